@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 
 from offload.device import DeviceChoice, has_gpu
-from offload.errors import BadModel, DoesNotFit
+from offload.errors import BadModel, DoesNotFit, NotSupported
 from offload.ggml.context import Context, Embedder
 from offload.ggml.expert_watch import ExpertWatch
 from offload.ggml.hostbuffer import (
@@ -24,16 +24,19 @@ from offload.ggml.hostbuffer import (
     plain_buffer_type,
 )
 from offload.ggml.library.callback import Pending
-from offload.ggml.library.lib import prepare
+from offload.ggml.library.lib import mtmd_binding, prepare
 from offload.ggml.library.log import opening, spare_cells
 from offload.ggml.memory import AnonymousMemory
 from offload.ggml.model import Model, ModelPlacement
+from offload.ggml.mtmd import ImagePrompt, Projector
 from offload.ggml.native_build import may_repack, missing_in_build
 from offload.ggml.ram_cache import RamCache
 from offload.ggml.row_context import MtpContext, RowContext
 from offload.ggml.threads import CpuTeam, has_openmp
+from offload.images.building import ImageLibrary, image_library
+from offload.images.decoding import NO_IMAGES, decoded_files
 from offload.layout.decision import decide
-from offload.layout.host import PROMPTS, ROUTERS
+from offload.layout.host import DRAFT_MODEL, PROMPTS, ROUTERS
 from offload.layout.layout import DeviceLayout, Layout
 from offload.layout.probing import Here, probe
 from offload.model import ModelFacts, TensorEntry, is_experts
@@ -59,7 +62,7 @@ from offload.remote.watch import Watch, watching
 from offload.routing.next_experts import Embeddings, NextExperts, read_routers
 from offload.routing.routing import RoutingRecorder
 from offload.schedule.slots import StreamCounters
-from offload.sequences.decoding import NativeExperts, decoder, row_step
+from offload.sequences.decoding import NativeExperts, decoder, image_decoder, row_step
 from offload.sequences.eagle import open_eagle
 from offload.sequences.row_draft import RowDraft
 from offload.sequences.sequences import MemoryTraits, Sequences
@@ -79,6 +82,7 @@ from offload.threads.numa_plan import NOT_OURS, NumaPlan, PagePlacer
 
 __all__ = ["Engine", "EngineOptions"]
 _HOST_NAME = "SPEC_HOST"
+_READING_PROJECTOR = "the projector for images is read"
 _PROMPT_SHARE = 1 / 16  # largest share of the experts' memory that kept prompts may take
 
 
@@ -102,6 +106,9 @@ class Engine(ModelText):
             check_writes(self.facts)
         self._pooling = pooling_of(self.facts, options.pooling)
         self._closing = ExitStack()
+        self._images: ImageLibrary | None = None
+        if options.projector is not None:  # before the model, because it may compile libmtmd
+            self._images = image_library(on_progress)
         self._watch: Watch | None = None
         self._pending = Pending()
         here, self.layout = self._decide(options)
@@ -137,6 +144,7 @@ class Engine(ModelText):
         self._min_batch: MinBatch | None = None
         self.tables: TableRows | None = None  # tables on the disk, whose rows are read ahead
         self.embedder: Embedder | None = None
+        self.projector: Projector | None = None  # makes rows of images
         self.row_draft: RowDraft | None = None  # drafts with MTP layers or an EAGLE-3 file
         self.hybrid: Hybrid | None = None
         self.ram_cache: RamCache | None = None  # memory of a KV cache in RAM
@@ -179,6 +187,7 @@ class Engine(ModelText):
                     self._context.tenant = self.device
                     self.embedder = self._open_embedder(layout.context)
                     row_context = self._open_row_context(layout.context, placement)
+            self._open_projector(on_progress)
             self.threads = self._open_threads(row_context)
             self.row_draft = self._open_row_draft(row_context)
             if options.streaming.warmup:
@@ -215,6 +224,48 @@ class Engine(ModelText):
             n_devices=len(self.devices),
             follower=self.row_draft,
             on_text=None if self.tables is None else self.tables.foresee,
+        )
+        if self.projector is not None:
+            self.sequences.decode_image = image_decoder(
+                self.projector, self._context, self.threads, self.devices, self.options.n_ubatch,
+                self.native_experts, self._expert_memory,
+            )  # fmt: skip
+
+    def _open_projector(self, on_progress: OnProgress) -> None:
+        """Open the projector for images, if there is one. Raises BadModel."""
+        asked, library = self.options.projector, self._images
+        if asked is None or library is None:
+            return
+        with self.taking(DRAFT_MODEL):
+            self.projector = Projector(
+                asked.path,
+                mtmd_binding(library.folder),
+                self._model,
+                self._pending,
+                device=None if asked.why_on_cpu else self.choice.device,
+                n_threads=self.options.n_threads_batch,
+                least_tokens=asked.least_tokens,
+                most_tokens=asked.most_tokens,
+                on_progress=partial(on_progress, _READING_PROJECTOR),
+            )
+        self._closing.callback(self.projector.close)
+        place = f"the CPU, because {asked.why_on_cpu}" if asked.why_on_cpu else self.choice.name
+        words = f"images: read with {asked.path.name}, computed by {place}; nothing is drafted then"
+        self.notes.append(Note(NoteKind.DEVICE, words))
+
+    def image_prompt(self, parts: Sequence[str | bytes], *, add_special: bool) -> ImagePrompt:
+        """Return the tokens of texts and image files in turn, for a prompt.
+
+        Raises BadRequest for a file that is no image, and NotSupported without a projector.
+        """
+        if self.projector is None or self._images is None:
+            raise NotSupported(NO_IMAGES)
+        files = [part for part in parts if isinstance(part, bytes)]
+        bitmaps = iter(decoded_files(files, self._images.decoder))
+        return self.projector.prompt(
+            [part if isinstance(part, str) else next(bitmaps) for part in parts],
+            self.options.n_ubatch,
+            add_special=add_special,
         )
 
     def _memory_traits(self) -> MemoryTraits:

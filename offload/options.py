@@ -18,6 +18,16 @@ from offload.threads.numa_plan import NumaPlan
 
 
 @dataclass(frozen=True)
+class ProjectorOptions:
+    """A projector for images, and where it computes. None: the file's own limits of tokens."""
+
+    path: Path
+    why_on_cpu: str = ""  # "": the model's device computes it
+    least_tokens: int | None = None  # of an image
+    most_tokens: int | None = None
+
+
+@dataclass(frozen=True)
 class EngineOptions(ContextOptions):
     """The options of opening a model. Names are llama.cpp's where the meaning is the same."""
 
@@ -32,6 +42,7 @@ class EngineOptions(ContextOptions):
     most_ubatch: int | None = None  # largest ubatch that the plan may choose; None: use n_ubatch
     mtp: bool = False  # load the layers for multi-token prediction, if the file has usable ones
     eagle: Path | None = None  # an EAGLE-3 file that drafts from the model's rows, if it is usable
+    projector: ProjectorOptions | None = None  # None: prompts have no images
     pooling: str | None = None  # kind of embeddings (plan/context.py); None: no embeddings
     numa: NumaPlan | None = None  # its teams replace n_threads and n_threads_batch
     mla_crossover: int | None = None  # most tokens for MLA's broadcast form (tests); None: choose

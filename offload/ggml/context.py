@@ -295,6 +295,26 @@ class Context:
             self._raise(status, len(tokens))
         return self._logits([i for i, w in enumerate(wanted) if w])
 
+    def decode_image(
+        self,
+        compute: Callable[[int | None, int], int],
+        n_tokens: int,
+        sequence: int,
+        position: int,
+    ) -> None:
+        """Let `compute` decode an image of `n_tokens` at the end of the sequence, from `position`.
+
+        `compute` gets the context and the most tokens of a batch, and returns libllama's status.
+        Raises the errors of `decode`.
+        """
+        if self.tenant is not None:
+            self._plan_small(self.tenant, n_tokens)
+        self._pending.forget()
+        while (status := self._compute_once(compute, self.n_batch)) == ABORTED:
+            self.remove(sequence, position)  # as in `decode`
+        if status != 0:
+            self._raise(status, n_tokens)
+
     def _reserve(self, wanted: Sequence[bool]) -> Sequence[bool]:
         """Prepare the scheduler for a prompt of several ubatches. Returns the rows to ask for.
 

@@ -10,16 +10,18 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import chain
 from time import perf_counter
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offload.ggml.context import Context
+from offload.ggml.mtmd import Projector
 from offload.ggml.row_context import RowContext
 from offload.routing.next_experts import NextExperts, Rows
 from offload.routing.routing import MOST_TOKENS, RoutingGuess, RoutingRecorder
 from offload.sequences.row_draft import Step
-from offload.sequences.sequences import Decode
+from offload.sequences.sequences import Decode, DecodeImage
 from offload.store.expert_memory import ExpertMemory
 from offload.store.memory_budget import IN_DECODES
 from offload.store.table_rows import TableRows
@@ -27,8 +29,20 @@ from offload.streaming.device import StreamingDevice
 from offload.threads.engine_threads import EngineThreads
 
 
+class Decoding(Protocol):
+    """A context, or what stands for one that decodes images."""
+
+    def decode(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        sequences: Sequence[int] | Sequence[Sequence[int]],
+        wanted: Sequence[bool],
+    ) -> NDArray[np.float32]: ...
+
+
 def decoder(
-    context: Context,
+    context: Decoding,
     threads: EngineThreads | None,
     devices: Sequence[StreamingDevice],
     n_ubatch: int,
@@ -88,6 +102,50 @@ def decoder(
         return rows
 
     return decode
+
+
+class _ImageContext:
+    """Decodes the images of a projector in a context."""
+
+    def __init__(self, projector: Projector, context: Context) -> None:
+        self._projector, self._context = projector, context
+        self.numbers: Sequence[int] = ()  # those of the image that is decoded next
+
+    def decode(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        sequences: Sequence[int] | Sequence[Sequence[int]],
+        wanted: Sequence[bool],
+    ) -> NDArray[np.float32]:
+        image, sequence = self._projector.image(self.numbers), sequences[0]
+        assert isinstance(sequence, int)
+        self._projector.decode(image, self._context, sequence, positions[0])
+        return np.empty((0, self._context.n_vocab), np.float32)
+
+
+def image_decoder(
+    projector: Projector,
+    context: Context,
+    threads: EngineThreads,
+    devices: Sequence[StreamingDevice],
+    n_ubatch: int,
+    native: NativeExperts | None,
+    experts: ExpertMemory | None,
+) -> DecodeImage:
+    """Return the function that decodes images for `Sequences`.
+
+    An image's rows use experts as a prompt's tokens do. It has no tokens, so 0 stands for each.
+    """
+    images = _ImageContext(projector, context)
+    decode = decoder(images, threads, devices, n_ubatch, native, experts)
+
+    def decode_image(numbers: Sequence[int], sequence: int, position: int) -> None:
+        n = len(numbers)
+        images.numbers = numbers
+        decode([0] * n, range(position, position + n), [sequence] * n, [False] * n)
+
+    return decode_image
 
 
 def unwanted_ubatches(

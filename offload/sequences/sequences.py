@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from offload.errors import BadRequest, DecodeStopped, DoesNotFit
 from offload.ggml.context import ON_DEVICE, PARTIAL_STATE, Context
 from offload.ggml.library import interrupt
+from offload.images.place_tokens import ImageSpan, image_spans
 from offload.sequences.leaf_sequences import LeafSequences
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ Rows = NDArray[np.float32]
 Decode = Callable[
     [Sequence[int], Sequence[int], Sequence[int] | Sequence[Sequence[int]], Sequence[bool]], Rows
 ]
+
+# Decodes an image: (its numbers, sequence, position of its first place).
+DecodeImage = Callable[[Sequence[int], int, int], None]
 
 _LONG_TOKENS = 128  # tokens of a batch from which a recurrent memory is saved, so that it may stop
 
@@ -112,6 +116,10 @@ class Sequences:
         self.most_state_bytes = memory.most_state_bytes
         self._n_swa = memory.n_swa
         self._on_text = on_text
+        self.decode_image: DecodeImage | None = None  # None: no prompt has images
+        self._images: list[list[ImageSpan]] = [[] for _ in range(n_sequences)]
+        # Tokens by which a sequence is longer than its positions, because of images with M-RoPE.
+        self._n_saved = [0] * n_sequences
         self.n_tree_leaves = n_tree_leaves if memory.keeps_all else 0
         self._tree: LeafSequences | None = None  # between extend_tree and keep_path
         self._tree_of = 0  # its sequence
@@ -154,7 +162,7 @@ class Sequences:
 
         It may hold the beginning already. Nothing else depends on it.
         """
-        if self._on_text is not None:
+        if self._on_text is not None and min(text, default=0) >= 0:
             self._on_text(sequence, text)
 
     # -- extending -------------------------------------------------------------------------------
@@ -178,7 +186,8 @@ class Sequences:
             for end in self._chunk_ends(len(tokens), first_wanted):
                 chunk = tokens[done:end]
                 wanted = [i >= first_wanted for i in range(done, end)]
-                positions = range(start + done, start + end)
+                at = start - self._n_saved[sequence]
+                positions = range(at + done, at + end)
                 rows = self._decode(chunk, positions, [sequence] * len(chunk), wanted)
                 if len(rows):
                     parts.append(rows)
@@ -196,7 +205,8 @@ class Sequences:
     def _extend_one(self, sequence: int, tokens: Sequence[int], start: int) -> Rows:
         """A faster `extend` for one token, which is by far the most frequent case."""
         try:
-            rows = self._decode(tokens, (start,), (sequence,), (True,))
+            position = start - self._n_saved[sequence]
+            rows = self._decode(tokens, (position,), (sequence,), (True,))
             if self._follower is not None:
                 self._follower.decoded(((sequence, start, tokens),))
         except BaseException:
@@ -238,7 +248,11 @@ class Sequences:
         recurrent. Raises BadRequest, DoesNotFit, DeviceFailed, and DecodeStopped. A stopped batch
         keeps the tokens of its whole ubatches (`keeps_ubatches`) in parts without logits. A
         recurrent memory that was saved before (`may_stop`) goes back to that state.
+
+        A part may be the numbers of one image (`offload/images/place_tokens.py`), without logits.
         """
+        if any([part and part[0] < 0 for _, part, _ in parts]):
+            return self._extend_with_images(parts)
         # Recurrent memories batch sequences only in ascending order.
         order = sorted(range(len(parts)), key=lambda i: parts[i][0])
         tokens: list[int] = []
@@ -254,7 +268,8 @@ class Sequences:
             self._check(part, start, n_logits)
             starts[sequence] = start
             tokens += part
-            positions += range(start, start + len(part))
+            at = start - self._n_saved[sequence]
+            positions += range(at, at + len(part))
             sequences += [sequence] * len(part)
             wanted += [False] * (len(part) - n_logits) + [True] * n_logits
         n_wanted = sum(wanted)
@@ -285,12 +300,63 @@ class Sequences:
             self.may_stop = self.can_rewind
         self._grown([(sequence, len(part)) for sequence, part, _ in parts])
         out: list[Rows] = [rows] * len(parts)
-        at = 0
+        at = 0  # of the rows
         for i in order:
             n_logits = parts[i][2]
             out[i] = rows[at : at + n_logits]
             at += n_logits
         return out
+
+    def _extend_with_images(self, parts: Sequence[tuple[int, Sequence[int], int]]) -> list[Rows]:
+        """Decode the images one at a time, then the texts in one decode.
+
+        If that decode is stopped, the images stay.
+        """
+        images = [(sequence, part) for sequence, part, _ in parts if part[0] < 0]
+        texts = [part for part in parts if part[1][0] >= 0]
+        starts = {sequence: self.length(sequence) for sequence, _ in images}
+        try:
+            for sequence, numbers in images:
+                self._extend_image(sequence, numbers)
+            rows = iter(self.extend_batch(texts) if texts else ())
+        except DecodeStopped:
+            raise
+        except BaseException:
+            for sequence, start in starts.items():
+                if self._lengths[sequence] > start:
+                    self._undo(sequence, start)
+            raise
+        none = np.empty((0, self.n_vocab), np.float32)
+        return [none if part[0] < 0 else next(rows) for _, part, _ in parts]
+
+    def _extend_image(self, sequence: int, numbers: Sequence[int]) -> None:
+        start = self.length(sequence)
+        span = image_spans(numbers)[0]
+        if self.decode_image is None or span.n_places != len(numbers):
+            raise BadRequest(f"{len(numbers)} numbers of an image of {span.n_places} tokens")
+        self._check_room(start + len(numbers))
+        try:
+            self.decode_image(numbers, sequence, start - self._n_saved[sequence])
+        except BaseException:
+            self._undo(sequence, start)
+            raise
+        self._grown([(sequence, len(numbers))])
+        self._snapshots[sequence] = 0  # an image is removed whole, or not at all
+        self._add_image(sequence, replace(span, start=start))
+
+    def _add_image(self, sequence: int, span: ImageSpan) -> None:
+        self._images[sequence].append(span)
+        self._n_saved[sequence] += span.n_saved
+
+    def _position(self, sequence: int, length: int) -> int:
+        """Return the position after the first `length` tokens of the sequence."""
+        images = self._images[sequence]
+        return length - sum([span.n_saved for span in images if span.end <= length])
+
+    def _before_image(self, sequence: int, length: int) -> int:
+        """Return the start of the image that is cut at `length`; `length` if none is."""
+        cut = (span.start for span in self._images[sequence] if span.start < length < span.end)
+        return next(cut, length)
 
     @property
     def keeps_ubatches(self) -> bool:
@@ -318,10 +384,10 @@ class Sequences:
         nothing new can be kept.
         """
         start = self._lengths[sequence]
-        end = self._context.last_position(sequence) + 1 - self._n_unsure
+        end = self._context.last_position(sequence) + 1 - self._n_unsure + self._n_saved[sequence]
         if not (self.keeps_ubatches and start < end <= start + n_tokens):
             return False
-        if not self._context.remove(sequence, end):
+        if not self._context.remove(sequence, self._position(sequence, end)):
             return False
         self._was_cut(sequence, end)
         return True
@@ -361,16 +427,18 @@ class Sequences:
             raise BadRequest("no tokens to evaluate: the prompt is empty")
         if not 0 <= n_logits <= len(tokens):
             raise BadRequest(f"{n_logits} rows of logits were asked of {len(tokens)} tokens")
-        needed = start + (len(tokens) if n_positions is None else n_positions)
-        if needed > self.n_ctx:
-            raise DoesNotFit(
-                f"{needed} tokens exceed the context of {self.n_ctx}; "
-                "shorten the prompt or raise --ctx-size"
-            )
+        self._check_room(start + (len(tokens) if n_positions is None else n_positions))
         low, high = min(tokens), max(tokens)
         if low < 0 or high >= self.n_vocab:
             bad = low if low < 0 else high
             raise BadRequest(f"token {bad} is not in the vocabulary of {self.n_vocab}")
+
+    def _check_room(self, n_tokens: int) -> None:
+        if n_tokens > self.n_ctx:
+            raise DoesNotFit(
+                f"{n_tokens} tokens exceed the context of {self.n_ctx}; "
+                "shorten the prompt or raise --ctx-size"
+            )
 
     # -- trees -----------------------------------------------------------------------------------
 
@@ -386,6 +454,8 @@ class Sequences:
         try:
             if not self.n_tree_leaves:
                 raise BadRequest(f"this context of {self._architecture} evaluates no trees")
+            if self._n_saved[sequence]:
+                raise BadRequest("no tree can follow an image with positions in two dimensions")
             if self._tree is None:
                 leaves = range(self._n_sequences, self._n_sequences + self.n_tree_leaves)
                 self._tree, self._tree_of = LeafSequences(sequence, start, leaves), sequence
@@ -454,8 +524,9 @@ class Sequences:
         """Return the length to cut to, if the next text begins with the first `length` tokens held.
 
         That is `length`, or one less if the follower needs the last of these tokens computed again
-        and the sequence can be cut there.
+        and the sequence can be cut there. An image is kept whole or dropped whole.
         """
+        length = self._before_image(sequence, length)
         if self._follower is None or not length:
             return length
         if self._follower.row(sequence, length) is not None:
@@ -467,7 +538,8 @@ class Sequences:
         """True if no key in the sliding windows that end at `length` was overwritten."""
         if not self._n_swa:
             return True
-        return self._context.first_position(sequence) <= max(0, length - self._n_swa)
+        position = self._position(sequence, length)
+        return self._context.first_position(sequence) <= max(0, position - self._n_swa)
 
     def rewind(self, sequence: int, length: int) -> None:
         """Keep the first `length` tokens of the sequence.
@@ -479,13 +551,18 @@ class Sequences:
             raise BadRequest(f"cannot rewind sequence {sequence} from {held} to {length} tokens")
         if length == held:
             return
+        if self._before_image(sequence, length) != length:
+            raise BadRequest(f"{held} tokens cannot be cut to {length}, inside an image")
+        position = self._position(sequence, length)
         if length and not self._window_holds(sequence, length):
             raise BadRequest(
                 f"{held} tokens cannot be cut to {length}: the sliding windows of "
                 f"{self._architecture} have passed what comes before; evaluate them anew, or open "
                 "the model with --swa-full"
             )
-        if not (self.can_drop(sequence, held - length) and self._context.remove(sequence, length)):
+        if not (
+            self.can_drop(sequence, held - length) and self._context.remove(sequence, position)
+        ):
             raise BadRequest(
                 f"{self._architecture} models are recurrent: {held} tokens cannot be cut to "
                 f"{length}, only to the last {self._snapshots[sequence]} less; use a checkpoint"
@@ -499,16 +576,24 @@ class Sequences:
         if not length and self._follower is not None:
             self._follower.emptied(sequence)
         self._snapshots[sequence] = 0
+        if self._images[sequence]:
+            kept = [span for span in self._images[sequence] if span.end <= length]
+            self._set_images(sequence, kept)
         self._n_cuts[sequence] += 1
         cuts = self._cuts[sequence]
         while cuts and cuts[-1][1] >= length:
             cuts.pop()
         cuts.append((self._n_cuts[sequence], length))
 
+    def _set_images(self, sequence: int, images: Iterable[ImageSpan]) -> None:
+        self._images[sequence] = list(images)
+        self._n_saved[sequence] = sum([span.n_saved for span in self._images[sequence]])
+
     def _undo(self, sequence: int, length: int) -> None:
         """Cut to `length` after a failed decode, or to 0 if the memory cannot be cut."""
         is_held = self.can_rewind and (not length or self._window_holds(sequence, length))
-        if not (is_held and self._context.remove(sequence, length)):
+        position = self._position(sequence, length)
+        if not (is_held and self._context.remove(sequence, position)):
             self._context.remove(sequence, 0)
             length = 0
         self._was_cut(sequence, length)
@@ -568,7 +653,7 @@ class Sequences:
             )
         flags = PARTIAL_STATE | ON_DEVICE if checkpoint.serial else PARTIAL_STATE
         self._context.set_state(sequence, checkpoint.state, flags)
-        self._context.remove(sequence, checkpoint.length)
+        self._context.remove(sequence, self._position(sequence, checkpoint.length))
         self._was_cut(sequence, checkpoint.length)
         if self._follower is not None:
             self._follower.restored(sequence, checkpoint.length, checkpoint.row)
@@ -599,8 +684,9 @@ class Sequences:
         if self.length(sequence) or not self.can_share(source, n_tokens):
             raise BadRequest(f"sequence {sequence} cannot begin with {n_tokens} tokens of {source}")
         if n_tokens:
-            self._context.copy_sequence(source, sequence, 0, n_tokens)
+            self._context.copy_sequence(source, sequence, 0, self._position(source, n_tokens))
         self._begun(sequence, n_tokens)
+        self._set_images(sequence, [i for i in self._images[source] if i.end <= n_tokens])
         if self._follower is not None:
             self._follower.shared(source, sequence, n_tokens)
 
@@ -639,6 +725,7 @@ class Sequences:
         try:
             self._context.set_state(sequence, state, 0)
             self._begun(sequence, len(tokens))
+            self._set_images(sequence, image_spans(tokens))
             if self._follower is not None:
                 self._follower.loaded(sequence, tokens, own)
         except BaseException:

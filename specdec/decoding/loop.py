@@ -162,7 +162,8 @@ class DecodingLoop:
     def _pieces(self, prompts: Sequence[BatchMember], n_tokens: int, n_logits: int) -> list[Piece]:
         """The next tokens of the prompts, at most `n_tokens`, first those of the first prompts.
 
-        At most `n_logits` of them are tokens whose logits are wanted.
+        At most `n_logits` of them are tokens whose logits are wanted. An image is a piece of its
+        own, and may have more tokens than asked for.
         """
         pieces = []
         for member in prompts:
@@ -171,6 +172,8 @@ class DecodingLoop:
             held = self._target.length(member.sequence)
             n_most = n_tokens if member.hear_prompt is None else min(n_tokens, n_logits)
             piece = member.history[held : min(held + n_most, len(member.history) - 1)]
+            if member.images:
+                piece = _without_cut_images(member, held, piece)
             if not piece:
                 continue  # no row of logits is left, but later members may need none
             pieces.append((member, piece))
@@ -429,6 +432,16 @@ class Rollback:
             _take_back(target, sequence, self._length)
         elif target.length(sequence) > self._length:
             target.restore(sequence, self._checkpoint)
+
+
+def _without_cut_images(member: BatchMember, held: int, piece: list[int]) -> list[int]:
+    """Return the piece of the prompt from `held` on: the image there, or the text before one."""
+    for start, end in member.images:
+        if start == held:
+            return member.history[start:end]
+        if held < start < held + len(piece):
+            return member.history[held:start]
+    return piece
 
 
 def _take_back(target: Target, sequence: int, length: int) -> None:

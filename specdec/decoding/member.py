@@ -32,6 +32,8 @@ class BatchMember:
     # Called as (index of the first of n prompt tokens, logits [n, n_vocab] after each of them).
     # None: no logits of the prompt are computed.
     hear_prompt: Callable[[int, NDArray[np.float32]], None] | None = None
+    # (start, end) of images in the prompt, in order. Each is evaluated alone and whole.
+    images: Sequence[tuple[int, int]] = ()
 
 
 Rounds = Sequence[tuple[BatchMember, Round]]  # of one step

@@ -218,6 +218,12 @@ _SERVE_FLAGS = (
         "is logged once.",
     ),
     _serve(
+        "media_path", "--media-path", PATH,
+        "Folder of images that requests may name as file://NAME.", rare=True,
+        more="Without it, images have to be in the requests themselves. Addresses of other "
+        "machines are never fetched.",
+    ),
+    _serve(
         "shutdown_timeout_s", "--shutdown-timeout", FLOAT,
         "Seconds that running requests have to end after SIGTERM or Ctrl-C.", least=0, rare=True,
         more="New requests get a 503 meanwhile. A second Ctrl-C ends at once.",

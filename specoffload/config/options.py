@@ -98,6 +98,10 @@ class Opening:
     ram_bytes: int | None = None  # most memory for streamed weights; None: what is free
     repack: bool | None = None  # None: the layout that was measured to be faster on this machine
     ctx_checkpoints: int = 32
+    mmproj: Path | None = None  # a projector for images
+    mmproj_offload: bool = True  # False: the CPU computes the projector
+    image_min_tokens: int | None = None  # of an image; None: as the projector's file says
+    image_max_tokens: int | None = None
     trace: Path | None = None
     remarks: tuple[str, ...] = ()  # sentences about the command line; always shown
 
@@ -188,6 +192,7 @@ class ServeOptions:
     max_queue: int = 16
     shutdown_timeout_s: float = 60.0
     strict_model: bool = False
+    media_path: Path | None = None  # None: requests name no files of this machine
     cors_origins: str | None = None
     ssl_key_file: Path | None = None
     ssl_cert_file: Path | None = None

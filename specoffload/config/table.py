@@ -97,6 +97,28 @@ _MODEL = (
         "Fetch nothing; use what was fetched before.", rare=True,
     ),
     _model(
+        "mmproj", "--mmproj -mm LLAMA_ARG_MMPROJ", PATH,
+        "Projector of the model: a .gguf file with which it reads images.",
+        more="libmtmd is compiled at the first start with it, which takes a minute "
+        "([server.md](server.md#images)). Nothing is drafted in chats with images.",
+    ),
+    _model(
+        "mmproj_offload", "--mmproj-offload !--no-mmproj-offload LLAMA_ARG_MMPROJ_OFFLOAD", SWITCH,
+        "Compute the projector on the GPU.", rare=True,
+        more="The CPU computes it if it takes more than an eighth of the GPU's memory, and with "
+        "several GPUs.",
+    ),
+    _model(
+        "image_min_tokens", "--image-min-tokens LLAMA_ARG_IMAGE_MIN_TOKENS", INT,
+        "Fewest tokens of an image, if its size decides them.", least=1, rare=True,
+        default_words="the projector's",
+    ),
+    _model(
+        "image_max_tokens", "--image-max-tokens LLAMA_ARG_IMAGE_MAX_TOKENS", INT,
+        "Most tokens of an image, if its size decides them.", least=1, rare=True,
+        default_words="the projector's",
+    ),
+    _model(
         "ctx_size", "--ctx-size -c LLAMA_ARG_CTX_SIZE", INT,
         "Context in tokens. 0 takes the model's own.", least=0, first=True,
         default_words="chosen",

@@ -88,6 +88,7 @@ def serve(
             has_page=options.ui != "none",
             has_metrics=options.metrics,
             strict_model=options.strict_model,
+            media_path=options.media_path,
         )
         return app, engine
 
@@ -134,6 +135,7 @@ def serve_models(
                 defaults=own.defaults,
                 has_page=False,
                 has_metrics=options.metrics,
+                media_path=options.media_path,
                 streams=streams,
             )
             return Served(engine, app)

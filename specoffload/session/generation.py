@@ -127,3 +127,4 @@ class ModelCard:
     n_parallel: int = 1  # requests that run at once
     keeps_prompts: bool = False  # closing writes prompts to the disk, which may take a while
     path: str = ""  # the model's file
+    reads_images: bool = False  # True: it has a projector (--mmproj)

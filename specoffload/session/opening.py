@@ -8,9 +8,12 @@ from functools import partial
 
 from offload.device import choose_device, choose_devices
 from offload.engine import Engine, EngineOptions
+from offload.errors import BadModel
 from offload.ggml.native_build import library_build
+from offload.images.place import projector_bytes, why_on_cpu
 from offload.layout.probing import MeasureLinks
 from offload.model_file import check_writes, read_facts
+from offload.options import ProjectorOptions
 from offload.plan.context import (
     DEFAULT_UBATCH,
     RopeOptions,
@@ -220,9 +223,36 @@ def rope_of(config: Config) -> RopeOptions:
     )
 
 
+def projector_of(config: Config) -> ProjectorOptions | None:
+    """The projector for images, and where it computes. Raises BadModel if there is no such file."""
+    if config.mmproj is None:
+        return None
+    try:
+        file_bytes = config.mmproj.stat().st_size
+    except OSError as e:
+        raise BadModel(f"--mmproj {config.mmproj}: {e.strerror}") from e
+    choices = choose_devices(config.device, all_gpus=len(config.tensor_split) > 1)
+    device_bytes = 0
+    if choices[0].on_gpu:
+        asked_bytes = config.streaming.device_bytes
+        device_bytes = choices[0].device.memory_bytes()[1] if asked_bytes is None else asked_bytes
+    why = why_on_cpu(
+        file_bytes, device_bytes, n_devices=len(choices), offload=config.mmproj_offload
+    )
+    return ProjectorOptions(config.mmproj, why, config.image_min_tokens, config.image_max_tokens)
+
+
+def _projector_bytes(projector: ProjectorOptions | None, config: Config) -> int:
+    """The bytes that the projector takes of the memory of the model's device."""
+    if projector is None:
+        return 0
+    is_elsewhere = bool(projector.why_on_cpu) and choose_device(config.device).wrapped
+    return 0 if is_elsewhere else projector_bytes(projector.path.stat().st_size)
+
+
 def target_options(config: Config, kept: KeptForPlan = NOTHING_KEPT) -> EngineOptions:
     """The options of the target's engine."""
-    spec = config.spec
+    spec, projector = config.spec, projector_of(config)
     return EngineOptions(
         device=config.device,
         tensor_split=config.tensor_split,
@@ -246,11 +276,12 @@ def target_options(config: Config, kept: KeptForPlan = NOTHING_KEPT) -> EngineOp
         kv_offload=config.kv_offload is not False,
         chooses_cache=config.kv_offload is None and config.ctx_size is not None,
         pooling=config.pooling,
+        projector=projector,
         mtp=DrafterName.MTP in spec.options.drafters,
         eagle=config.eagle,
         streaming=replace(
             config.streaming,
-            reserve_bytes=draft_bytes(config),
+            reserve_bytes=draft_bytes(config) + _projector_bytes(projector, config),
             hits=kept.hits,
             unions=kept.unions,
             decodes=kept.decodes,

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from offload.engine import Engine
 from offload.errors import BadRequest, DeviceFailed, DoesNotFit, NotSupported
+from offload.ggml.mtmd import ImagePrompt
 from offload.ggml.native_build import library_build
 from offload.ggml.sampler import grammar_tokens
 from offload.layout.host import DRAFT_MODEL
@@ -328,6 +329,7 @@ class Session:
             notes=tuple(Note(kind_of(note), report.plain(note)) for note in self.notes),
             n_parallel=self.config.parallel,
             keeps_prompts=self.config.cache_disk is not None,
+            reads_images=self.target.projector is not None,
         )
 
     @property
@@ -337,6 +339,17 @@ class Session:
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         return self.target.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    def image_prompt(self, parts: Sequence[str | bytes], *, add_special: bool) -> ImagePrompt:
+        """Return the tokens of texts and image files in turn.
+
+        Raises BadRequest for a file that is no image or if an image comes last, and NotSupported
+        without a projector. Another thread may call this during a step.
+        """
+        tokens = self.target.image_prompt(parts, add_special=add_special)
+        if tokens and tokens[-1] < 0:
+            raise BadRequest("the prompt ends with an image: text has to follow it")
+        return tokens
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         """The text of `tokens`, with special tokens written out."""
@@ -479,6 +492,8 @@ class Session:
             tokens = list(prompt)
         if not tokens:
             raise BadRequest("the prompt is empty")
+        if isinstance(prompt, ImagePrompt):
+            return prompt
         bad = [t for t in tokens if not 0 <= t < self.target.n_vocab]
         if bad:
             raise BadRequest(f"token {bad[0]} is not in the vocabulary of {self.target.n_vocab}")

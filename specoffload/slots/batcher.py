@@ -105,7 +105,8 @@ class Batcher:
             raise BadRequest(f"id_slot {wanted}: there are slots 0 to {n_slots - 1} (--parallel)")
         is_end = _never if options.ignore_eos else self._target.is_end
         sampling = checked(options, self._target.n_ctx)
-        sampler = self._sampler(SamplerChain(self._target.model, sampling, tokens), options)
+        text = [token for token in tokens if token >= 0]  # without the numbers of images
+        sampler = self._sampler(SamplerChain(self._target.model, sampling, text), options)
         shown = self._target.special_tokens(options.shown)
         stops = StopScanner(options.stop, options.reasoning_span, options.end_texts)
         answer = Answer(self._target.text_stream(shown=shown), stops, is_end)
@@ -340,6 +341,7 @@ class Batcher:
             slot.n_held,
             request.bounds,
             hear_prompt=request.hear_prompt,
+            images=request.images,
         )
         request.slot, request.member = slot, member
         self._running[member] = request

@@ -15,6 +15,7 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.images.place_tokens import image_spans
 from offload.sampling.answers import AnswerSampler, ChosenLogprob, TokenLogprob
 from offload.sampling.logprobs import raw_logprobs
 from offload.sequences.text import TextStream
@@ -81,6 +82,8 @@ class Request:
     ) -> None:
         """`beside` is another request with the same prompt. It evaluates the prompt for both."""
         self.n_prompt = len(tokens)
+        self._prompt = tokens  # keeps the images of an ImagePrompt until the request is over
+        self.images = tuple((span.start, span.end) for span in image_spans(tokens))
         self.history = list(tokens)  # prompt and emitted tokens, also those after a stop sequence
         self.n_left = n_predict
         self.options, self.is_end = options, is_end
@@ -160,8 +163,13 @@ class Request:
 
     @property
     def bounds(self) -> DraftBounds:
-        """Limits on the lengths and probabilities of the request's drafts."""
+        """Limits on the lengths and probabilities of the request's drafts.
+
+        Nothing is drafted after images, because drafters would read their numbers as tokens.
+        """
         options = self.options
+        if self.images:
+            return DraftBounds(0)
         return DraftBounds(options.draft_max, options.draft_min, options.draft_p_min)
 
     @property
@@ -206,6 +214,7 @@ class Request:
     def close(self) -> None:
         """Mark the request as over and free its sampler. May be called again."""
         self.is_over = True
+        self._prompt = ()
         self.sampler.close()
 
 

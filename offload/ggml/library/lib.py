@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes as C
 import functools
+import os
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -335,6 +337,27 @@ def library() -> Library:
     log.stop_in_one_sentence(loaded)
     loaded.llama_backend_init()
     return loaded
+
+
+@functools.cache
+def mtmd_binding(folder: Path) -> ModuleType:
+    """Return llama_cpp's binding of the libmtmd in `folder`. Raises LibraryMismatch.
+
+    A process has one libmtmd, so all calls must name the same folder.
+    """
+    library()  # libmtmd uses the libllama that is loaded
+    os.environ["MTMD_CPP_LIB"] = str(folder)  # llama_cpp reads it when the module is imported
+    try:
+        from llama_cpp import mtmd_cpp
+    except (OSError, RuntimeError, AttributeError) as e:
+        raise LibraryMismatch(
+            f"libmtmd cannot be loaded ({e}); delete {folder}, and it is compiled again"
+        ) from e
+    from offload.ggml.library import log
+
+    log.route(mtmd_cpp.mtmd_helper_log_set)
+    binding: ModuleType = mtmd_cpp
+    return binding
 
 
 @functools.cache

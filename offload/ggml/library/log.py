@@ -71,6 +71,11 @@ def capture(lib: Any) -> None:
     lib.llama_log_set(callback, None)
 
 
+def route(set_log: Callable[[Any, None], None]) -> None:
+    """Route another library's log to where libllama's goes. `set_log` takes the callback."""
+    set_log(_kept[0], None)
+
+
 @contextmanager
 def spare_cells(longest_text: int, n_trained: int) -> Iterator[None]:
     """Do not warn in the block that a context is longer than the model was trained for.

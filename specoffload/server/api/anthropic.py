@@ -38,8 +38,8 @@ from specoffload.session.generation import Piece
 
 
 class ContentBlock(RequestModel):
-    """A part of a message: text, tool_use, tool_result or thinking. Other types are refused, except
-    media in a tool_result."""
+    """A part of a message: text, image, tool_use, tool_result or thinking. Other types are refused,
+    except media in a tool_result."""
 
     type: str
     text: str | None = None
@@ -50,6 +50,16 @@ class ContentBlock(RequestModel):
     tool_use_id: str | None = None
     content: str | list[ContentBlock] | None = None
     is_error: bool | None = None
+    source: ImageSource | None = None
+
+
+class ImageSource(RequestModel):
+    """The bytes or the address of an image."""
+
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
 
 
 class AnthropicMessage(RequestModel):
@@ -230,7 +240,7 @@ def _user(where: str, role: str, blocks: Sequence[ContentBlock]) -> Iterator[Jso
         content = _result(f"{where}.content[{at}]", block.content or "", bool(block.is_error))
         yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
     if texts:
-        yield {"role": role, "content": _text(where, texts)}
+        yield {"role": role, "content": _content(where, texts)}
 
 
 def _result(where: str, content: str | Sequence[ContentBlock], is_error: bool) -> str | list[Json]:
@@ -238,13 +248,49 @@ def _result(where: str, content: str | Sequence[ContentBlock], is_error: bool) -
     before = "error: " if is_error else ""
     if isinstance(content, str) or not any(omitted_kind(block.type) for block in content):
         return before + _text(where, content)
-    parts = [{"type": "text", "text": before}]
+    parts: list[Json] = [{"type": "text", "text": before}]
     for at, block in enumerate(content):
         is_out = omitted_kind(block.type) is not None
         text = "" if is_out else _block_text(where, at, block)
         parts.append({"type": "text", "text": "\n" * bool(at) + text})
-        parts += [{"type": block.type}] * is_out
+        if is_out:
+            parts.append(_image(block) or {"type": block.type})
     return parts
+
+
+def _content(where: str, blocks: Sequence[ContentBlock]) -> str | list[Json]:
+    """Return the text of blocks, or parts if one of them is an image.
+
+    Texts are joined by newlines, and nothing comes between a text and an image.
+    """
+    if not any(block.type == "image" for block in blocks):
+        return _text(where, blocks)
+    parts: list[Json] = []
+    for at, block in enumerate(blocks):
+        if block.type == "image":
+            image = _image(block)
+            if image is None:
+                raise BadRequest(f"{where}[{at}]: an image needs a source of type base64 or url")
+            parts.append(image)
+        else:
+            follows_text = at > 0 and blocks[at - 1].type != "image"
+            text = "\n" * follows_text + _block_text(where, at, block)
+            parts.append({"type": "text", "text": text})
+    return parts
+
+
+def _image(block: ContentBlock) -> Json | None:
+    """Return an image as a part of a chat message; None if the block is none, or has no source."""
+    source = block.source
+    if block.type != "image" or source is None:
+        return None
+    if source.type == "base64" and source.data is not None:
+        url = f"data:{source.media_type or 'image/png'};base64,{source.data}"
+    elif source.type == "url" and source.url is not None:
+        url = source.url
+    else:
+        return None
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _text(where: str, content: str | Sequence[ContentBlock]) -> str:
@@ -400,8 +446,8 @@ def anthropic_router(context: ServerContext) -> APIRouter:
         """The number of tokens that a conversation takes as a prompt."""
         chat, ignored = as_chat(body)
         ignore(request, ignored)
-        text = await context.rendered(request, checked(chat, ConversationRequest))
-        tokens = await context.engine.call(calls.tokenize, text, False, True)
-        return JSONResponse({"input_tokens": len(tokens)})
+        text, images = await context.rendered(request, checked(chat, ConversationRequest))
+        n_tokens = await context.engine.call(calls.count_tokens, text, images)
+        return JSONResponse({"input_tokens": n_tokens})
 
     return router

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -68,6 +69,7 @@ def create_app(
     has_page: bool = True,
     has_metrics: bool = False,
     strict_model: bool = False,
+    media_path: Path | None = None,
     chat: ChatSettings | None = None,
     renderer: Renderer | None = None,
     streams: KeptStreams | None = None,
@@ -76,8 +78,8 @@ def create_app(
 
     `defaults` and `chat` have the values of fields that a request leaves out. `has_page` puts the
     chat page at `/`. `has_metrics` opens /metrics. `strict_model` refuses requests that name
-    another model. `streams` are those of a server of several models, which then also has their
-    routes.
+    another model. `media_path` is the folder of images that requests may name by file:// addresses.
+    `streams` are those of a server of several models, which then also has their routes.
     """
     app = bare_app()
     if streams is None:  # otherwise the router has asked for the key
@@ -88,6 +90,7 @@ def create_app(
         defaults or AskedOptions(),
         chat or ChatSettings(),
         strict_model=strict_model,
+        media_path=media_path,
         streams=streams,
     )
     app.state.context = context

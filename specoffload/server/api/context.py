@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 from fastapi import Request
@@ -24,6 +25,7 @@ from specoffload.server.api.body import (
     invalid,
     read_json,
 )
+from specoffload.server.api.images import ConversationImages
 from specoffload.server.api.kept import STREAM_ID, KeptStreams
 from specoffload.server.api.omitted import omitted_parts
 from specoffload.server.api.parameters import conversation_of, generate_options
@@ -38,6 +40,7 @@ from specoffload.server.engine.messages import (
     ChatJob,
     GeneratingJob,
     Problem,
+    PromptImages,
     RequestFailed,
     unavailable,
 )
@@ -72,6 +75,7 @@ class ServerContext:
         *,
         strict_model: bool = False,
         streams: KeptStreams | None = None,
+        media_path: Path | None = None,
     ) -> None:
         self.engine = engine
         self.defaults = defaults
@@ -82,6 +86,7 @@ class ServerContext:
         self._n_bytes = 0  # size of all bodies that are being read
         self._format: tuple[ModelCard, ChatFormat] | None = None
         self._strict_model = strict_model
+        self._media_path = media_path  # the folder of images that requests may name
         self._logged: set[str] = set()  # notes that were logged
 
     @property
@@ -101,7 +106,8 @@ class ServerContext:
         """
         # Text may take twice as many bytes when JSON escapes it.
         longest_bytes = _OVERHEAD_BYTES + 2 * self.card.n_ctx * self.card.longest_token_bytes
-        limit_bytes = min(longest_bytes, _MOST_BYTES)
+        # The size of images says nothing about their tokens.
+        limit_bytes = _MOST_BYTES if self.card.reads_images else min(longest_bytes, _MOST_BYTES)
         data = bytearray()
         try:
             async for chunk in request.stream():
@@ -149,17 +155,21 @@ class ServerContext:
     async def question(self, request: Request, body: ChatRequest) -> tuple[ChatJob, ChatPrompt]:
         """Return the job of a chat request, and the prompt. Raises BadRequest."""
         options = self.options(request, body)
-        conversation = conversation_of(body, self._chat, options.json_schema)
+        images = self._images()
+        conversation = conversation_of(body, self._chat, images, options.json_schema)
         check_options(conversation, options)
         prompt = await self._renderer.prepare(self._chat_format(), conversation)
         ignore(request, [f"tools.{note.tool}{note.place}" for note in prompt.notes])
         self._log_once(prompt.notes)
         self._note_omitted(request, body)
-        return ChatJob(prompt.text, answer_options(prompt, options)), prompt
+        return ChatJob(prompt.text, answer_options(prompt, options), images.found), prompt
+
+    def _images(self) -> ConversationImages:
+        return ConversationImages(are_read=self.card.reads_images, media_path=self._media_path)
 
     def _note_omitted(self, request: Request, body: ConversationRequest) -> None:
         """Tell client and operator which parts of tool results the model does not get."""
-        omitted = omitted_parts(body)
+        omitted = omitted_parts(body, reads_images=self.card.reads_images)
         if not omitted:
             return
         ignore(request, [f"{kind} in the result of {call}" for kind, call in omitted])
@@ -181,13 +191,17 @@ class ServerContext:
                 self._logged.add(words)
                 log.warning(words)  # the log holds back lines of equal format
 
-    async def rendered(self, request: Request, body: ConversationRequest) -> str:
-        """Return the prompt text of a conversation. Raises BadRequest."""
+    async def rendered(
+        self, request: Request, body: ConversationRequest
+    ) -> tuple[str, PromptImages | None]:
+        """Return the prompt text of a conversation, and its images. Raises BadRequest."""
         self.check_model(body.model)
         ignore(request, ignored_names(body))
         self._note_omitted(request, body)
-        conversation = conversation_of(body, self._chat)
-        return (await self._renderer.prepare(self._chat_format(), conversation)).text
+        images = self._images()
+        conversation = conversation_of(body, self._chat, images)
+        prompt = await self._renderer.prepare(self._chat_format(), conversation)
+        return prompt.text, images.found
 
     def _chat_format(self) -> ChatFormat:
         card = self.card

@@ -25,7 +25,9 @@ def placeholder(part_type: str) -> str:
     return f"[{omitted_kind(part_type)} omitted]"
 
 
-def omitted_parts(request: ConversationRequest) -> list[tuple[str, str]]:
+def omitted_parts(
+    request: ConversationRequest, *, reads_images: bool = False
+) -> list[tuple[str, str]]:
     """Return the kind and the call's id of each part of tool results that is left out."""
     return [
         (kind, message.tool_call_id or "a call")
@@ -33,4 +35,5 @@ def omitted_parts(request: ConversationRequest) -> list[tuple[str, str]]:
         if message.role == "tool" and isinstance(message.content, list)
         for part in message.content
         if (kind := omitted_kind(part.type)) is not None
+        and not (reads_images and part.type == "image_url")
     ]

@@ -63,7 +63,8 @@ def openai_router(context: ServerContext) -> APIRouter:
     @router.post("/apply-template")
     async def apply_template(request: Request, body: ConversationRequest) -> Response:
         """The prompt that a conversation becomes."""
-        return JSONResponse({"prompt": await context.rendered(request, body)})
+        text, _ = await context.rendered(request, body)
+        return JSONResponse({"prompt": text})
 
     @router.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:

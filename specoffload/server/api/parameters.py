@@ -21,6 +21,7 @@ from specoffload.chat.conversation import (
     Tool,
     ToolChoice,
 )
+from specoffload.server.api.images import ConversationImages
 from specoffload.server.api.omitted import omitted_kind, placeholder
 from specoffload.server.api.requests import (
     PLAIN_FLAGS,
@@ -31,6 +32,7 @@ from specoffload.server.api.requests import (
     ConversationRequest,
     Function,
     GenerationRequest,
+    ImageUrl,
     InfillRequest,
     NativeRequest,
     TextPart,
@@ -270,13 +272,18 @@ def _part(where: str, part: object) -> int | str:
 
 
 def conversation_of(
-    request: ConversationRequest, settings: ChatSettings, schema: str | None = None
+    request: ConversationRequest,
+    settings: ChatSettings,
+    images: ConversationImages | None = None,
+    schema: str | None = None,
 ) -> Conversation:
     """Return the conversation of a request. Raises BadRequest.
 
-    `schema` is the JSON schema that the answer has to follow (None: no schema).
+    `images` gets its images (None: images are refused). `schema` is the JSON schema that the answer
+    has to follow (None: no schema).
     """
-    messages = tuple(_message(at, message) for at, message in enumerate(request.messages))
+    images = images or ConversationImages(are_read=False, media_path=None)
+    messages = tuple(_message(at, message, images) for at, message in enumerate(request.messages))
     if not messages:
         raise BadRequest("messages is empty: at least one message is needed")
     kwargs = {**settings.template_kwargs, **(request.chat_template_kwargs or {})}
@@ -364,7 +371,7 @@ def _named_choice(choice: ChatToolChoice) -> ToolChoice:
     )
 
 
-def _message(at: int, message: ChatMessage) -> dict[str, Any]:
+def _message(at: int, message: ChatMessage, images: ConversationImages) -> dict[str, Any]:
     where = f"messages[{at}]"
     calls = [
         {
@@ -385,26 +392,32 @@ def _message(at: int, message: ChatMessage) -> dict[str, Any]:
         "reasoning_content": message.reasoning_content or message.reasoning,
         "tool_call_id": message.tool_call_id,
     }
-    result: dict[str, Any] = {"role": message.role, "content": _content(where, message)}
+    result: dict[str, Any] = {"role": message.role, "content": _content(where, message, images)}
     return result | {name: value for name, value in others.items() if value}
 
 
-def _content(where: str, message: ChatMessage) -> str:
+def _content(where: str, message: ChatMessage, images: ConversationImages) -> str:
     if message.content is None:
         if message.role == "assistant":
             return ""  # the message has tool calls or reasoning
         raise BadRequest(f"{where}: content is missing")
     if isinstance(message.content, str):
         return message.content
-    return "".join(_text(where, message.role, part) for part in message.content)
+    return "".join(_text(where, message.role, part, images) for part in message.content)
 
 
-def _text(where: str, role: str, part: TextPart) -> str:
-    """Return the text of a part. Raises BadRequest for other parts, except in results of tools."""
+def _text(where: str, role: str, part: TextPart, images: ConversationImages) -> str:
+    """Return the text of a part, or the marker of an image.
+
+    Raises BadRequest for other parts, except in results of tools.
+    """
     if part.type in ("text", "refusal"):
         return part.text or part.refusal or ""
+    if part.type == "image_url" and (images.are_read or role != "tool"):
+        given = part.image_url
+        return images.take(where, given.url if isinstance(given, ImageUrl) else given)
     if role == "tool" and omitted_kind(part.type) is not None:
         return placeholder(part.type)
     raise BadRequest(
-        f"{where}: a part has type {part.type[:80]!r}, and this server reads text only"
+        f"{where}: a part has type {part.type[:80]!r}, and this server reads text and images only"
     )

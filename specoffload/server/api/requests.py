@@ -145,10 +145,20 @@ class InfillRequest(_NativeFields):
     prompt: str = ""
 
 
+class ImageUrl(RequestModel):
+    """`detail` has no effect: the projector's limits decide (--image-max-tokens)."""
+
+    url: str
+    detail: str | None = None
+
+
 class TextPart(RequestModel):
+    """A part of a message: text, or an image of type image_url."""
+
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: ImageUrl | str | None = None
 
 
 class FunctionCall(RequestModel):

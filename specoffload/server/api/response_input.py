@@ -26,6 +26,7 @@ class ItemPart(RequestModel):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: str | None = None
 
 
 class InputItem(RequestModel):
@@ -206,7 +207,24 @@ def _message(where: str, item: InputItem) -> Json:
         raise BadRequest(f"{where}: role {role} is not one of {', '.join(_ROLES)}")
     if item.content is None:
         raise BadRequest(f"{where}: content is missing")
-    return {"role": item.role, "content": _text(where, item.content)}
+    return {"role": item.role, "content": _content(where, item.content)}
+
+
+def _content(where: str, content: str | list[ItemPart]) -> str | list[Json]:
+    """Return the text of a message, or parts if one of them is an image."""
+    if isinstance(content, str) or not any(part.type == "input_image" for part in content):
+        return _text(where, content)
+    return [
+        _image(part) or {"type": "text", "text": _part_text(where, at, part)}
+        for at, part in enumerate(content)
+    ]
+
+
+def _image(part: ItemPart) -> Json | None:
+    """Return an image as a part of a chat message; None if the part is none."""
+    if part.type != "input_image" or part.image_url is None:
+        return None
+    return {"type": "image_url", "image_url": {"url": part.image_url}}
 
 
 def _result(where: str, output: str | list[ItemPart]) -> str | list[Json]:
@@ -214,7 +232,7 @@ def _result(where: str, output: str | list[ItemPart]) -> str | list[Json]:
     if isinstance(output, str) or not any(omitted_kind(part.type) for part in output):
         return _text(where, output)
     return [
-        {"type": part.type}
+        _image(part) or {"type": part.type}
         if omitted_kind(part.type)
         else {"type": "text", "text": _part_text(where, at, part)}
         for at, part in enumerate(output)

@@ -9,7 +9,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from offload.errors import BadRequest, DoesNotFit
-from specoffload.server.engine.messages import ChatJob, GeneratingJob, InfillJob, Prompt
+from specoffload.server.engine.messages import (
+    ChatJob,
+    GeneratingJob,
+    InfillJob,
+    Prompt,
+    PromptImages,
+)
 from specoffload.session.generation import ModelCard, SlotAction, SlotInfo, SlotResult
 
 if TYPE_CHECKING:  # the API process has no engine
@@ -83,8 +89,8 @@ def change_slot(session: Session, number: int, action: SlotAction, filename: str
 def prompt_tokens(session: Session, job: GeneratingJob) -> list[int]:
     """Return the prompt tokens of a job. Raises BadRequest, DoesNotFit or NotSupported."""
     card = session.card
-    if isinstance(job, ChatJob):  # a template writes its own special tokens
-        tokens = tokenize(session, job.text, add_special=False, parse_special=True)
+    if isinstance(job, ChatJob):
+        tokens = chat_tokens(session, job.text, job.images)
     elif isinstance(job, InfillJob):
         fill = job.fill
         for text in (fill.prefix, fill.suffix, fill.prompt, *(text for _, text in fill.extra)):
@@ -94,10 +100,35 @@ def prompt_tokens(session: Session, job: GeneratingJob) -> list[int]:
         tokens = _tokens(session, job.prompt)
     if not tokens:
         raise BadRequest("the prompt is empty: at least one token is needed")
-    check_ids(tokens, card.n_vocab)
+    if not (isinstance(job, ChatJob) and job.images):
+        check_ids(tokens, card.n_vocab)
     if len(tokens) >= card.n_ctx:
         raise PromptTooLong(len(tokens), card.n_ctx)
     return tokens
+
+
+def chat_tokens(session: Session, text: str, images: PromptImages | None) -> list[int]:
+    """Return the tokens of a rendered conversation, whose template wrote its special tokens.
+
+    Raises BadRequest for a file that is no image, and if the template left an image out.
+    """
+    if images is None:
+        return tokenize(session, text, add_special=False, parse_special=True)
+    check_text(text, session.card)
+    texts = text.split(images.marker)
+    if len(texts) != len(images.files) + 1:
+        raise BadRequest(
+            f"the chat template writes {len(texts) - 1} of {len(images.files)} images: put them "
+            "into messages of the user, or use another --chat-template"
+        )
+    parts: list[str | bytes] = [texts[0]]
+    for file, after in zip(images.files, texts[1:], strict=True):
+        parts += (file, after)
+    return session.image_prompt([part for part in parts if part != ""], add_special=False)
+
+
+def count_tokens(session: Session, text: str, images: PromptImages | None) -> int:
+    return len(chat_tokens(session, text, images))
 
 
 def _tokens(session: Session, prompt: Prompt) -> list[int]:

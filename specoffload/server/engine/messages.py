@@ -35,11 +35,20 @@ class InfillJob:
 
 
 @dataclass(frozen=True)
+class PromptImages:
+    """Files of images. In the prompt's text, `marker` stands for each of them, in order."""
+
+    marker: str
+    files: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
 class ChatJob:
     """Answer a conversation. `text` is the rendered prompt, with its special tokens written out."""
 
     text: str
     options: GenerateOptions
+    images: PromptImages | None = None
 
 
 @dataclass(frozen=True)

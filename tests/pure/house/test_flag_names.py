@@ -24,7 +24,9 @@ OTHERS = {
     *("--profile", "--record"),  # flags of scripts/lab/run simulate
     "--ulimit",  # flag of docker
     "--fit-target",  # flag of llama.cpp
-    *("--force-reinstall", "--no-cache-dir"),  # flags of pip
+    *("--force-reinstall", "--no-cache-dir", "--quiet", "--no-deps", "--no-binary"),  # of pip
+    "--disable-pip-version-check",
+    "--no-undefined",  # flag of the linker
     *("--policy", "--cache-threshold", "--worker-urls"),  # flags of SGLang's router
     *("--worker-startup-check-interval", "--health-check-interval-secs"),
     *("--prometheus-host", "--prometheus-port"),

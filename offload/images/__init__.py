@@ -1,0 +1,1 @@
+"""Images in prompts: libmtmd, which makes rows of them, and the files that clients send."""

@@ -1,0 +1,311 @@
+"""Prompts with images: equal to libmtmd's own evaluation, and hostile files refused."""
+
+from __future__ import annotations
+
+import ctypes as C
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from image_parts import KINDS, model_with_projector, png
+from numpy.typing import NDArray
+from resolved import config_of
+
+from offload.engine import Engine, EngineOptions
+from offload.errors import BadModel, BadRequest, DoesNotFit, NotSupported
+from offload.ggml.library.lib import library
+from offload.ggml.mtmd import ImagePrompt
+from offload.images.building import image_library
+from offload.images.decoding import decoded_files
+from offload.images.place_tokens import image_spans
+from offload.options import ProjectorOptions
+from specoffload.config.options import DiskRoom, Options
+from specoffload.session.generation import GenerateOptions
+from specoffload.session.session import Session
+
+PARTS = ("Look at ", png(150, 90, 1), " and ", png(60, 200, 2), " now tell me")
+GREEDY = GenerateOptions(n_predict=12, ignore_eos=True, cache_prompt=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _libmtmd() -> None:
+    """Compile libmtmd before the first test's time limit, if this machine has never done so."""
+    image_library()
+
+
+def opened(kind: str, models: Path, device: str, **given: Any) -> Engine:
+    model, projector = model_with_projector(kind, models)
+    options: dict[str, Any] = {
+        **{"n_ctx": 1024, "n_batch": 256, "n_ubatch": 128, "n_threads": 1, "n_threads_batch": 1},
+        **{"n_outputs": 8, "projector": ProjectorOptions(projector, "of a test"), **given},
+    }
+    return Engine(model, EngineOptions(device=device, **options))
+
+
+def read(engine: Engine, prompt: Sequence[int], sequence: int = 0, start: int = 0) -> None:
+    """Evaluate the prompt from `start` on, all but its last token."""
+    at, end = start, len(prompt) - 1
+    for span in image_spans(prompt):
+        if span.start >= at:
+            if span.start > at:
+                engine.sequences.extend_batch([(sequence, prompt[at : span.start], 0)])
+            engine.sequences.extend_batch([(sequence, prompt[span.start : span.end], 0)])
+            at = span.end
+    if at < end:
+        engine.sequences.extend_batch([(sequence, prompt[at:end], 0)])
+
+
+def continued(
+    engine: Engine, last: int, sequence: int = 0, n: int = 12
+) -> tuple[list[int], NDArray[np.float32]]:
+    """Return the `n` likeliest tokens after `last`, and the logits after all of them."""
+    found: list[int] = []
+    rows = engine.sequences.extend(sequence, [last])[-1]
+    for _ in range(n):
+        found.append(int(rows.argmax()))
+        rows = engine.sequences.extend(sequence, found[-1:])[-1]
+    return found, rows
+
+
+def evaluated_by_libmtmd(engine: Engine, n: int = 12) -> tuple[list[int], NDArray[np.float32]]:
+    """What `continued` returns, by mtmd_helper_eval_chunks in a context of plain libllama."""
+    import llama_cpp.llama_cpp as structs
+    from llama_cpp import mtmd_cpp
+
+    assert engine.projector is not None
+    lib, handle = library(), engine.projector._handle
+    params = lib.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_ubatch = 1024, 256, 128
+    params.n_threads = params.n_threads_batch = 1
+    params.kv_unified = True
+    context = lib.llama_init_from_model(engine.model.handle, params)
+    files = [part for part in PARTS if isinstance(part, bytes)]
+    bitmaps = (C.c_void_p * len(files))()
+    for i, file in enumerate(files):
+        buffer = (C.c_uint8 * len(file)).from_buffer_copy(file)
+        bitmaps[i] = mtmd_cpp.mtmd_helper_bitmap_init_from_buf(handle, buffer, len(file), False)
+    text = "".join(part if isinstance(part, str) else "<__media__>" for part in PARTS).encode()
+    given = mtmd_cpp.mtmd_input_text(text, len(text), True, True)
+    chunks, end = mtmd_cpp.mtmd_input_chunks_init(), structs.llama_pos()
+    assert not mtmd_cpp.mtmd_tokenize(handle, chunks, C.byref(given), bitmaps, len(files))
+    assert not mtmd_cpp.mtmd_helper_eval_chunks(
+        handle, context, chunks, 0, 0, 256, True, C.byref(end)
+    )
+    batch, found = structs.llama_batch_init(1, 0, 1), []
+    batch.n_tokens = batch.n_seq_id[0] = batch.logits[0] = 1
+    batch.seq_id[0][0] = 0
+    rows = np.ctypeslib.as_array(structs.llama_get_logits_ith(context, -1), (engine.n_vocab,))
+    for at in range(n):
+        found.append(int(rows.argmax()))
+        batch.token[0], batch.pos[0] = found[-1], end.value + at
+        assert not structs.llama_decode(context, batch)
+        rows = np.ctypeslib.as_array(structs.llama_get_logits_ith(context, 0), (engine.n_vocab,))
+    rows = rows.copy()
+    mtmd_cpp.mtmd_input_chunks_free(chunks)
+    for bitmap in bitmaps:
+        mtmd_cpp.mtmd_bitmap_free(bitmap)
+    lib.llama_free(context)
+    return found, rows
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_are_those_of_libmtmds_own_evaluation(kind: str, device: str, models: Path) -> None:
+    """The last token of the prompt is a decode of its own here, so rounding may differ."""
+    with opened(kind, models, device) as engine:
+        prompt = engine.image_prompt(PARTS, add_special=True)
+        assert len(prompt.images) == 2
+        assert all(image.is_causal == (kind != "gemma3") for image in prompt.images)
+        read(engine, prompt)
+        tokens, last = continued(engine, prompt[-1])
+        wanted, wanted_last = evaluated_by_libmtmd(engine)
+        assert tokens == wanted
+        np.testing.assert_allclose(last, wanted_last, atol=2e-2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_and_saved_states_of_images_go_on_alike(kind: str, models: Path) -> None:
+    """A text goes on alike in another sequence, from a saved state, and after a cut."""
+    with opened(kind, models, "cpu", n_sequences=3) as engine:
+        prompt, s = engine.image_prompt(PARTS, add_special=True), engine.sequences
+        read(engine, prompt)
+        s.share(0, 1, len(prompt) - 1)
+        saved = s.save(0)
+        s.load(2, saved, prompt[:-1])
+        wanted, _ = continued(engine, prompt[-1])
+        for sequence in (1, 2):
+            found, _ = continued(engine, prompt[-1], sequence)
+            assert found == wanted, f"sequence {sequence}"
+        if s.can_rewind:
+            first, second = image_spans(prompt)
+            with pytest.raises(BadRequest, match="inside an image"):
+                s.rewind(1, second.start + 1)
+            assert s.resumable(1, second.end - 1) == second.start
+            for length in (second.end, second.start, first.start):
+                s.rewind(1, length)
+                read(engine, prompt, 1, length)
+                assert continued(engine, prompt[-1], 1)[0] == wanted, f"cut to {length}"
+
+
+def test_an_image_larger_than_a_batch_is_read_in_parts(models: Path) -> None:
+    parts = ("a", png(560, 560, 3), "b")
+    found = []
+    for n_batch in (512, 96):
+        with opened("qwen2vl", models, "cpu", n_batch=n_batch, n_ubatch=64) as engine:
+            prompt = engine.image_prompt(parts, add_special=True)
+            assert len(prompt.images[0].tokens) == 400
+            read(engine, prompt)
+            found.append(continued(engine, prompt[-1])[0])
+    assert found[0] == found[1]
+
+
+def test_an_image_that_must_fit_a_ubatch_is_refused_if_it_does_not(models: Path) -> None:
+    words = r"takes 16 tokens.*at most 8: raise --ubatch-size"
+    with (
+        opened("gemma3", models, "cpu", n_ubatch=8, n_batch=64) as engine,
+        pytest.raises(DoesNotFit, match=words),
+    ):
+        engine.image_prompt(PARTS, add_special=True)
+
+
+def session_of(kind: str, models: Path, **given: Any) -> Session:
+    model, projector = model_with_projector(kind, models)
+    options = Options(
+        model=model, mmproj=projector, device=given.pop("device", "cpu"), ctx_size=1024, threads=1,
+        threads_batch=1, use_profile=False,
+    )  # fmt: skip
+    return Session(replace(config_of(options), **given))
+
+
+def answer(session: Session, prompt: ImagePrompt, options: GenerateOptions = GREEDY) -> Any:
+    pieces = list(session.generate(prompt, options))
+    return [token for piece in pieces for token in piece.tokens], pieces[-1].stats
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_session_answers_as_libmtmd_does_and_finds_images_in_its_caches(
+    kind: str, models: Path, tmp_path: Path
+) -> None:
+    room: dict[str, Any] = {"cache_disk": DiskRoom(1 << 30, tmp_path), "cache_ram_bytes": 1 << 28}
+    with session_of(kind, models, **room) as session:
+        prompt = session.image_prompt(PARTS, add_special=True)
+        wanted, _ = evaluated_by_libmtmd(session.target)
+        tokens, stats = answer(session, prompt)
+        assert (tokens, stats.n_cached_tokens) == (wanted, 0)
+        again, stats = answer(session, session.image_prompt(PARTS, add_special=True))
+        assert (again, stats.n_cached_tokens) == (wanted, len(prompt) - 1)
+        other = session.image_prompt((*PARTS[:3], png(60, 200, 9), PARTS[4]), add_special=True)
+        _, stats = answer(session, other)
+        second = image_spans(prompt)[1]
+        assert stats.n_cached_tokens == (second.start if session.target.sequences.can_rewind else 0)
+        found, stats = answer(session, session.image_prompt(PARTS, add_special=True))
+        assert found == wanted
+    with session_of(kind, models, **room) as session:
+        found, stats = answer(session, session.image_prompt(PARTS, add_special=True))
+        assert found == wanted
+        assert stats.n_from_disk == (0 if len(prompt) < 128 else len(prompt) - 1)
+
+
+def test_penalties_and_drafts_leave_images_alone(models: Path) -> None:
+    with session_of("qwen2vl", models, parallel=2) as session:
+        prompt = session.image_prompt(PARTS, add_special=True)
+        wanted, _ = answer(session, prompt)
+        options = GenerateOptions(
+            n_predict=12, ignore_eos=True, repeat_penalty=1.5, repeat_last_n=-1
+        )
+        assert answer(session, prompt, options)[0] != wanted
+    model, projector = model_with_projector("qwen2vl", models)
+    words = Options(
+        model=model, mmproj=projector, draft=model, device="cpu", ctx_size=1024, threads=1,
+        threads_batch=1, use_profile=False,
+    )  # fmt: skip
+    with Session(config_of(words)) as session:
+        tokens, stats = answer(session, session.image_prompt(PARTS, add_special=True))
+        assert (tokens, stats.n_drafted) == (wanted, 0)
+        text = session.tokenize("Look at this and tell me", add_special=True, parse_special=False)
+        _, stats = answer(session, ImagePrompt(text, ()))
+        assert stats.n_drafted > 0
+
+
+def test_two_requests_share_steps_while_one_reads_an_image(models: Path) -> None:
+    with session_of("qwen2vl", models, parallel=2) as session:
+        texts = [
+            session.image_prompt(PARTS, add_special=True),
+            session.image_prompt(
+                ("hi", png(200, 100, 5), " what is this, and why?"), add_special=True
+            ),
+        ]
+        alone = [answer(session, text)[0] for text in texts]
+        session.forget()
+        requests = [session.start(text, GREEDY) for text in texts]
+        while not session.is_idle:
+            session.step()
+        together = [r.history[r.n_prompt :] for r in requests]
+        assert [text[:4] for text in together] == [text[:4] for text in alone]
+
+
+# -- files
+
+
+def test_bad_projectors_end_the_start_in_one_sentence(models: Path, tmp_path: Path) -> None:
+    model, projector = model_with_projector("qwen2vl", models)
+    _, other = model_with_projector("qwen3.5-35b-a3b", models)
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(projector.read_bytes()[:2000])
+    for file, words in (
+        (other, "mismatch between text model"),
+        (model, "libmtmd refuses this projector"),
+        (cut, "libmtmd refuses this projector"),
+    ):
+        with pytest.raises(BadModel, match=words):
+            opened("qwen2vl", models, "cpu", projector=ProjectorOptions(file, "of a test"))
+    with pytest.raises(BadModel, match="No such file"):
+        Session(config_of(Options(model=model, mmproj=tmp_path / "none.gguf", device="cpu")))
+
+
+def test_without_a_projector_images_are_refused_in_llama_servers_words(models: Path) -> None:
+    with (
+        opened("qwen2vl", models, "cpu", projector=None) as engine,
+        pytest.raises(NotSupported, match="image input is not supported - hint"),
+    ):
+        engine.image_prompt(PARTS, add_special=True)
+
+
+HOSTILE = {
+    "bomb": (png(9000, 9000, None), "9000 x 9000 pixels, and at most"),
+    "line": (png(1, 100_000, None), "1 x 100000 pixels, and one side may be at most 200"),
+    "truncated": (png(150, 90)[:200], "damaged or cut off"),
+    "text": (b"hello", "no image of a known type"),
+    "nothing": (b"", "empty"),
+    "webp": (b"RIFF\0\0\0\0WEBPVP8 ", "WebP"),
+    "noise": (np.random.default_rng(0).bytes(5000), "no image of a known type"),
+    "jpeg noise": (b"\xff\xd8\xff\xe0" + np.random.default_rng(0).bytes(5000), "no image|damaged"),
+    "gif noise": (b"GIF89a\x10\0\x10\0" + np.random.default_rng(0).bytes(5000), "damaged|no image"),
+    "bmp noise": (b"BM" + b"\xff" * 60, "no image|damaged"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_gets_one_sentence(name: str) -> None:
+    file, words = HOSTILE[name]
+    with pytest.raises(BadRequest, match=words) as refused:
+        decoded_files([png(10, 10), file], image_library().decoder)
+    assert str(refused.value).startswith("image 2 of 2 cannot be read: ")
+    assert "\n" not in str(refused.value)
+
+
+def test_pixels_are_those_of_the_file() -> None:
+    file = png(7, 5, 4)
+    (bitmap,) = decoded_files([file], image_library().decoder)
+    wanted = np.random.default_rng(4).integers(0, 256, (5, 21), np.uint8)
+    assert (bitmap.width, bitmap.height, bitmap.pixels) == (7, 5, wanted.tobytes())
+
+
+def test_the_smallest_and_the_longest_images_are_answered(models: Path) -> None:
+    with session_of("qwen2vl", models) as session:
+        for size in ((1, 1), (200, 1), (1, 200), (3, 600)):
+            prompt = session.image_prompt(("a", png(*size), "b"), add_special=True)
+            assert len(answer(session, prompt)[0]) == 12
