@@ -73,7 +73,7 @@ from offload.store.expert_memory import ExpertMemory
 from offload.store.memory_budget import IN_DECODES
 from offload.store.store import READING, OnProgress, Store
 from offload.store.table_rows import TableRows
-from offload.streaming.building import ExecutorBuilder, lending_plan
+from offload.streaming.building import ExecutorBuilder
 from offload.streaming.device import BatchRules, ModelDevices, StreamingDevice
 from offload.streaming.mla import chosen_crossover
 from offload.streaming.parts import Part, lend_buffers, size_slots
@@ -364,9 +364,7 @@ class Engine(ModelText):
         )
         if several:
             streaming = replace(streaming, trace=o.streaming.trace.of_device(choice.name))
-        plan, why_not = lending_plan(
-            plan, choice, streaming, len(self.choices), kv_offload=o.kv_offload
-        )
+        plan, why_not = plan.lending()
         builder = ExecutorBuilder(choice, streaming, self.notes, self.store, hybrid, self.routing)
         crossover = chosen_crossover(
             o.mla_crossover, self.facts, choice.device, token_major=o.flash_attn != "off"

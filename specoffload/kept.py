@@ -82,9 +82,8 @@ class KeptRun:
             n = self.sharing.n_resident
             return f"the kept run had {n} resident layers, not {sharing.n_resident}"
         if not alike(self.sharing, sharing):
-            return (
-                f"the kept run had {self.sharing.n_slots} slots for experts, not {sharing.n_slots}"
-            )
+            had, has = self.sharing.n_cached, sharing.n_cached
+            return f"the kept run had {had} slots for experts, not {has}"
         return ""
 
 
@@ -114,7 +113,7 @@ def alike(a: Sharing, b: Sharing) -> bool:
     Their numbers of slots may differ by a tenth, since free memory varies between starts.
     """
     same = (a.n_resident, a.n_dense_streamed) == (b.n_resident, b.n_dense_streamed)
-    return same and abs(a.n_slots - b.n_slots) <= _SLOTS_ALIKE * max(a.n_slots, b.n_slots)
+    return same and abs(a.n_cached - b.n_cached) <= _SLOTS_ALIKE * max(a.n_cached, b.n_cached)
 
 
 @dataclass

@@ -59,10 +59,6 @@ class ComputeBuffer:
         return C.addressof(self._face)
 
     @property
-    def alignment(self) -> int:
-        return int(self._lib.ggml_backend_buft_get_alignment(self._theirs))
-
-    @property
     def is_ours(self) -> bool:
         """True if the buffer lies in memory of ours."""
         return self._room is not None and self.size_bytes > 0 and self._own is None

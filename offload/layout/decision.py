@@ -44,6 +44,7 @@ from offload.plan.units import size_words
 _UBATCHES_FROM_DISK = (2048, 1024)  # sizes to try if the CPU reads experts from the disk
 _UBATCHES = 4  # ubatches in one decode of several devices
 _NO_MTP = "the installed library has no functions for it"
+_NO_PLANNING = "the installed library cannot plan a graph in advance"
 _NO_ROOM_FOR_MTP = "they do not fit the GPU"
 
 
@@ -90,6 +91,7 @@ def _decided(facts: ModelFacts, found: Found, wanted: Wanted) -> Layout:
         mtp=loads_mtp,
         most_ubatch=wanted.most_ubatch,
         host_bytes=_host_bytes(found, wanted),
+        why_not_lent="" if found.plans_graphs else _NO_PLANNING,
     )
     layout = Layout(
         facts, (), context, wanted.min_batch, loads_mtp,

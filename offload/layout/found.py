@@ -45,6 +45,7 @@ class FoundDevice:
     sim_bytes: int | None = None  # memory of a simulated device; None: no limit
     machine: Machine = TYPICAL  # its rates; the link's is that while all links copy
     measured: str = ""  # its rates in words, if they were measured on the device itself
+    shares_buffers: bool = True  # parts of a buffer of its backend can be buffers
 
     def room(self, wanted: Wanted, asked_bytes: int | None) -> tuple[DeviceRoom, str]:
         """Return the memory that a plan may use, and why it is less than asked for, or "".
@@ -56,7 +57,10 @@ class FoundDevice:
         if self.kind.is_remote:
             room_bytes = max(0, self.free_bytes - MARGIN_BYTES)
             is_stock = self.kind is Kind.STOCK
-            return DeviceRoom(self.name, room_bytes, self.machine, is_remote=is_stock), ""
+            room = DeviceRoom(
+                self.name, room_bytes, self.machine, is_remote=is_stock, is_here=False
+            )
+            return room, ""
         budget, lowered = wanted.vram_bytes, ""
         counted = self.is_counted(wanted)
         if counted:
@@ -71,7 +75,10 @@ class FoundDevice:
                 )
         elif budget is None and self.kind is Kind.SIM:
             budget = asked_bytes or self.sim_bytes
-        return DeviceRoom(self.name, budget, self.machine, counted), lowered
+        room = DeviceRoom(
+            self.name, budget, self.machine, counted, shares_buffers=self.shares_buffers
+        )
+        return room, lowered
 
     def is_counted(self, wanted: Wanted) -> bool:
         """True if the context, its buffers and other models are part of the device's budget."""
@@ -95,6 +102,7 @@ class Found:
     workers: tuple[FoundDevice, ...] = ()  # the devices of --rpc
     ram_bytes: int = 1 << 62  # host memory that this process may still take
     has_mtp: bool = True  # the library has functions for multi-token prediction
+    plans_graphs: bool = True  # the library has a function that plans a graph in advance
     draft_in_ram: bool = False  # -devd names a device that computes in host memory
     unmeasured: str = ""  # why the speed of workers' devices could not be measured
 

@@ -20,6 +20,8 @@ from offload.remote.offers import Offer, offers_of
 from offload.remote.speed import measured_speed
 from offload.store.store import room_now
 
+# Backends whose buffers can be parts of another buffer. Vulkan's are limited in size.
+_SHARING = ("CUDA", "ROCm", "CPU")
 # Returns the bytes/s of several devices' links while all of them copy.
 MeasureLinks = Callable[[Sequence[DeviceChoice]], Sequence[float]]
 
@@ -85,6 +87,7 @@ def probe(facts: ModelFacts, asked: Asked) -> Here:
         workers=tuple(workers),
         ram_bytes=room_now().available_bytes,
         has_mtp=library().has_nextn,
+        plans_graphs=library().has_graph_reserve,
         draft_in_ram=wanted is not None and not choose_device(wanted).on_gpu,
         unmeasured=unmeasured,
     )
@@ -112,7 +115,10 @@ def found_device(choice: DeviceChoice, machine: Machine) -> FoundDevice:
     sim_bytes = None if choice.sim is None else choice.sim.vram_bytes
     kind = Kind.GPU if choice.on_gpu else Kind.SIM if choice.wrapped else Kind.CPU
     free_bytes = choice.device.memory_bytes()[0]
-    return FoundDevice(choice.name, kind, free_bytes, sim_bytes, machine)
+    return FoundDevice(
+        choice.name, kind, free_bytes, sim_bytes, machine,
+        shares_buffers=choice.device.name.startswith(_SHARING),
+    )  # fmt: skip
 
 
 def _with_speeds(

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from offload.plan.lending import n_lent_slots
 from offload.plan.machine import Real, Sharing
 from offload.plan.weights import Array, Parts, ring_slots
 
@@ -90,13 +91,13 @@ class Candidates:
 
 
 def candidates(
-    parts: Parts, limits: Limits, room_bytes: Real, working_bytes: Real = 0
+    parts: Parts, limits: Limits, room_bytes: Real, working_bytes: Real = 0, lent_bytes: Real = 0
 ) -> Candidates:
     """Return the ways to use `room_bytes` for each part of a model.
 
     With a single part, `room_bytes` may be a column of several sizes. Each then has a row of ways.
-    `working_bytes`: the working memory of ways whose experts stream, with the shape of
-    `room_bytes`.
+    `working_bytes`: the working memory of ways whose experts stream. `lent_bytes`: the part of the
+    compute buffer that holds experts between prompts. Both have the shape of `room_bytes`.
     """
     n, sizes, weights = parts.n_expert_layers, SlotSizes.of(parts), parts.weights
     resident, n_dense = _numbers(parts, limits, sizes, room_bytes - working_bytes)
@@ -112,8 +113,12 @@ def candidates(
     left_bytes = room_bytes - held_bytes - ring_bytes - works_bytes
     n_slots = sizes.within(left_bytes, n_streamed, slot_bytes)
     fits = (left_bytes >= 0) & ((n_streamed == 0) | (n_slots > 0))
+    n_lent = np.minimum(
+        n_lent_slots(weights.layout.pools, lent_bytes),
+        np.maximum(n_streamed * sizes.n_experts - n_slots, 0),
+    )
     return Candidates(
-        Sharing(n_slots, resident, n_dense), fits, expert_bytes + dense_bytes, held_bytes,
+        Sharing(n_slots, resident, n_dense, n_lent), fits, expert_bytes + dense_bytes, held_bytes,
         ring_bytes + np.where(n_streamed > 0, sizes.least, 0) + works_bytes,
     )  # fmt: skip
 

@@ -20,7 +20,9 @@ from dataclasses import dataclass
 LEAST_CTX = 4096  # tokens that are taken whatever they cost
 # Tokens that the first prompt of an agent needs: one of Claude Code's had 29,261 (docs/plans.md).
 AGENT_CTX = 32768
-MOST_LOSS_FOR_AGENTS = 0.25  # most that a context of `AGENT_CTX` may cost where agents may ask
+# Most that a context of `AGENT_CTX` may cost where agents may ask. Their first prompts are refused
+# with less context, so a request may take 1.4 times as long.
+MOST_LOSS_FOR_AGENTS = 0.3
 MOST_LOSS = 0.1  # most that a longer context may cost: share of a request's speed, experts in RAM
 _STEP = 256  # libllama rounds contexts to this many tokens
 

@@ -266,6 +266,8 @@ def _fastest_parts(
                     asked, host_bytes=None if host_bytes is None else host_bytes[k],
                     shares_prompts=False,
                 )  # fmt: skip
+            if sum(device.is_here for _, device, _ in used) > 1:
+                asked = replace(asked, why_not_lent="several devices compute a graph")
             part = facts.part(layers.first, layers.end)
             try:
                 plan = make_plan(part, asked)
@@ -336,6 +338,8 @@ def _request_of(
         machine=device.machine,
         reserve_bytes=request.reserve_bytes if has_draft and device.is_counted else 0,
         context=context,
+        uncounted=None if device.is_counted else request.context,
+        why_not_lent=request.why_not_lent or device.why_not_lent,
         most_ubatch=request.most_ubatch if n_ubatch is None else None,
         n_gpu_layers=n_gpu_layers,
         n_cpu_moe=n_cpu_moe,

@@ -43,9 +43,13 @@ class DiskUse:
     def all_bytes(self) -> Real:
         return self.n_layers * self.work.n_experts * self.work.expert.size_bytes
 
-    def share(self, more_bytes: float = 0.0) -> Real:
-        """Return the share of the experts that are in slots or in memory, with more memory."""
-        slot_bytes = self.sharing.n_slots * self.work.expert.size_bytes
+    def share(self, more_bytes: float = 0.0, n_tokens: Real = 1) -> Real:
+        """Return the share of the experts that a batch finds in slots or in memory.
+
+        `more_bytes`: memory that is added.
+        """
+        n_slots = self.sharing.searched_by(n_tokens).n_slots
+        slot_bytes = n_slots * self.work.expert.size_bytes
         held_bytes = self.memory_bytes + more_bytes + slot_bytes
         share = np.clip(held_bytes / np.maximum(self.all_bytes, 1.0), 0.0, 1.0)
         return np.where(self.all_bytes > 0, share, 1.0)[()]
@@ -54,7 +58,7 @@ class DiskUse:
         """Return the bytes that a batch of `n_tokens` is expected to read."""
         if not self.work.n_experts:
             return 0.0
-        pieces, share = self.work.union(n_tokens), self.share(more_bytes)
+        pieces, share = self.work.union(n_tokens), self.share(more_bytes, n_tokens)
         missing = pieces * (1.0 - kept_hits(self.work, share, pieces))
         return self.n_layers * missing * self.work.expert.size_bytes
 

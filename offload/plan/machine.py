@@ -209,6 +209,21 @@ class Sharing:
     n_slots: Real = 0  # slots for experts
     n_resident: Real = 0  # layers whose experts are resident
     n_dense_streamed: Real = 0  # layers whose dense weights stream
+    n_lent: Real = 0  # more slots in the compute buffer, which hold experts between prompts
+
+    @property
+    def n_cached(self) -> Real:
+        """Number of slots in which small batches find experts."""
+        return self.n_slots + self.n_lent
+
+    def searched_by(self, n_tokens: Real) -> Sharing:
+        """Return the slots in which a batch finds experts, all as own slots.
+
+        A large batch takes the bytes of lent slots. Lent slots are never room: every batch is
+        divided, and computed in passes, by the own slots.
+        """
+        is_small = np.asarray(n_tokens) <= VERIFY_MOST
+        return replace(self, n_slots=self.n_slots + is_small * self.n_lent, n_lent=0)
 
     def with_slots(self, n_slots: int) -> Sharing:
         return replace(self, n_slots=n_slots)
@@ -363,10 +378,10 @@ def kept_hits(work: ModelWork, share: Real, n_pieces: Real) -> Real:
 def expected_hits(work: ModelWork, sharing: Sharing, n_pieces: Real) -> Real:
     """Return the expected `kept_hits` of split layers if a batch uses `n_pieces` of each layer.
 
-    All streamed layers share the slots.
+    All streamed layers share the slots, lent ones too, since only small batches are split.
     """
     n_streamed = work.n_expert_layers - sharing.n_resident
-    hits = kept_hits(work, _slot_share(work, sharing), n_pieces)
+    hits = kept_hits(work, _slot_share(work, sharing.searched_by(1)), n_pieces)
     return np.where(n_streamed > 0, hits, 1.0)[()]
 
 
@@ -380,7 +395,7 @@ def even(work: ModelWork) -> ModelWork:
 
 
 def _slot_share(work: ModelWork, sharing: Sharing) -> Real:
-    """Return the share of the streamed layers' experts that have a slot."""
+    """Return the share of the streamed layers' experts that have an own slot."""
     n_streamed = work.n_expert_layers - sharing.n_resident
     return sharing.n_slots / np.maximum(work.n_experts * n_streamed, 1)
 
@@ -592,7 +607,7 @@ def _expert_layer_s(
     """Return the seconds of copying and computing one layer's streamed experts, less overlap."""
     pieces, n_slots = work.union(n_tokens), sharing.n_slots
     if hits is None:
-        hits = _streamed_hits(work, sharing, pieces)
+        hits = _streamed_hits(work, sharing.searched_by(n_tokens), pieces)
     copy_s, compute_s = _copy_s(machine, work, hits, pieces), _compute_s(machine, work, n_tokens)
     dense_s = work.dense.seconds(machine.vram_bytes_per_s, machine.gpu_flops, n_tokens)
     spare = np.maximum(0.0, n_slots - pieces) * work.expert.size_bytes / machine.link_bytes_per_s
@@ -714,7 +729,7 @@ def _copy_s(machine: Machine, work: ModelWork, hits: Real, pieces: Real) -> Real
 
 def streamed_hits(work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
     """Return the share of a batch's experts that are in slots if all others are copied."""
-    hits = _streamed_hits(work, sharing, work.union(n_tokens))
+    hits = _streamed_hits(work, sharing.searched_by(n_tokens), work.union(n_tokens))
     is_passing = _streams_in_passes(work, sharing, n_tokens)
     found: Real = np.where(is_passing, _passing_hits(work, sharing), hits)
     return found[()]

@@ -34,6 +34,7 @@ class Seconds:
     decode_s: Real  # with counted hits, or guessed ones
     even_decode_s: Real  # with experts that are used equally often; `decode_s` if hits are counted
     n_decodes: float
+    refill_s: Real = 0.0  # copying experts into lent slots again, whose bytes a prompt has taken
 
     @property
     def mean_decode_s(self) -> Real:
@@ -43,20 +44,20 @@ class Seconds:
     @property
     def even_s(self) -> Real:
         """Seconds of the workload if the hits are at their low end."""
-        return self.prompt_s + self.n_decodes * self.even_decode_s
+        return self.prompt_s + self.refill_s + self.n_decodes * self.even_decode_s
 
     @property
     def mean_s(self) -> Real:
         """Seconds of the workload, as a mean over both ends of hits."""
-        return self.prompt_s + self.n_decodes * self.mean_decode_s
+        return self.prompt_s + self.refill_s + self.n_decodes * self.mean_decode_s
 
     def flat(self, shape: tuple[int, ...]) -> Seconds:
         """Return the seconds of ways of this shape as one row."""
-        prompt_s, decode_s, even_s = (
+        prompt_s, decode_s, even_s, refill_s = (
             np.broadcast_to(s, shape).ravel()
-            for s in (self.prompt_s, self.decode_s, self.even_decode_s)
+            for s in (self.prompt_s, self.decode_s, self.even_decode_s, self.refill_s)
         )
-        return Seconds(prompt_s, decode_s, even_s, self.n_decodes)
+        return Seconds(prompt_s, decode_s, even_s, self.n_decodes, refill_s)
 
     def fastest(self, fits: Any) -> NDArray[np.int64]:
         """Return the index of the best way in each row of ways [..., n_ways].
@@ -114,7 +115,9 @@ class Objective:
             decodes_s = [
                 its.with_reads(s, n_batch) for its, s in zip(ends, decodes_s, strict=False)
             ]
-        return Seconds(prompt_s, decodes_s[0], decodes_s[-1], self.workload.n_decodes)
+        refill_s = bool(n_prompt) * sharing.n_lent * work.expert.size_bytes
+        refill_s = refill_s / machine.link_bytes_per_s
+        return Seconds(prompt_s, decodes_s[0], decodes_s[-1], self.workload.n_decodes, refill_s)
 
 
 # -- decodes that earlier starts measured ----------------------------------------------------------
@@ -139,7 +142,7 @@ def measured_s(decodes: Sequence[MeasuredDecode], sharing: Sharing) -> Real:
         is_alike = (
             (sharing.n_resident == its.n_resident)
             & (sharing.n_dense_streamed == its.n_dense_streamed)
-            & (np.abs(sharing.n_slots - its.n_slots) <= _ALIKE * sharing.n_slots)
+            & (np.abs(sharing.n_cached - its.n_cached) <= _ALIKE * sharing.n_cached)
         )
         found = np.where(is_alike, decode.seconds, found)
     return found

@@ -27,6 +27,7 @@ from offload.plan.context import (
     no_cache_in_ram,
 )
 from offload.plan.ends import Speeds, hit_words, other_end, speeds_of
+from offload.plan.lending import BufferSizes, Lending, SlotTail, lending_of
 from offload.plan.machine import (
     TYPICAL,
     LayersWork,
@@ -92,12 +93,29 @@ class Plan:
     # Tokens of a batch from which the device attends to a KV cache in RAM; None: the CPU does.
     attention_batch: int | None = None
     decode_end: Speeds | None = None  # speeds with --plan-for decode, if answers would be faster
+    buffer: BufferSizes | None = None  # the context's compute buffer; None: there is no context
+    why_not_lent: str = ""  # why the buffer cannot hold experts between prompts; "": it may
 
     @property
     def sharing(self) -> Sharing:
         """The plan's use of device memory, as the machine model's input."""
         dense = {layer_of(entry.name) for entry in self.streamed if not is_experts(entry)}
-        return Sharing(_expert_slots(self.layout), self.n_resident, len(dense))
+        return Sharing(_expert_slots(self.layout), self.n_resident, len(dense), self.n_lent)
+
+    @property
+    def n_lent(self) -> int:
+        """Number of slots in the compute buffer that are expected to hold experts."""
+        pool = self._lending.pool
+        if pool is None or self.buffer is None:
+            return 0
+        return SlotTail(pool, self.buffer.size_bytes).n_open(self.buffer.small_bytes)
+
+    @property
+    def _lending(self) -> Lending:
+        """The one decision whether slots are lent, of plans and of runs."""
+        if self.buffer is None or self.why_not_lent:
+            return Lending(why_not=self.why_not_lent or "no context is planned")
+        return lending_of(self.layout.pools, least_slots(self.layout), self.buffer.n_tokens)
 
     @property
     def streamed_bytes(self) -> int:
@@ -137,22 +155,12 @@ class Plan:
 
         Returns the plan itself and the reason why not if that is impossible or useless.
         """
-        pools = self.layout.pools
-        missing = [pool.n_pieces - pool.n_slots if pool.n_experts else 0 for pool in pools]
-        if not any(missing):
-            return self, "each streamed expert has a slot of its own"
-        if self.n_ubatch <= VERIFY_MOST:
-            return self, f"buffers of {plural(self.n_ubatch, 'token')} are too small"
-        at = missing.index(max(missing))
-        joined = pools[at].joined()
-        if not joined.joined_bytes:
-            return self, "the matrices of an expert cannot lie one after another"
-        room_bytes = pools[at].size_bytes
-        joined = replace(joined, n_slots=room_bytes // joined.joined_bytes)
-        if joined.n_slots < least_slots(self.layout)[at]:
-            return self, "the slots have no room for padding"
-        layout = replace(self.layout, pools=(*pools[:at], joined, *pools[at + 1 :]))
-        return self._through(layout), ""
+        found = self._lending
+        if found.pool is None:
+            return self, found.why_not
+        pools = list(self.layout.pools)
+        pools[found.at] = found.pool
+        return self._through(replace(self.layout, pools=tuple(pools))), ""
 
     def with_passes(self, passes: Passes) -> Plan:
         """Return the plan with this rule for batches whose experts do not fit the slots at once.
@@ -215,6 +223,10 @@ class PlanRequest:
     mix: TokenMix | None = None  # proportion of prompt to generated tokens; None: `USUAL`
     mtp: bool = False  # load the layers for multi-token prediction, which must be usable
     tuned_ubatch: int | None = None  # the ubatch that was fastest when prompts were measured
+    lend: bool = True  # cache experts in the compute buffer between prompts
+    why_not_lent: str = ""  # why the devices cannot do that
+    # The context, if its memory is not part of the budget. None: it is, or there is none.
+    uncounted: ContextOptions | None = None
     machine: Machine = TYPICAL
 
     def reserve_of(self, facts: ModelFacts, n_ubatch: int, *, streams_experts: bool = False) -> int:
@@ -236,6 +248,38 @@ class PlanRequest:
         if self.context is None or not self.stream_experts:
             return WorkingMemory()
         return working_memory(facts, n_ubatch, splits=self.plan_for_splits)
+
+    def buffer_of(self, facts: ModelFacts, n_ubatch: int) -> BufferSizes | None:
+        """Return the expected sizes of the compute buffer with this ubatch, None if unknown.
+
+        A context that is not part of the budget has an ubatch of its own.
+        """
+        spec = self.context or self.uncounted
+        if spec is None:
+            return None
+        n = n_ubatch if self.context is not None else spec.n_ubatch
+        size_bytes, small_bytes = (
+            context_memory(facts, replace(spec, n_ubatch=most)).compute_bytes
+            for most in (n, min(n, VERIFY_MOST))
+        )
+        return BufferSizes(n, size_bytes, small_bytes)
+
+    @property
+    def lending_complaint(self) -> str:
+        """Why the compute buffer holds no experts, whatever the plan is; "" if it may."""
+        spec = self.context or self.uncounted
+        if not self.lend:
+            return "it is turned off"
+        if not self.why_not_lent and spec is not None and not spec.kv_offload:
+            return "the KV cache in RAM is copied through it"
+        return self.why_not_lent
+
+    def lent_bytes(self, facts: ModelFacts, n_ubatch: int) -> int:
+        """Return the bytes of the compute buffer that experts take between prompts."""
+        if self.lending_complaint:
+            return 0
+        buffer = self.buffer_of(facts, n_ubatch)
+        return 0 if buffer is None else max(0, buffer.size_bytes - buffer.small_bytes)
 
     @property
     def workload(self) -> PlannedWork:
@@ -444,6 +488,7 @@ def _fastest(
         {n: budget_bytes - reserve for n, reserve in reserves_bytes.items()},
         working_bytes=works_bytes, host_bytes=host_bytes, reads_disk=reads_disk,
         prompt_work=model.prompt_work(request), decodes=request.decodes,
+        lent_bytes={n: request.lent_bytes(model.facts, n) for n in ubatches},
     )  # fmt: skip
     if found is None and host_bytes is None:
         least = least_bytes(weights, limits, min(works_bytes.values()))
@@ -507,7 +552,6 @@ def _plan(
         reasons.append(
             f"GPU memory caches {held:.0%} of the weights outside it (limited by --vram)"
         )
-    sharing = choice.sharing.with_slots(_expert_slots(layout))
     plan = Plan(
         tuple(streamed),
         resident,
@@ -515,11 +559,13 @@ def _plan(
         tuple(reasons),
         reserve,
         choice.n_ubatch,
-        min_batch=modelled_crossover(request.machine, work, sharing) if streamed else None,
         n_resident=choice.sharing.n_resident,
         working=request.working_of(facts, choice.n_ubatch) if streams_experts else WorkingMemory(),
+        buffer=request.buffer_of(facts, choice.n_ubatch),
+        why_not_lent=request.lending_complaint,
     )
-    return plan.with_passes(request.passes)
+    crossover = modelled_crossover(request.machine, work, plan.sharing) if streamed else None
+    return replace(plan, min_batch=crossover).with_passes(request.passes)
 
 
 def _expert_slots(layout: SlotLayout) -> int:

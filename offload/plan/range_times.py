@@ -53,6 +53,15 @@ class DeviceRoom:
     machine: Machine = TYPICAL  # the device's rates; its link's rate while the other links copy too
     is_counted: bool = True  # False: the context and other models are not part of the budget
     is_remote: bool = False  # True: all its weights are resident, and activations cross its link
+    is_here: bool = True  # False: the device of a worker, which has buffers of its own
+    shares_buffers: bool = True  # parts of a buffer of its backend can be buffers
+
+    @property
+    def why_not_lent(self) -> str:
+        """Why the device's compute buffer cannot hold experts between prompts; "" if it can."""
+        if not self.is_here:
+            return "a worker computes these layers"
+        return "" if self.shares_buffers else f"the backend of {self.name} does not share buffers"
 
 
 def ubatches(
@@ -178,7 +187,10 @@ class RangeTimes:
         works_bytes = 0
         if room is not None and device.is_counted:
             works_bytes = request.working_of(self._facts, n_ubatch).device_bytes
-        found = candidates(parts, limits, room_bytes, works_bytes)
+        lent_bytes = 0
+        if is_alone and room is not None and not device.why_not_lent:
+            lent_bytes = request.lent_bytes(self._facts, n_ubatch)
+        found = candidates(parts, limits, room_bytes, works_bytes, lent_bytes)
         sharing, fits = found.sharing, found.fits
         work = self._model.layers_work.of(parts.first, parts.end, has_head=is_last)
         prompt_work = replace(
@@ -193,7 +205,7 @@ class RangeTimes:
         )
         which = best_way(found, seconds_of, n_ubatch, fits)[:, None]
         tie_s = _TIE * found.streamed_bytes / device.machine.link_bytes_per_s
-        decode_s = seconds_of.n_decodes * seconds_of.mean_decode_s
+        decode_s = seconds_of.n_decodes * seconds_of.mean_decode_s + seconds_of.refill_s
         n_slots, resident, n_dense, its_fit, tie_s, prompt_s, decode_s = (
             np.take_along_axis(np.broadcast_to(values, fits.shape), which, 1)
             for values in (

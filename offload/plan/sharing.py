@@ -68,18 +68,23 @@ def choose_sharing(
     host_bytes: int | None = None,
     reads_disk: bool = False,
     decodes: Sequence[MeasuredDecode] = (),
+    lent_bytes: Mapping[int, int] = _NOTHING,
 ) -> Choice | None:
     """Return the best way of sharing device memory, or None if none fits.
 
     `rooms_bytes` is the memory for weights and slots, for each ubatch. If experts stream, the
     ubatch's `working_bytes` are taken from it. Streamed weights take at most `host_bytes` of host
     memory; with `reads_disk`, experts beyond that are read from the disk.
-    `decodes` are those that earlier starts measured.
+    `decodes` are those that earlier starts measured. `lent_bytes`: for each ubatch, the part of the
+    compute buffer that holds experts between prompts.
     """
     ubatches, rooms = (np.array([*its])[:, None] for its in (rooms_bytes, rooms_bytes.values()))
     # Arrays below have a row for each ubatch and a column for each way.
-    working = np.array([working_bytes.get(n, 0) for n in rooms_bytes])[:, None]
-    found = candidates(weights.whole, limits, rooms, working)
+    working, lent = (
+        np.array([its.get(n, 0) for n in rooms_bytes])[:, None]
+        for its in (working_bytes, lent_bytes)
+    )
+    found = candidates(weights.whole, limits, rooms, working, lent)
     fits, disk = found.fits, None
     if host_bytes is not None and reads_disk:
         dense_bytes = weights.whole.dense_bytes(found.sharing.n_dense_streamed)
@@ -98,14 +103,15 @@ def choose_sharing(
     by_times = by_measured(seconds, fits, decodes, found.sharing, best)
     if by_times is not None:
         best, why = by_times.index, by_times.why
-    n_slots, resident, n_dense = (
+    its = found.sharing
+    n_slots, resident, n_dense, n_lent = (
         int(np.broadcast_to(a, fits.shape).flat[best])
-        for a in (found.sharing.n_slots, found.sharing.n_resident, found.sharing.n_dense_streamed)
+        for a in (its.n_slots, its.n_resident, its.n_dense_streamed, its.n_lent)
     )
     return Choice(
         weights.spread_experts(len(weights.expert_layers) - resident),
-        weights.spread_dense(n_dense), int(sizes.flat[best]), Sharing(n_slots, resident, n_dense),
-        int(streamed.flat[best]), why,
+        weights.spread_dense(n_dense), int(sizes.flat[best]),
+        Sharing(n_slots, resident, n_dense, n_lent), int(streamed.flat[best]), why,
     )  # fmt: skip
 
 

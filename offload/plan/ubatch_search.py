@@ -25,6 +25,7 @@ class UbatchTrial:
     """What was measured with one ubatch: seconds of a prompt's token, and of a decode of one.
 
     `n_slots` and `n_resident` are the experts' slots and resident layers that its buffers left.
+    Slots in the compute buffer count too.
     """
 
     prompt_token_s: float

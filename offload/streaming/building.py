@@ -15,7 +15,6 @@ from offload.errors import DoesNotFit
 from offload.ggml.backend import Stream
 from offload.ggml.compute_buffer import ComputeBuffer
 from offload.ggml.hostbuffer import HostBufferType
-from offload.ggml.library.lib import library
 from offload.layout.host import RING_BYTES
 from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, Plan
 from offload.plan.weights import ring_slots
@@ -39,30 +38,6 @@ _BOUNCING = (
     f"weights that are not pinned are copied through a pinned ring of {RING_BYTES >> 20} MiB, which"
     " threads fill"
 )
-
-
-# Backends whose buffers can be parts of another buffer. Vulkan's are limited in size.
-_LENDING = ("CUDA", "ROCm", "CPU")
-
-
-def lending_plan(
-    plan: Plan, choice: DeviceChoice, options: StreamingOptions, n_devices: int, *, kv_offload: bool
-) -> tuple[Plan, str]:
-    """Return the plan whose slots continue in the device's compute buffer between prompts.
-
-    Returns the plan itself and the reason if they do not.
-    """
-    if not options.lend:
-        return plan, "it is turned off"
-    if n_devices > 1:
-        return plan, "several devices compute a graph"
-    if not kv_offload:
-        return plan, "the KV cache in RAM is copied through it"
-    if not choice.device.name.startswith(_LENDING):
-        return plan, f"the backend of {choice.device.name} does not share buffers"
-    if not library().has_graph_reserve:
-        return plan, "the installed library cannot plan a graph in advance"
-    return plan.lending()
 
 
 class ExecutorBuilder:

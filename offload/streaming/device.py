@@ -210,6 +210,12 @@ class StreamingDevice(PyDevice):
         first = next(iter(self.executors.values()), None)
         return 0 if first is None else first.n_lent
 
+    @property
+    def n_lent_open(self) -> int:
+        """Number of these slots that may hold experts now."""
+        first = next(iter(self.executors.values()), None)
+        return 0 if first is None else first.n_lent_open
+
     def planned_small(self) -> None:
         """Note that the scheduler of the first stream has planned a small graph."""
         for executor in [*self.executors.values()][:1]:

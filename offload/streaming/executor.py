@@ -244,6 +244,11 @@ class Executor:
         """Number of slots that continue in the compute buffer."""
         return 0 if self._lent is None else self._lent.slots.n_lent
 
+    @property
+    def n_lent_open(self) -> int:
+        """Number of these slots that may hold experts now."""
+        return 0 if self._lent is None else self._lent.slots.n_open
+
     def planned_small(self) -> None:
         """Note that the scheduler has planned a small graph, so that slots may be opened."""
         if self._lent is not None:

@@ -8,10 +8,10 @@ from offload.ggml.backend import Device
 from offload.ggml.compute_buffer import ComputeBuffer
 from offload.ggml.rewriting import host_copy, of_array
 from offload.ggml.tensor import Buffer, Dims, Tensor, new_tensor
+from offload.plan.lending import SlotTail
 from offload.plan.slot_layout import SlotPool
 
 _JOINED = "all kinds"
-_ALIGNMENT = 256  # strictest alignment of any device's buffers, in bytes
 
 
 class SlotMemory:
@@ -31,12 +31,9 @@ class SlotMemory:
         self._compute = compute if compute and compute.size_bytes and pool.joined_bytes else None
         self._kinds = {kind.name: kind for kind in pool.kinds}
         self._offsets = pool.offsets() if pool.joined_bytes else dict.fromkeys(self._kinds, 0)
-        self._own_bytes, self.n_slots = 0, pool.n_slots
-        if self._compute is not None:
-            # The compute buffer begins at the first aligned byte behind the slots.
-            self._own_bytes = _aligned(pool.n_slots * pool.joined_bytes, _ALIGNMENT)
-            whole_bytes = self._own_bytes + self._compute.size_bytes
-            self.n_slots = min(whole_bytes // pool.joined_bytes, pool.most_counted)
+        size_bytes = 0 if self._compute is None else self._compute.size_bytes
+        self._tail = SlotTail(pool, size_bytes)
+        self.n_slots = pool.n_slots + (self._tail.n_lent if size_bytes else 0)
         self._buffers: dict[str, Buffer] = {}
         self._bytes: dict[str, Tensor] = {}
         self._views: dict[tuple[str, str, Dims], SlotViews] = {}
@@ -54,9 +51,7 @@ class SlotMemory:
 
     def n_touched(self, compute_bytes: int) -> int:
         """Return the number of lent slots that have one of the compute buffer's first bytes."""
-        end = self._own_bytes + compute_bytes
-        n = -(-end // self.pool.joined_bytes) if compute_bytes else 0
-        return min(max(0, n - self.pool.n_slots), self.n_slots - self.pool.n_slots)
+        return self._tail.n_touched(compute_bytes)
 
     def allocate(self) -> None:
         """Allocate all buffers now. Raises DoesNotFit."""
@@ -100,12 +95,12 @@ class SlotMemory:
             return self.device.allocate(size_bytes, f"{pool.n_slots} slots {what}")
         compute.leave()
         try:
-            size_bytes = self._own_bytes + compute.size_bytes
+            size_bytes = self._tail.own_bytes + compute.size_bytes
             buffer = self.device.allocate(size_bytes, f"{pool.n_slots} slots {what}")
         except BaseException:
             compute.stay()
             raise
-        compute.enter(buffer, self._own_bytes)
+        compute.enter(buffer, self._tail.own_bytes)
         return buffer
 
     def position(self, kind: str, slot: int) -> tuple[Buffer, int]:
@@ -121,10 +116,6 @@ class SlotMemory:
         self._buffers.clear()
         self._bytes.clear()
         self._views.clear()
-
-
-def _aligned(n_bytes: int, alignment: int) -> int:
-    return -(-n_bytes // alignment) * alignment
 
 
 class SlotViews:

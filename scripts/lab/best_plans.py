@@ -98,7 +98,8 @@ def row(facts: ModelFacts, title: str, gib: int) -> Row | None:
     sizes = ubatches.ravel().tolist()
     rooms = np.array([[budget_bytes - request.reserve_of(facts, n)] for n in sizes])
     works = np.array([[request.working_of(facts, n).device_bytes] for n in sizes])
-    found = candidates(weights.whole, request.limits(weights.whole), rooms, works)
+    lent = np.array([[request.lent_bytes(facts, n)] for n in sizes])
+    found = candidates(weights.whole, request.limits(weights.whole), rooms, works, lent)
     seconds = request.objective.seconds(
         request.machine, model.work, found.sharing, ubatches,
         prompt_work=model.prompt_work(request),

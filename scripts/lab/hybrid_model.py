@@ -172,7 +172,7 @@ def lru_hits(work: ModelWork, sharing: Sharing) -> float:
     otherwise evicted before its next use.
     """
     n_streamed = work.n_expert_layers - sharing.n_resident
-    holds = sharing.n_slots > work.n_used * n_streamed
+    holds = sharing.n_cached > work.n_used * n_streamed
     return float(expected_hits(work, sharing, work.n_used)) if holds else 0.0
 
 
@@ -235,7 +235,7 @@ def _slots(work: ModelWork, sharing: Sharing, hits: float, seconds: float) -> st
     n_layers = work.n_expert_layers - sharing.n_resident
     if not n_layers:
         return f"all resident: {1 / seconds:.1f}"
-    share = sharing.n_slots / (n_layers * work.n_experts)
+    share = sharing.n_cached / (n_layers * work.n_experts)
     return f"{share:.0%} hit {hits:.0%}: {1 / seconds:.1f}"
 
 

@@ -168,7 +168,7 @@ def table(facts: ModelFacts) -> str:
 
     sizes_text = f"{of_experts / 1e9:.1f} GB, {TABLE_BYTES / 1e9:.1f} GB"
     row("experts, and the table that is looked up", lambda c: sizes_text)
-    row("experts that have a slot", lambda c: f"{c.sharing.n_slots / n_pieces:.0%}")
+    row("experts that have a slot", lambda c: f"{c.sharing.n_cached / n_pieces:.0%}")
     row("layers whose experts are resident", lambda c: f"{c.sharing.n_resident}")
     row("layers whose dense weights stream", lambda c: f"{c.sharing.n_dense_streamed}")
     for n in sizes:

@@ -107,6 +107,7 @@ def _of_device(planned: Planned) -> dict[str, Any]:
         "host_working_bytes": plan.working.host_bytes,
         "slot_bytes": plan.slot_bytes,
         "slots": _slots(plan),
+        "lent_slots": plan.n_lent,
         "streamed_layers": streamed_layers(plan),
         "min_batch": None if plan.min_batch == NEVER else plan.min_batch,
         "pass_experts": plan.pass_experts,

@@ -224,6 +224,9 @@ def _show_memory(planned: Planned, *, details: bool) -> None:
     if plan.streamed:
         place = "in RAM" if planned.disk is None else "not on the GPU"
         report.line(f"weights {place}: {size_words(plan.streamed_bytes)}")
+        if not planned.parts and plan.n_lent:
+            experts = report.plural(plan.n_lent, "more expert")
+            report.line(f"between prompts, the compute buffers cache {experts}")
         if details and plan.working.host_bytes:
             report.paragraph(
                 f"rows of pairs in RAM: {size_words(plan.working.host_prompt_bytes)} for the CPU's "

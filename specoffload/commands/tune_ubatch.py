@@ -157,7 +157,7 @@ class _Search:
         target.sequences.rewind(SEQUENCE, 0)
         sharing = session.costs.run.sharing
         one_s = session.costs.run.table.best(1)[1]
-        return UbatchTrial(min(times) / n, one_s, sharing.n_slots, sharing.n_resident)
+        return UbatchTrial(min(times) / n, one_s, sharing.n_cached, sharing.n_resident)
 
 
 def _tokens(target: Engine, n: int) -> Sequence[int]:

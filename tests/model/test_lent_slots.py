@@ -6,13 +6,17 @@ and again. Weights are f32, because k-quants round differently in passes (test_s
 
 from __future__ import annotations
 
+import ctypes as C
 import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import llama_cpp.llama_cpp as native
 import numpy as np
 import pytest
+from gguf import GGUFWriter
 from numpy.typing import NDArray
 from splits import all_host, at_random
 
@@ -86,6 +90,67 @@ def test_lent_slots_change_no_logits(path: Path, split: str) -> None:
         assert counters.hits > without.hits
 
 
+def write_lora(path: Path, n_embd: int) -> Path:
+    """A LoRA adapter of the first layer's router, so that it changes which experts are used."""
+    rng, rank, n_experts = np.random.default_rng(0), 4, read_facts(path).n_experts
+    adapter = path.with_suffix(".lora")
+    writer = GGUFWriter(adapter, read_facts(path).architecture)
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 4.0)
+    name = next(n for n in read_facts(path).weights if n.endswith("ffn_gate_inp.weight"))
+    for part, shape in (("a", (rank, n_embd)), ("b", (n_experts, rank))):
+        writer.add_tensor(f"{name}.lora_{part}", rng.normal(size=shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return adapter
+
+
+def set_lora(engine: Engine, adapter: Any, scale: float) -> None:
+    """Set the adapter, so that the scheduler frees its buffer and takes another one."""
+    adapters = (native.llama_adapter_lora_p_ctypes * 1)(adapter)
+    scales = (C.c_float * 1)(scale)
+    assert (
+        native.llama_set_adapters_lora(engine._context.handle, adapters, int(scale > 0), scales)
+        == 0
+    )
+
+
+@pytest.mark.parametrize("split", ["none", "random"])
+def test_a_buffer_that_is_taken_anew_while_slots_are_lent_changes_no_logits(
+    path: Path, split: str
+) -> None:
+    """Adapters and attention without a mask make the scheduler free its buffer."""
+    adapter_path, made, found = write_lora(path, 256), SPLITS[split], []
+    for lend in (False, True):
+        changes = {} if split == "none" else {"hybrid": True, "splitter": made()}
+        with Engine(path, options(path, lend=lend, **changes)) as engine:
+            handle = engine._context.handle
+            adapter = native.llama_adapter_lora_init(
+                engine._model.handle, str(adapter_path).encode()
+            )
+            assert adapter
+            rows, sizes, dropped = [logits(engine, 1, 8)], [], []
+            for i, scale in enumerate((1.0, 0.5, 0.0)):
+                set_lora(engine, adapter, scale)
+                rows.append(logits(engine, 2 + i, 8))
+                native.llama_set_causal_attn(handle, False)
+                native.llama_set_causal_attn(handle, True)
+                rows.append(logits(engine, 12 + i, 8))
+                assert engine.device is not None
+                dropped.append(engine.counters().n_lent_dropped)
+                if engine.device.compute_buffer is not None:
+                    sizes.append(engine.device.compute_buffer.size_bytes)
+                    assert engine.device.n_lent_open > 0 or engine.counters().n_lent_copies
+            counters = engine.counters()
+            found.append(np.concatenate(rows))
+    assert np.array_equal(*found)
+    assert counters.n_lent_copies > counters.n_lent_dropped > dropped[0] > 0
+    assert len(sizes) == 3
+
+
 def test_prompts_whose_experts_the_cpu_computes_take_the_buffer_too(path: Path) -> None:
     """The device may compute such a prompt's graphs unseen by the executor."""
     found = []
@@ -107,6 +172,26 @@ def test_the_start_says_how_many_slots_the_buffer_has(path: Path) -> None:
         assert any(f"{device.n_lent} more slots in the" in note for note in engine.notes)
 
 
+@pytest.mark.parametrize("share", [0.2, 0.3, 0.6])
+def test_the_plan_counts_the_slots_that_are_open_between_prompts(path: Path, share: float) -> None:
+    opened = replace(options(path, share), n_ctx=512, n_ubatch=512, n_sequences=1)
+    with Engine(path, opened) as engine:
+        device, planned = engine.device, engine.layout.plan
+        assert device is not None
+        assert planned is not None
+        for n in (300, 1, 1):
+            engine.sequences.extend(0, list(range(n)), 1)
+        (pool,) = planned.layout.pools
+        useful = min(device.n_lent_open, pool.n_pieces - pool.n_slots)
+        assert useful > 10
+        # Formulas for the buffers of such small models are less exact than for published ones.
+        assert planned.n_lent == pytest.approx(useful, rel=0.2)
+        assert device.compute_buffer is not None
+        assert planned.buffer is not None
+        real = replace(planned.buffer, size_bytes=device.compute_buffer.size_bytes)
+        assert replace(planned, buffer=real).n_lent == pytest.approx(useful, abs=2)
+
+
 @pytest.mark.parametrize(
     ("why", "device", "changes"),
     [
@@ -125,3 +210,5 @@ def test_the_start_says_why_it_lends_nothing(
         assert any(note.endswith(said) for note in engine.notes)
         engine.sequences.extend(0, [1, 2, 3])
         assert engine.counters().n_lent_copies == 0
+        assert engine.layout.plan is not None
+        assert all(its.plan is None or its.plan.n_lent == 0 for its in engine.layout.devices)

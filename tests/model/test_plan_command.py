@@ -44,7 +44,7 @@ KEYS = {
     *("model", "architecture", "vram_bytes", "ctx_size", "resident_bytes", "streamed_bytes"),
     *("reserve_bytes", "reserve", "slot_bytes", "slots", "streamed_layers", "ubatch", "min_batch"),
     *("host_working_bytes", "pass_experts", "declined", "reasons", "expected", "ends", "hits"),
-    *("unions", "machine", "cache"),
+    *("unions", "machine", "cache", "lent_slots"),
     *("hardware", "ways", "llama_cpp", "contexts"),
     *("host", "disk", "tables", "devices"),
 }

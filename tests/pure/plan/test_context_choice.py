@@ -63,7 +63,7 @@ def test_the_least_context_is_taken_if_nothing_longer_fits() -> None:
     assert choose_context(131072, lambda n_ctx: None).n_ctx == LEAST_CTX, "opening then says why"
 
 
-@pytest.mark.parametrize("cost", [0.0, 0.05, 0.2, 0.3])
+@pytest.mark.parametrize("cost", [0.0, 0.05, 0.2, 0.29, 0.35])
 def test_agents_get_room_for_their_first_prompt_unless_it_costs_much(cost: float) -> None:
     def request_s(n_ctx: int) -> RequestSeconds:
         return RequestSeconds(10.0 / (1 - cost) if n_ctx >= AGENT_CTX else 10.0)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import date
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace, layer_of
 from offload.plan.context import ContextOptions, context_memory
-from offload.plan.machine import TYPICAL, Sharing, best_s, cpu_s, model_work
+from offload.plan.machine import TYPICAL, Sharing, best_s, cpu_s, hybrid_s, model_work, prefill_s
+from offload.plan.min_batch import VERIFY_MOST
 from offload.plan.objective import MOST_LOSS, Objective
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.sharing import SMALL_UBATCHES, UBATCHES, Choice, choose_sharing, sized
@@ -93,6 +95,65 @@ def expected_s(choice: Choice) -> float:
     assert choice is not None
     work = Objective(USUAL.workload(4096))
     return float(work.seconds(TYPICAL, WORK, choice.sharing, choice.n_ubatch).mean_s)
+
+
+@given(st.integers(0, N_LAYERS * N_EXPERTS), st.floats(0, 1), st.booleans())
+def test_only_small_batches_find_experts_in_lent_slots(
+    n_slots: int, share: float, hybrid: bool
+) -> None:
+    n_lent = int(share * (N_LAYERS * N_EXPERTS - n_slots))
+    own, lent = Sharing(n_slots), Sharing(n_slots, n_lent=n_lent)
+    for n in (1, 8, VERIFY_MOST):
+        all_own_s = hybrid_s(TYPICAL, WORK, Sharing(n_slots + n_lent), n)
+        assert hybrid_s(TYPICAL, WORK, lent, n) == all_own_s
+        here_s, own_s = (best_s(TYPICAL, WORK, its, n, hybrid=hybrid) for its in (lent, own))
+        # The device computes all hits, which may take a little longer than leaving some to the CPU.
+        assert here_s <= 1.05 * own_s
+    here_s, own_s = (
+        prefill_s(TYPICAL, WORK, its, 4096, 2048, hybrid=hybrid) for its in (lent, own)
+    )
+    assert here_s == own_s
+
+
+def test_a_ubatch_whose_buffer_is_lent_costs_decodes_less() -> None:
+    budget, lent = ALL // 2, {n: UBATCH_BYTES * (n - VERIFY_MOST) for n in UBATCHES}
+    made = [
+        choose_sharing(
+            WEIGHTS, WORK, TYPICAL, Objective(USUAL.workload(8192), splits=True), LIMITS,
+            rooms(budget, UBATCHES), lent_bytes=its,
+        )
+        for its in ({}, lent)
+    ]  # fmt: skip
+    assert made[0] is not None
+    assert made[1] is not None
+    assert made[0].sharing.n_lent == 0
+    assert made[1].sharing.n_lent == lent[made[1].n_ubatch] // (3 * EXPERT)
+    assert made[1].n_ubatch >= made[0].n_ubatch
+    decodes_s = [best_s(TYPICAL, WORK, its.sharing, 1, hybrid=True) for its in made if its]
+    assert decodes_s[1] < decodes_s[0]
+
+
+@pytest.mark.parametrize(
+    ("why", "changes"),
+    [
+        ("it is turned off", {"lend": False}),
+        ("of a test", {"why_not_lent": "of a test"}),
+        (
+            "the KV cache in RAM is copied through it",
+            {"context": ContextOptions(4096, 2048, kv_offload=False, flash_attn="on")},
+        ),
+        ("buffers of 64 tokens are too small", {"context": ContextOptions(4096, VERIFY_MOST)}),
+        ("each streamed expert has a slot of its own", {"budget_bytes": 8 * ALL, "n_cpu_moe": 12}),
+    ],
+)
+def test_a_plan_that_lends_nothing_counts_nothing(why: str, changes: dict[str, Any]) -> None:
+    request = PlanRequest(
+        budget_bytes=ALL // 2, context=ContextOptions(4096, 2048), n_cpu_moe="fit"
+    )
+    assert make_plan(FACTS, request).n_lent > 0
+    plan = make_plan(FACTS, replace(request, **changes))
+    assert plan.lending() == (plan, why)
+    assert plan.n_lent == plan.sharing.n_lent == 0
 
 
 def test_embeddings_that_are_only_looked_up_are_not_on_the_device() -> None:

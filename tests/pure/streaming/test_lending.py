@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import DoesNotFit
+from offload.plan.lending import SlotTail
 from offload.plan.slot_layout import SlotKind, SlotPool
 from offload.schedule.lending import LentSlots
 from offload.schedule.schedule import Schedule
@@ -45,6 +46,25 @@ def test_slots_open_only_after_a_small_plan() -> None:
     slots.reached(5)
     slots.reached(2)
     assert slots.n_closed == 5, "the border stays where the largest small graph put it"
+
+
+@given(
+    n_own=st.integers(1, 40), stride=st.integers(256, 3000).map(lambda n: 34 * n),
+    buffer_bytes=st.integers(0, 1 << 22), first_bytes=st.integers(0, 1 << 22),
+)  # fmt: skip
+def test_lent_slots_lie_behind_the_own_ones_and_open_ones_behind_small_graphs(
+    n_own: int, stride: int, buffer_bytes: int, first_bytes: int
+) -> None:
+    kind = SlotKind("gate", stride, 34, 34)
+    pool = SlotPool("experts", (kind,), n_own, 2, 32, 2, joined_bytes=stride)
+    tail = SlotTail(pool, buffer_bytes)
+    begins, n_touched = tail.own_bytes, tail.n_touched(first_bytes)
+    assert n_own * stride <= begins < n_own * stride + 256
+    assert (n_own + tail.n_lent) * stride <= begins + buffer_bytes
+    assert (n_own + tail.n_lent + 1) * stride > begins + buffer_bytes
+    if n_touched < tail.n_lent and first_bytes:
+        assert (n_own + n_touched) * stride >= begins + first_bytes
+    assert tail.n_open(first_bytes) == min(tail.n_lent - n_touched, max(0, 64 - n_own))
 
 
 def check(schedule: Schedule, n_closed: int) -> None:
