@@ -199,14 +199,17 @@ def serve(line: CommandLine) -> None:
     serve_config(served.config, own, served.chat, served.defaults)
 
 
-def served_as(line: CommandLine) -> ServedAs:
-    """Resolve a command line of `serve` with one model. Raises UsageError."""
+def served_as(line: CommandLine, *, header_only: bool = False) -> ServedAs:
+    """Resolve a command line of `serve` with one model. Raises UsageError.
+
+    With `header_only`, only the headers of models on the hub are fetched.
+    """
     from specoffload.commands.serve import ServedAs
     from specoffload.config.resolution import chat_settings, for_serving
 
     own = line.of(ServeOptions)
     chat = chat_settings(line.of(ChatOptions))
-    config = config_of(line, says=False)  # its log says it
+    config = config_of(line, header_only=header_only, says=False)  # its log says it
     config = for_serving(config, own, line.environment.prompt_folder)
     return ServedAs(config, chat, _limited(line, config, _asked(line)))
 

@@ -18,7 +18,9 @@ from specoffload.errors import KNOWN, UsageError
 from specoffload.models.folder import models_of
 from specoffload.models.names import read_hub_name
 from specoffload.server.log import LogSettings, ServerLog
+from specoffload.server.router.planning import plan_all
 from specoffload.server.router.pool import DEFAULT_STOP_TIMEOUT_S, Entry
+from specoffload.server.router.sharing import Sharing, share
 from specoffload.server.run import ModelParts, serve_models
 
 _MODEL, _REPO, _ALIAS = (Options, "model"), (Options, "hf_repo"), (Options, "alias")
@@ -26,11 +28,11 @@ _DRAFT, _MODELS = (Options, "draft"), (ServeOptions, "models")
 _Place = tuple[type, str]
 
 
-def serve_several(line: CommandLine, served_as: Callable[[CommandLine], ServedAs]) -> None:
+def serve_several(line: CommandLine, served_as: Callable[..., ServedAs]) -> None:
     """Serve the models that a command line names, until stopped.
 
-    `served_as` resolves the command line of one model. Raises UsageError, and SystemExit with a
-    non-zero exit code.
+    `served_as` resolves the command line of one model, for its header alone if asked to. Raises
+    UsageError, and SystemExit with a non-zero exit code.
     """
     serving = line.of(ServeOptions)
     options = line.options
@@ -50,22 +52,43 @@ def serve_several(line: CommandLine, served_as: Callable[[CommandLine], ServedAs
     for entry in catalogue.entries():
         log.say(f"model {entry.name} ({entry.source})")
 
-    def parts_of(entry: Entry) -> ModelParts:
+    def parts_of(entry: Entry, device_bytes: int | None) -> ModelParts:
         served = served_as(catalogue.lines[entry.name])
-        for words in served.config.remarks:
+        config = served.config
+        for words in config.remarks:
             log.note(f"{entry.name}: {words}")
+        if device_bytes is not None:
+            log.say(f"{entry.name}: takes up to {report.bytes_text(device_bytes)} of the device")
+            config = replace(config, streaming=replace(config.streaming, device_bytes=device_bytes))
         factory = functools.partial(
             open_session,
-            served.config,
+            config,
             report.is_verbose(),
             report.library_log_level(),
             settings,
         )
-        workers = served.config.remote.workers if served.config.uses_workers else ()
+        workers = config.remote.workers if config.uses_workers else ()
         return ModelParts(factory, served.chat, served.defaults, workers)
 
+    def plan(entries: Sequence[Entry]) -> Sharing:
+        configs = {}
+        for entry in entries:
+            try:
+                configs[entry.name] = served_as(
+                    catalogue.lines[entry.name], header_only=True
+                ).config
+            except KNOWN as e:  # its start will say it again
+                log.note(f"{entry.name} has no plan: {e}")
+        planned = plan_all(configs)
+        for words in planned.complaints:
+            log.note(words)
+        sharing = share(planned.needs, planned.room, serving.models_max)
+        for name in sorted(planned.needs.keys() - sharing.device_bytes.keys()):
+            log.say(f"{name} fits beside no other model, so it is opened alone")
+        return sharing
+
     try:
-        code = serve_models(catalogue.entries, parts_of, serving, log=log)
+        code = serve_models(catalogue.entries, parts_of, plan, serving, log=log)
     except KNOWN as e:
         log.error(e)
         raise

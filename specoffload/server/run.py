@@ -39,6 +39,7 @@ from specoffload.server.prefix import BelowPrefix, read_prefix
 from specoffload.server.renderer import Renderer
 from specoffload.server.router.app import create_router
 from specoffload.server.router.pool import Entry, ModelPool, RoutedEngine, Served
+from specoffload.server.router.sharing import Sharing
 from specoffload.server.sockets import (
     BACKLOG,
     Connection,
@@ -106,21 +107,23 @@ class ModelParts(NamedTuple):
 
 def serve_models(
     entries: Callable[[], Sequence[Entry]],
-    parts_of: Callable[[Entry], ModelParts],
+    parts_of: Callable[[Entry, int | None], ModelParts],
+    plan: Callable[[Sequence[Entry]], Sharing],
     options: ServeOptions,
     *,
     log: ServerLog,
 ) -> int:
     """Serve several models; returns as `serve` does. A model that fails does not end the server.
 
-    `entries` reads the list of models. `parts_of` is called in a thread when a model is first used.
+    `entries` reads the list of models. `parts_of` is called in a thread when a model is first used,
+    with its device memory in bytes if it shares the device. `plan` decides these shares.
     """
 
     def parts(access: AccessRules, renderer: Renderer) -> tuple[FastAPI, ModelPool]:
         streams = KeptStreams()
 
-        def make(entry: Entry) -> Served:
-            own = parts_of(entry)
+        def make(entry: Entry, device_bytes: int | None) -> Served:
+            own = parts_of(entry, device_bytes)
             engine = RoutedEngine(
                 own.factory,
                 max_queue=options.max_queue,
@@ -143,6 +146,7 @@ def serve_models(
         pool = ModelPool(
             entries(),
             make,
+            plan=plan,
             most=options.models_max,
             idle_s=options.idle_s if options.idle_s >= 0 else None,
             most_waiting=options.max_queue + 1,

@@ -169,7 +169,7 @@ class RunningModels(Running):
         ):
             self.url = url_of(listener)
 
-            def make(entry: Entry) -> Served:
+            def make(entry: Entry, device_bytes: int | None) -> Served:
                 engine = RoutedEngine(
                     self.factories[entry.name],
                     max_queue=max_queue,

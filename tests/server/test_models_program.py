@@ -74,6 +74,23 @@ def test_each_model_finds_its_prompts_again_on_the_disk(folder: Path, tmp_path: 
             texts[name] = told["content"]
 
 
+@pytest.mark.parametrize(
+    ("vram", "together"),
+    [
+        ("20MiB", {"large": "loaded", "small": "loaded"}),
+        ("4MiB", {"large": "unloaded", "small": "loaded"}),
+    ],
+)
+def test_the_plan_says_whether_models_fit_together(
+    folder: Path, vram: str, together: dict[str, str]
+) -> None:
+    flags = ("--device", "sim", "--vram", vram, "--models-dir", str(folder), "--models-max", "2")
+    with serving(*flags, "--spec-type", "none") as program:
+        texts = [answer(program.url, name, temperature=0)["content"] for name in ("large", "small")]
+        assert statuses(program.url) == together
+        assert answer(program.url, "large", temperature=0)["content"] == texts[0]
+
+
 def test_a_command_line_that_names_no_list_of_models_is_refused(folder: Path) -> None:
     for flags, words in (
         (["--models-dir", str(folder / "none")], "no such folder"),

@@ -27,6 +27,7 @@ from specoffload.server.engine.messages import (
 )
 from specoffload.server.engine.supervisor import SHUTTING_DOWN, State
 from specoffload.server.router.decision import Decision, Phase, Standing, decide
+from specoffload.server.router.sharing import Sharing
 
 DEFAULT_STOP_TIMEOUT_S = 10.0  # DEFAULT_STOP_TIMEOUT in tools/server/server-models.cpp
 _RETRY_AFTER_S = 5
@@ -174,8 +175,9 @@ class ModelPool:
     def __init__(
         self,
         entries: Sequence[Entry],
-        make: Callable[[Entry], Served],
+        make: Callable[[Entry, int | None], Served],
         *,
+        plan: Callable[[Sequence[Entry]], Sharing] | None = None,
         most: int = 1,
         idle_s: float | None = None,
         most_waiting: int = 17,
@@ -183,7 +185,9 @@ class ModelPool:
     ) -> None:
         """`most`: models that are open at once; 0: as many as fit. `idle_s`: seconds without a
         request after which a model is closed. `make` is called in a thread when a model is first
-        opened. At most `most_waiting` requests wait for each model.
+        opened, with the device memory of the model in bytes if it shares the device. `plan` decides
+        these shares, in a thread, before a model is opened. At most `most_waiting` requests wait
+        for each model.
         """
         self.failed = asyncio.Event()  # never set: the server goes on without a model
         self.failure: Exception | None = None
@@ -192,6 +196,9 @@ class ModelPool:
         self.on_status: Callable[[Model], None] = lambda model: None
         self.on_stop: Callable[[], None] = lambda: None
         self._make = make
+        self._plan = plan if most != 1 else None
+        self._planning: asyncio.Task[None] | None = None
+        self._sharing: Sharing | None = None
         self._idle_s = idle_s
         self._most_waiting = most_waiting
         self._say = say
@@ -249,12 +256,15 @@ class ModelPool:
             self._told.pop(model.name, None)
         kept = self.models
         self.models = {name: kept.get(name) or Model(entry) for name, entry in new.items()}
+        if gone or len(new) > len(kept):
+            self._plan_again()
         self.change()
 
     # ---- life, as `serve_until` needs it
 
     async def start(self) -> None:
         """Begin to open the models that are opened at the start."""
+        self._plan_again()
         for model in self.models.values():
             if model.entry.loads_on_startup:
                 self.load(model)
@@ -278,9 +288,26 @@ class ModelPool:
             if model.is_running:
                 self._close(model, 0.0)
         doing = [m.doing for m in self.models.values() if m.doing is not None]
+        if self._planning is not None:
+            doing.append(self._planning)  # its process ends by itself
         await asyncio.gather(*doing, return_exceptions=True)
 
     # ---- changes
+
+    def _plan_again(self) -> None:
+        if self._plan is not None and self._planning is None:
+            self._planning = asyncio.get_running_loop().create_task(self._plan_shares(self._plan))
+
+    async def _plan_shares(self, plan: Callable[[Sequence[Entry]], Sharing]) -> None:
+        planned: list[Entry] | None = None
+        while planned != (entries := [model.entry for model in self.models.values()]):
+            planned = entries
+            self._sharing = await asyncio.to_thread(plan, entries)
+        for model in self.models.values():
+            if not model.is_running:
+                model.served = None  # made again with its share
+        self._planning = None
+        self.change()
 
     def change(self) -> None:
         """Decide again, after what happens now."""
@@ -292,7 +319,7 @@ class ModelPool:
         self._is_changed = False
         for model in self.models.values():
             self._follow(model)
-        if not self._draining:
+        if not self._draining and self._planning is None:
             now_s = time.monotonic()
             found = decide([*map(_standing, self.models.values())], self._fits, now_s, self._idle_s)
             self._do(found, now_s)
@@ -322,6 +349,8 @@ class ModelPool:
 
     def _fits(self, names: Sequence[str]) -> bool:
         if self.most and len(names) > self.most:
+            return False
+        if self._sharing is not None and not self._sharing.fits(names):
             return False
         return not any(pair <= set(names) for pair in self._apart)
 
@@ -355,7 +384,9 @@ class ModelPool:
     async def _opening(self, model: Model) -> None:
         try:
             if model.served is None:
-                served = await asyncio.to_thread(self._make, model.entry)
+                sharing = self._sharing
+                device_bytes = sharing.device_bytes.get(model.name) if sharing else None
+                served = await asyncio.to_thread(self._make, model.entry, device_bytes or None)
                 if isinstance(served.engine, RoutedEngine):
                     served.engine.on_change = self.change
                 model.served = served
