@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import secrets
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -13,6 +15,7 @@ from specoffload.chat.families import HARMONY_REASONING
 from specoffload.chat.format import ChatFormat, ChatPrompt
 from specoffload.chat.parser import AnswerForm
 from specoffload.session.generation import GenerateOptions, ModelCard, Piece
+from specoffload.session.images import PromptImages
 
 if TYPE_CHECKING:  # the API process has no engine
     from specoffload.session.session import Session
@@ -92,14 +95,39 @@ def answer(
 
     The iterator also yields pieces without text: one for each evaluated part of the prompt, and a
     last one with the finish reason and the statistics. A JSON schema in `options` applies to the
-    answer after any reasoning. Raises BadRequest or DoesNotFit.
+    answer after any reasoning. A message's content may be a list of OpenAI's parts of text and of
+    images as data URLs. Raises BadRequest or DoesNotFit.
     """
-    asked = replace(conversation, schema=options.json_schema)
+    asked, images = _with_markers(replace(conversation, schema=options.json_schema))
     check_options(asked, options)
     prompt = form.prepare(asked)
-    tokens = session.tokenize(prompt.text, add_special=False, parse_special=True)
+    tokens: list[int]
+    if images is None:
+        tokens = session.tokenize(prompt.text, add_special=False, parse_special=True)
+    else:
+        tokens = session.image_prompt(images.parts(prompt.text), add_special=False)
     pieces = session.generate(tokens, answer_options(prompt, options))
     return len(tokens), _read(pieces, prompt)
+
+
+def _with_markers(conversation: Conversation) -> tuple[Conversation, PromptImages | None]:
+    """Return the conversation with text only, and its images, None if there are none."""
+    marker, files, messages = f"<__media_{secrets.token_hex(16)}__>", [], []
+    for message in conversation.messages:
+        content = message["content"]
+        if isinstance(content, str):
+            messages.append(message)
+            continue
+        texts = []
+        for part in content:
+            if part["type"] == "text":
+                texts.append(part["text"])
+                continue
+            texts.append(marker)
+            files.append(base64.b64decode(part["image_url"]["url"].partition(",")[2]))
+        messages.append({**message, "content": "".join(texts)})
+    images = PromptImages(marker, tuple(files)) if files else None
+    return replace(conversation, messages=tuple(messages)), images
 
 
 def _read(pieces: Iterator[Piece], prompt: ChatPrompt) -> Iterator[Delta | Piece]:

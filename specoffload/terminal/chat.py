@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import difflib
 import json
+import mimetypes
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from offload.errors import OffloadError
+from offload.images.decoding import MOST_FILE_BYTES
 from specdec.whole_file import read_text, write_json
 from specoffload import report
 from specoffload.chat.conversation import (
@@ -35,6 +39,7 @@ ORDERS = {
     "help": "this list",
     "system": "TEXT: set the instructions for the model; without TEXT, show them",
     "clear": "forget the conversation, keep the instructions",
+    "image": "FILE: show the model an image with the next message",
     "retry": "answer the last question again",
     "save": "FILE: write the conversation as JSON",
     "load": "FILE: continue a saved conversation",
@@ -58,8 +63,10 @@ def read_order(text: str) -> tuple[str, str] | None:
         near = difflib.get_close_matches(word, [*ORDERS, *_ALIASES], 1)
         hint = f"; did you mean /{near[0]}?" if near else "; /help lists them"
         raise UsageError(f"there is no /{word}{hint}")
-    if name in ("save", "load") and not argument.strip():
-        raise UsageError(f"/{name} needs a file: /{name} talk.json")
+    if name in ("image", "save", "load") and not argument.strip():
+        raise UsageError(
+            f"/{name} needs a file: /{name} {'photo.png' if name == 'image' else 'talk.json'}"
+        )
     return name, argument.strip()
 
 
@@ -127,6 +134,9 @@ def _obey(name: str, argument: str, talk: Talk, console: Console) -> None:
         case "clear":
             talk.clear()
             report.note("forgotten")
+        case "image":
+            n = talk.attach(Path(argument))
+            report.note(f"{report.plural(n, 'image')} for the next message")
         case "retry":
             _show(talk.retry(), talk, console)
         case "save":
@@ -228,6 +238,7 @@ def _beside(work: Callable[[], bool]) -> Iterator[None]:
 
 # -- the conversation
 
+_DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,[A-Za-z0-9+/]+={0,2}")
 _ROLES = ("system", "user", "assistant")
 Answer = Callable[[Conversation], Iterator[Delta | Piece]]
 
@@ -242,11 +253,15 @@ class Talk:
         options: GenerateOptions | None = None,
         *,
         is_markdown: bool = True,
+        reads_images: bool = False,
     ) -> None:
         """`options` has the limit of answers, for the words if one reaches it.
 
-        `is_markdown` is False if answers are shown as they are, such as continued code."""
-        self.messages: list[dict[str, str]] = []
+        `is_markdown` is False if answers are shown as they are, such as continued code.
+        `reads_images`: the model has a projector."""
+        self.messages: list[dict[str, Any]] = []
+        self.images: list[str] = []  # data URLs for the next question
+        self._reads_images = reads_images
         self.stats: GenerationStats | None = None
         self.last = Piece("")  # of the last answer
         self.options = GenerateOptions() if options is None else options
@@ -258,7 +273,7 @@ class Talk:
     def system(self) -> str:
         """The system message; "" if there is none."""
         first = self.messages[:1]
-        return first[0]["content"] if first and first[0]["role"] == "system" else ""
+        return str(first[0]["content"]) if first and first[0]["role"] == "system" else ""
 
     def set_system(self, text: str) -> None:
         if self.system:
@@ -269,13 +284,36 @@ class Talk:
     def clear(self) -> None:
         """Forget everything but the system message."""
         self.messages = self.messages[:1] if self.system else []
+        self.images = []
+
+    def attach(self, path: Path) -> int:
+        """Add an image to the next question. Returns the number of its images.
+
+        Raises UsageError if the model reads none, or the file cannot be read.
+        """
+        if not self._reads_images:
+            raise UsageError("this model reads no images: start with --mmproj FILE")
+        try:
+            if path.stat().st_size > MOST_FILE_BYTES:
+                raise UsageError(f"{path}: an image may have {MOST_FILE_BYTES} bytes")
+            data = base64.b64encode(path.read_bytes()).decode()
+        except OSError as e:
+            raise UsageError(f"{path}: cannot be read ({e.strerror})") from e
+        kind = mimetypes.guess_type(path.name)[0] or "image/png"
+        self.images.append(f"data:{kind};base64,{data}")
+        return len(self.images)
 
     def ask(self, text: str) -> Iterator[Delta | Piece]:
-        """Ask a question and yield the answer while it is written.
+        """Ask a question, with the attached images, and yield the answer while it is written.
 
         A partial answer stays in the conversation. A question without any answer is removed.
         """
-        self.messages.append({"role": "user", "content": text})
+        images, self.images = self.images, []
+        parts = [{"type": "image_url", "image_url": {"url": url}} for url in images]
+        return self._ask([*parts, {"type": "text", "text": text}] if parts else text)
+
+    def _ask(self, content: str | list[dict[str, Any]]) -> Iterator[Delta | Piece]:
+        self.messages.append({"role": "user", "content": content})
         so_far, self.last = Message(), Piece("")
         try:
             for part in self._answer(Conversation(tuple(self.messages))):
@@ -299,9 +337,9 @@ class Talk:
         asked = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         if not asked:
             raise UsageError("nothing was asked yet")
-        text = self.messages[asked[-1]]["content"]
+        content = self.messages[asked[-1]]["content"]
         del self.messages[asked[-1] :]
-        return self.ask(text)
+        return self._ask(content)
 
     def save(self, path: Path) -> None:
         """Write the conversation as JSON. Raises UsageError if the file cannot be written."""
@@ -330,4 +368,20 @@ class Talk:
 def _is_message(value: Any) -> bool:
     if not isinstance(value, dict) or value.get("role") not in _ROLES:
         return False
-    return all(isinstance(v, str) for v in value.values()) and "content" in value
+    content = value.get("content")
+    others = [v for name, v in value.items() if name != "content"]
+    return all(isinstance(v, str) for v in others) and (
+        isinstance(content, str)
+        or (isinstance(content, list) and bool(content) and all(map(_is_part, content)))
+    )
+
+
+def _is_part(part: Any) -> bool:
+    """True for text, and for an image as a data URL."""
+    if not isinstance(part, dict):
+        return False
+    if part.get("type") == "text":
+        return isinstance(part.get("text"), str)
+    image = part.get("image_url")
+    url = image.get("url") if part.get("type") == "image_url" and isinstance(image, dict) else None
+    return isinstance(url, str) and _DATA_URL.fullmatch(url) is not None

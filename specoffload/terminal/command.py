@@ -144,4 +144,10 @@ def _talk(session: Session, form: ChatFormat, options: GenerateOptions, own: Cha
         n_prompt, parts = answer(session, form, asked, options)
         return with_bar(parts, n_prompt, session)
 
-    return Talk(answered, own.system or "", options, is_markdown=not session.card.only_continues)
+    return Talk(
+        answered,
+        own.system or "",
+        options,
+        is_markdown=not session.card.only_continues,
+        reads_images=session.card.reads_images,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import ctypes as C
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +23,10 @@ from offload.images.building import image_library
 from offload.images.decoding import decoded_files
 from offload.images.place_tokens import image_spans
 from offload.options import ProjectorOptions
+from specoffload.chat.conversation import Content, Conversation
+from specoffload.chat.format import ChatFormat
 from specoffload.config.options import DiskRoom, Options
+from specoffload.session.chat import answer as chat_answer
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
@@ -245,6 +249,25 @@ def test_two_requests_share_steps_while_one_reads_an_image(models: Path) -> None
             session.step()
         together = [r.history[r.n_prompt :] for r in requests]
         assert [text[:4] for text in together] == [text[:4] for text in alone]
+
+
+def test_a_chat_with_an_image_is_answered(models: Path) -> None:
+    def content(file: bytes) -> list[dict[str, Any]]:
+        url = "data:image/png;base64," + base64.b64encode(file).decode()
+        return [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "so?"}]
+
+    def said(file: bytes) -> tuple[int, str]:
+        asked = Conversation(({"role": "user", "content": content(file)},))
+        n_prompt, parts = chat_answer(session, ChatFormat.of(None), asked, GREEDY)
+        return n_prompt, "".join(part.text for part in parts if isinstance(part, Content))
+
+    with session_of("qwen2vl", models) as session:
+        n_prompt, text = said(PARTS[1])  # type: ignore[arg-type]
+        assert n_prompt > 15
+        assert text
+        assert said(png(150, 90, 8)) == (n_prompt, said(png(150, 90, 8))[1])
+        with pytest.raises(BadRequest, match="image 1 of 1 cannot be read"):
+            said(b"no image")
 
 
 # -- files

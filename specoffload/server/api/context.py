@@ -40,7 +40,6 @@ from specoffload.server.engine.messages import (
     ChatJob,
     GeneratingJob,
     Problem,
-    PromptImages,
     RequestFailed,
     unavailable,
 )
@@ -48,6 +47,7 @@ from specoffload.server.log import add_words
 from specoffload.server.renderer import Renderer
 from specoffload.session.chat import answer_options, check_options, format_of
 from specoffload.session.generation import GenerateOptions, ModelCard
+from specoffload.session.images import PromptImages
 
 _OVERHEAD_BYTES = 2**20  # room for tools, schemas, and the JSON around a prompt
 _MOST_BYTES = 64 * 2**20

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from offload.errors import BadRequest
 from offload.images.decoding import MOST_FILE_BYTES, NO_IMAGES
-from specoffload.server.engine.messages import PromptImages
+from specoffload.session.images import PromptImages
 
 MOST_IMAGES = 64  # in one request
 

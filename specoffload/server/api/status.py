@@ -80,7 +80,8 @@ def status_router(context: ServerContext, *, has_metrics: bool) -> APIRouter:
     async def models() -> dict[str, Any]:
         """The model that is served, in OpenAI's list and in llama-server's older one."""
         name = context.card.name
-        older = {"name": name, "model": name, "type": "model", "capabilities": ["completion"]}
+        capabilities = ["completion", *["multimodal"] * context.card.reads_images]
+        older = {"name": name, "model": name, "type": "model", "capabilities": capabilities}
         return {"object": "list", "data": [described()], "models": [older]}
 
     @router.get("/v1/models/{name:path}")
@@ -106,7 +107,7 @@ def status_router(context: ServerContext, *, has_metrics: bool) -> APIRouter:
             "total_slots": engine.n_parallel,
             "model_alias": card.name,
             "model_path": card.path,
-            "modalities": {"vision": False, "audio": False},
+            "modalities": {"vision": card.reads_images, "audio": False},
             "chat_template": card.chat_template,
             "only_continues": card.only_continues,
             "bos_token": card.bos,

@@ -14,9 +14,9 @@ from specoffload.server.engine.messages import (
     GeneratingJob,
     InfillJob,
     Prompt,
-    PromptImages,
 )
 from specoffload.session.generation import ModelCard, SlotAction, SlotInfo, SlotResult
+from specoffload.session.images import PromptImages
 
 if TYPE_CHECKING:  # the API process has no engine
     import numpy as np
@@ -115,16 +115,7 @@ def chat_tokens(session: Session, text: str, images: PromptImages | None) -> lis
     if images is None:
         return tokenize(session, text, add_special=False, parse_special=True)
     check_text(text, session.card)
-    texts = text.split(images.marker)
-    if len(texts) != len(images.files) + 1:
-        raise BadRequest(
-            f"the chat template writes {len(texts) - 1} of {len(images.files)} images: put them "
-            "into messages of the user, or use another --chat-template"
-        )
-    parts: list[str | bytes] = [texts[0]]
-    for file, after in zip(images.files, texts[1:], strict=True):
-        parts += (file, after)
-    return session.image_prompt([part for part in parts if part != ""], add_special=False)
+    return session.image_prompt(images.parts(text), add_special=False)
 
 
 def count_tokens(session: Session, text: str, images: PromptImages | None) -> int:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from specoffload.errors import KNOWN, meaning_of
 from specoffload.session.generation import GenerateOptions, ModelCard, Piece
+from specoffload.session.images import PromptImages
 from specoffload.session.infill import Fill
 
 Prompt = str | tuple[int | str, ...]
@@ -32,14 +33,6 @@ class InfillJob:
 
     fill: Fill
     options: GenerateOptions
-
-
-@dataclass(frozen=True)
-class PromptImages:
-    """Files of images. In the prompt's text, `marker` stands for each of them, in order."""
-
-    marker: str
-    files: tuple[bytes, ...]
 
 
 @dataclass(frozen=True)

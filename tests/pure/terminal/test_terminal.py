@@ -143,6 +143,43 @@ def test_a_question_that_fails_is_not_remembered() -> None:
         talk.retry()
 
 
+def test_images_go_with_the_next_question_and_are_saved(tmp_path: Path) -> None:
+    seen: list[Conversation] = []
+
+    def answer(conversation: Conversation) -> Iterator[Delta | Piece]:
+        seen.append(conversation)
+        yield from saying(Content("a cat"))(conversation)
+
+    (tmp_path / "cat.png").write_bytes(b"png")
+    talk = Talk(answer, reads_images=True)
+    assert [talk.attach(tmp_path / "cat.png") for _ in range(2)] == [1, 2]
+    list(talk.ask("what is it?"))
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,cG5n"}}
+    wanted = [part, part, {"type": "text", "text": "what is it?"}]
+    assert seen[-1].messages[-1]["content"] == wanted
+    list(talk.retry())
+    assert seen[-1].messages[-1]["content"] == wanted
+    list(talk.ask("sure?"))
+    assert seen[-1].messages[-1]["content"] == "sure?"
+    file = tmp_path / "talk.json"
+    talk.save(file)
+    other = Talk(answer, reads_images=True)
+    other.load(file)
+    assert other.messages == talk.messages
+    bad_parts: tuple[object, ...] = (
+        [], [1], [{"type": "image_url", "image_url": {"url": "http://a/b.png"}}],
+        [{"type": "text"}], [{"type": "audio"}],
+    )  # fmt: skip
+    for bad in bad_parts:
+        file.write_text(json.dumps([{"role": "user", "content": bad}]))
+        with pytest.raises(UsageError, match="is no conversation"):
+            other.load(file)
+    with pytest.raises(UsageError, match="cannot be read"):
+        talk.attach(tmp_path / "missing.png")
+    with pytest.raises(UsageError, match="reads no images: start with --mmproj"):
+        Talk(answer).attach(tmp_path / "cat.png")
+
+
 def test_a_talk_is_saved_and_loaded(tmp_path: Path) -> None:
     talk = Talk(saying(Content("äö")))
     list(talk.ask("ü?"))

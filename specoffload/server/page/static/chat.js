@@ -118,12 +118,19 @@ function pause(time_ms, signal) {
 /** The conversation as the API wants it. */
 export function wire(conversation) {
   const messages = conversation.path().map((m) => {
-    const sent = { role: m.role, content: m.role === "assistant" ? parts(m).content : m.content };
+    const sent = { role: m.role, content: m.role === "assistant" ? parts(m).content : asked(m) };
     if (m.tool_calls?.length) sent.tool_calls = m.tool_calls;
     return sent;
   });
   const system = conversation.system.trim();
   return system ? [{ role: "system", content: system }, ...messages] : messages;
+}
+
+/** What a user asked: text, or parts if there are images. */
+function asked(m) {
+  if (!m.images?.length) return m.content;
+  const images = m.images.map((url) => ({ type: "image_url", image_url: { url } }));
+  return m.content ? [...images, { type: "text", text: m.content }] : images;
 }
 
 function add(message, chunk) {

@@ -27,12 +27,14 @@ export class Conversation {
     return found;
   }
 
-  add(role, content, parent = this.leaf) {
+  /** Add a message; `images` are data URLs. */
+  add(role, content, parent = this.leaf, images = []) {
     const message = { id: newId(), parent, role, content, changed: Date.now() };
+    if (images?.length) message.images = images;
     this.messages[message.id] = message;
     this.leaf = message.id;
     this.updated = Date.now();
-    if (!this.title && role === "user") this.title = titleOf(content);
+    if (!this.title && role === "user") this.title = titleOf(content) || "Image";
     return message;
   }
 

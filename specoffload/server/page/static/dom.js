@@ -6,6 +6,7 @@ const ICONS = {
   plus: ["M12 5v14M5 12h14"],
   close: ["M6 6l12 12M18 6L6 18"],
   menu: ["M4 7h16M4 12h16M4 17h10"],
+  image: ["M4 5h16v14H4z", "M4 16l5-5 4 4 3-3 4 4", "M15 9.5h.01"],
   up: ["M12 19V5M6 11l6-6 6 6"],
   down: ["M12 5v14M6 13l6 6 6-6"],
   stop: ["M7 7h10v10H7z"],

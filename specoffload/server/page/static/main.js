@@ -4,6 +4,7 @@ import { Answers } from "./chat.js";
 import { Conversation, Shelf } from "./conversations.js";
 import { showContext } from "./context.js";
 import { announce, byId, el, icon } from "./dom.js";
+import { Tray } from "./images.js";
 import { Keeper } from "./keeper.js";
 import { List } from "./list.js";
 import { getJson, health, read, ServerError, write } from "./server.js";
@@ -45,7 +46,7 @@ const thread = new Thread({
   language: () => settings.language,
   running: () => answers.running(state.current),
   retry: (message) => ask(() => (state.current.leaf = message.parent)),
-  edit: (message, content) => ask(() => state.current.add("user", content, message.parent)),
+  edit: (message, content) => ask(() => state.current.add("user", content, message.parent, message.images)),
   show(message) {
     if (answers.running(state.current)) return;
     state.current.show(message);
@@ -54,6 +55,8 @@ const thread = new Thread({
     showUse();
   },
 });
+
+const tray = new Tray({ change: () => showComposer(), refused: (words) => announceAt(words) });
 
 const list = new List({
   running: (conversation) => answers.running(conversation),
@@ -172,7 +175,7 @@ function showComposer() {
     send.setAttribute("aria-label", running ? "Stop" : "Send");
     send.title = running ? "Stop (Esc)" : "Send (Enter)";
   }
-  send.disabled = !running && (!state.isReady || !text.value.trim());
+  send.disabled = !running && (!state.isReady || !(text.value.trim() || tray.images.length));
 }
 
 function fit() {
@@ -200,10 +203,11 @@ byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   if (answers.running(state.current)) return answers.stop(state.current);
   const content = text.value;
-  if (!content.trim() || !state.isReady) return;
+  if (!(content.trim() || tray.images.length) || !state.isReady) return;
   text.value = "";
   fit();
-  ask(() => state.current.add("user", content));
+  const images = tray.take();
+  ask(() => state.current.add("user", content, state.current.leaf, images));
 });
 
 // ---- tabs, the list, dialogs, keys
@@ -323,9 +327,17 @@ function banner(words, fraction) {
   root.replaceChildren(el("span", {}, words), ...(bar ? [bar] : []));
 }
 
+/** Say something until the server is looked at again. */
+function announceAt(words) {
+  banner(words);
+  announce(words);
+  setTimeout(() => state.isReady && banner(""), 6000);
+}
+
 async function readServer() {
   const [props, models] = await Promise.all([getJson("props"), getJson("v1/models")]);
   state.props = props;
+  tray.show(props.modalities?.vision === true);
   state.model = models.data[0];
   byId("model-name").textContent = state.model.id;
   document.title = `${state.model.id} · ${NAME}`;

@@ -1,6 +1,7 @@
 // One message as it is seen.
 
 import { copy, el, icon, iconButton } from "./dom.js";
+import { picture } from "./images.js";
 import { Markdown } from "./markdown.js";
 import { Meter, MeterView } from "./meter.js";
 
@@ -38,7 +39,7 @@ export class MessageView {
   /** Show the message as it is now; `growing` while more of it comes. */
   update({ growing = false } = {}) {
     const m = this.message;
-    if (m.role === "user") this.body.textContent = m.content;
+    if (m.role === "user") this.body.replaceChildren(...(m.images ?? []).map(picture), m.content);
     else this.#updateAnswer(growing);
     this.root.setAttribute("aria-busy", String(growing));
     this.#updateActions(growing);
