@@ -67,8 +67,8 @@ def decide(facts: ModelFacts, found: Found, wanted: Wanted) -> Layout:
         "does not fit the memory that is free now"
     )
     devices = tuple(
-        its if its.plan is None else replace(its, plan=its.plan.because(words))
-        for its in layout.devices
+        device if device.plan is None else replace(device, plan=device.plan.because(words))
+        for device in layout.devices
     )
     return replace(layout, devices=devices)
 
@@ -197,8 +197,8 @@ def decide_part(facts: ModelFacts, found: Found, wanted: Wanted) -> Layout:
     fixed |= {} if on_gpu else {CONTEXT: wanted.request.reserve_bytes}
     later = LaterBytes(device.kind, tuple(fixed.items()))
     limits = limits_of_experts(facts, plan, found, wanted, later)
-    its = DeviceLayout(device, part.layers, plan, 0, wanted.device_bytes, part)
-    return Layout(facts, (its,), wanted.context, MinBatch(1, 1), experts=limits)
+    placed = DeviceLayout(device, part.layers, plan, 0, wanted.device_bytes, part)
+    return Layout(facts, (placed,), wanted.context, MinBatch(1, 1), experts=limits)
 
 
 # -- devices of this machine -----------------------------------------------------------------------
@@ -273,7 +273,7 @@ def _planned(
     draft_on = division.draft_on or None
     if draft_on is None and (wanted.draft_device is None or _home(found, wanted) is not None):
         home = _home(found, wanted)
-        local = [its.name for its in devices if not its.kind.is_remote]
+        local = [device.name for device in devices if not device.kind.is_remote]
         named = None if home is None else found.devices[home].name
         draft_on = next(iter(local), None) if named is None else named
     context = layout.context
@@ -354,7 +354,7 @@ def _with_workers(layout: Layout, found: Found, wanted: Wanted, request: PlanReq
         cpu = _cpu_room(found.devices[0], request) if on_cpu else None
         devices = [cpu, *there] if cpu is not None else devices
         first = 0 if cpu is not None else devices.index(rooms[0])
-        here = [its for its in ranges[first : first + len(rooms)] if its]
+        here = [layers for layers in ranges[first : first + len(rooms)] if layers]
         if rooms and not (here and here[0].first < facts.n_layers):
             name = found.devices[0].name
             raise DeviceUnavailable(
@@ -366,8 +366,8 @@ def _with_workers(layout: Layout, found: Found, wanted: Wanted, request: PlanReq
         why += f"; no layers are left for {', '.join(idle)}"
     planned = _planned(layout, (division, {}), found, wanted)
     if not wanted.wraps:
-        its = tuple(replace(device, plan=None) for device in planned.devices)
-        planned = replace(planned, devices=its)
+        without_plans = tuple(replace(device, plan=None) for device in planned.devices)
+        planned = replace(planned, devices=without_plans)
     if on_cpu:
         planned = _with_cpu(planned, found, ranges[0], wraps=wanted.wraps)
     return replace(planned, reasons=(why,))
@@ -429,13 +429,13 @@ def _with_cpu(layout: Layout, found: Found, layers: LayerRange, *, wraps: bool) 
 
     libllama's CPU backend reads these weights in place.
     """
-    its = next((its for its in layout.devices if its.kind is Kind.CPU), None)
-    its = DeviceLayout(found.devices[0], layers) if its is None else its
+    cpu = next((cpu for cpu in layout.devices if cpu.kind is Kind.CPU), None)
+    cpu = DeviceLayout(found.devices[0], layers) if cpu is None else cpu
     others = tuple(other for other in layout.devices if other.kind is not Kind.CPU)
-    layout = replace(layout, devices=(its, *others), draft_on=its.name)
+    layout = replace(layout, devices=(cpu, *others), draft_on=cpu.name)
     if not wraps:
         return layout
-    return replace(layout, devices=(replace(its, plan=make_plan(layout.local_facts)), *others))
+    return replace(layout, devices=(replace(cpu, plan=make_plan(layout.local_facts)), *others))
 
 
 # -- what follows from the devices -----------------------------------------------------------------
@@ -468,7 +468,7 @@ def _finished(layout: Layout, found: Found, wanted: Wanted) -> Layout:
 
 
 def _holds_mtp(layout: Layout) -> bool:
-    return any(its.plan is not None and its.plan.mtp is not None for its in layout.devices)
+    return any(device.plan is not None and device.plan.mtp is not None for device in layout.devices)
 
 
 def _from_disk(layout: Layout, found: Found, wanted: Wanted, limits: ExpertLimits) -> Layout:
@@ -476,7 +476,7 @@ def _from_disk(layout: Layout, found: Found, wanted: Wanted, limits: ExpertLimit
     min_batch = replace(wanted.min_batch, experts=1, prefill_experts=None, swapped=frozenset())
     context, devices = layout.context, layout.devices
     if found.devices[0].kind.streams:  # devices have to take every batch
-        devices = tuple(_in_passes(its) for its in devices)
+        devices = tuple(_in_passes(device) for device in devices)
     elif wanted.most_ubatch is not None and layout.plan is not None:
         # Each ubatch of a prompt reads all experts once.
         n_ubatch = _ubatch_from_disk(layout.plan, found, wanted, context, limits)
@@ -519,7 +519,7 @@ def _with_batches(layout: Layout, wanted: Wanted) -> Layout:
     c = layout.context
     n_batch = max(c.n_batch, c.n_outputs, c.n_ubatch)
     is_free = wanted.most_ubatch is not None and wanted.most_ubatch > c.n_batch
-    n_streaming = sum(its.kind.streams and its.plan is not None for its in layout.devices)
+    n_streaming = sum(device.kind.streams and device.plan is not None for device in layout.devices)
     if is_free and n_streaming > 1:
         n_batch = max(n_batch, _UBATCHES * c.n_ubatch)
     wanted_n, most = c.n_rs_seq, max(0, c.n_ubatch - 2)
