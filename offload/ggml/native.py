@@ -21,7 +21,7 @@ def _fields(*of: tuple[str, Any]) -> list[tuple[str, Any]]:
     return [(name, kind) for names, kind in of for name in names.split()]
 
 
-class Layout(C.Structure):
+class StructOffsets(C.Structure):
     """Offsets in ggml's structs, and their sizes in bytes."""
 
     _fields_ = _fields(
@@ -88,7 +88,7 @@ class Computing(C.Structure):
     )  # fmt: skip
 
 
-_MIRRORS = Layout, Answer, HostTypes, Answers, StreamEntry, Snapshot, Move, Computing
+_MIRRORS = StructOffsets, Answer, HostTypes, Answers, StreamEntry, Snapshot, Move, Computing
 
 
 class Native:
@@ -115,7 +115,7 @@ class Native:
             raise LibraryMismatch(
                 f"{path} was compiled from other sources than those beside {Path(__file__).name}"
             )
-        _bind(handle, "graphs_use_layout", None, _P)(C.byref(_layout()))
+        _bind(handle, "graphs_use_layout", None, _P)(C.byref(_offsets()))
 
 
 def _bind(handle: Any, name: str, result: Any, *arguments: Any) -> Any:
@@ -128,9 +128,9 @@ def _address(handle: Any, name: str) -> int:
     return C.cast(getattr(handle, name), _P).value or 0
 
 
-def _layout() -> Layout:
+def _offsets() -> StructOffsets:
     tensor, graph = abi.ggml_tensor, abi.ggml_cgraph
-    return Layout(
+    return StructOffsets(
         tensor_bytes=C.sizeof(tensor), buffer=tensor.buffer.offset, type=tensor.type.offset,
         ne=tensor.ne.offset, nb=tensor.nb.offset, op=tensor.op.offset, src=tensor.src.offset,
         n_src=tensor.src.size // C.sizeof(_P), view_src=tensor.view_src.offset,

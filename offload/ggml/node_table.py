@@ -22,7 +22,7 @@ Addresses = NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorForm:
     """The type, shape and strides of a tensor."""
 
     type: int
@@ -30,7 +30,7 @@ class Layout:
     strides: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Layout:
+    def of(cls, tensor: Tensor) -> TensorForm:
         struct = abi.ggml_tensor.from_address(tensor.address)
         return cls(struct.type, tuple(struct.ne), tuple(struct.nb))
 

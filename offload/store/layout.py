@@ -53,7 +53,7 @@ class Spot:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StoreLayout:
     """The runs in reading order, and each tensor's place by name."""
 
     runs: tuple[Run, ...]
@@ -147,7 +147,7 @@ class ExpertMatrices:
 
 
 def expert_matrices(
-    layout: Layout, experts: Iterable[TensorEntry]
+    layout: StoreLayout, experts: Iterable[TensorEntry]
 ) -> dict[int, list[ExpertMatrices]]:
     """Return the matrices of the `experts` that have a place in the layout, by layer."""
     found: dict[int, list[ExpertMatrices]] = {}
@@ -174,7 +174,7 @@ def largest_experts(
     }
 
 
-def plan_layout(places: Iterable[WeightPlace]) -> Layout:
+def plan_layout(places: Iterable[WeightPlace]) -> StoreLayout:
     """Lay out weights in the order of their files and offsets, one run after the other."""
     runs: list[Run] = []
     spots: dict[str, Spot] = {}
@@ -189,7 +189,7 @@ def plan_layout(places: Iterable[WeightPlace]) -> Layout:
                 spots[p.entry.name] = Spot(file, offset, at + offset - start, p.entry.size_bytes)
             runs.append(Run(file, start, _up(end), end, at))
             at += runs[-1].size_bytes
-    return Layout(tuple(runs), spots)
+    return StoreLayout(tuple(runs), spots)
 
 
 def cut_into_chunks(runs: Sequence[Run], chunk_bytes: int) -> tuple[Chunk, ...]:

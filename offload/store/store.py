@@ -40,9 +40,9 @@ from offload.store.expert_memory import ExpertMemory, ExpertPlaces
 from offload.store.expert_pages import Leave
 from offload.store.layout import (
     PAGE_BYTES,
-    Layout,
     Run,
     Spot,
+    StoreLayout,
     cut_into_chunks,
     expert_matrices,
     plan_layout,
@@ -52,7 +52,7 @@ from offload.store.reading import OpenFile, ReadAhead, ReadCounters, Readers, Wo
 
 READING = "reading weights"
 OnProgress = Callable[[str, float], None]  # gets a step's name and the fraction that is done
-PlacePages = Callable[[PlacedMemory, Layout], None]  # places each page on a memory node
+PlacePages = Callable[[PlacedMemory, StoreLayout], None]  # places each page on a memory node
 _N_READERS = 4
 _CHUNK_BYTES = 8 << 20  # a multiple of the page size
 _HUGE_STEP_BYTES = 32 << 20

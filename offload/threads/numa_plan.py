@@ -14,7 +14,7 @@ from numa.place import Candidate, PlacedWeight, Strategy, placement_for
 from numa.threads import Team, plan_threads
 from numa.topology import Topology
 from offload.model import TensorEntry, is_experts
-from offload.store.layout import Layout
+from offload.store.layout import StoreLayout
 
 if TYPE_CHECKING:
     from numa.memory import PlacedMemory
@@ -74,7 +74,7 @@ def make_numa_plan(
     )
 
 
-def placed_weights(entries: Iterable[TensorEntry], layout: Layout) -> list[PlacedWeight]:
+def placed_weights(entries: Iterable[TensorEntry], layout: StoreLayout) -> list[PlacedWeight]:
     """Return the streamed weights with their offsets in the store's memory, ascending."""
     found = []
     for entry in entries:
@@ -101,7 +101,7 @@ class PagePlacer:
         self._plan, self._streamed = plan, streamed
         self.notes: tuple[str, ...] = ()
 
-    def __call__(self, memory: PlacedMemory, layout: Layout, /) -> None:
+    def __call__(self, memory: PlacedMemory, layout: StoreLayout, /) -> None:
         """Let the kernel allocate each page on its node. Raises NoSuchNode or PlacementRefused."""
         plan, candidate = self._plan, self._plan.candidate
         if candidate is None:

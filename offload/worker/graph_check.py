@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from offload.errors import GraphRefused
 from offload.ggml.node_table import (
-    Layout,
     NodeTable,
+    TensorForm,
     constants,
     is_packed,
     operations,
@@ -42,7 +42,7 @@ from offload.worker.op_rules import (
 _MOST_BYTES = 1 << 46  # larger products than this are refused, so that 64 bits hold every sum
 _FLOAT_BYTES = 4
 _MOST_COPIES = 4  # copies of numbers, one after another, that are followed to their origin
-Weights = Mapping[str, Layout]
+Weights = Mapping[str, TensorForm]
 
 
 def named_rows(table: NodeTable, weights: Weights) -> dict[int, str]:

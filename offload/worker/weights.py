@@ -18,7 +18,7 @@ from offload.ggml.graph import Graph
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
 from offload.ggml.memory import AnonymousMemory
-from offload.ggml.node_table import Layout, NodeTable
+from offload.ggml.node_table import NodeTable, TensorForm
 from offload.ggml.tensor import Buffer, Tensor, host_bytes, new_tensor
 from offload.model import ModelFacts, TensorEntry, WeightPlace, layer_of
 from offload.plan.placement import Plan
@@ -40,7 +40,7 @@ class NamedWeights:
         self._facts, self._device, self.host, self._store = facts, device, host, store
         self._streamed = {entry.name: entry for entry in plan.streamed}
         self._tensors: dict[str, Tensor] = {}
-        self._layouts: dict[str, Layout] = {}
+        self._forms: dict[str, TensorForm] = {}
         self._closing = ExitStack()
 
     def load(self, pending: Pending, on_progress: OnProgress = lambda *_: None) -> None:
@@ -54,7 +54,7 @@ class NamedWeights:
             self._store.start_reading()
             self._fill_device(on_progress)
         self._store.finish(on_progress)
-        self._layouts = {name: Layout.of(tensor) for name, tensor in self._tensors.items()}
+        self._forms = {name: TensorForm.of(tensor) for name, tensor in self._tensors.items()}
 
     def _fill_device(self, on_progress: OnProgress) -> None:
         """Copy the weights that do not stream to device memory, one buffer for each layer."""
@@ -89,7 +89,7 @@ class NamedWeights:
         memory than the client's, or reads a weight that is not ours.
         """
         table = NodeTable(graph)
-        rows, ids = check_graph(table, self._layouts, self._streamed)
+        rows, ids = check_graph(table, self._forms, self._streamed)
         weights = {row: self._tensors[name] for row, name in rows.items()}
         at = table.addresses.tolist()
         views = np.flatnonzero(np.isin(table.root, list(rows))).tolist()

@@ -16,7 +16,7 @@ from offload.ggml.graph import Graph
 from offload.ggml.hostbuffer import CpuBufferType
 from offload.ggml.library import abi
 from offload.ggml.library.lib import library, op_number
-from offload.ggml.node_table import Layout, NodeTable
+from offload.ggml.node_table import NodeTable, TensorForm
 from offload.ggml.tensor import Buffer, Tensor, new_tensor
 from offload.worker.graph_check import check_graph
 from offload.worker.ids import check_ids
@@ -42,7 +42,7 @@ class Case:
 
     def check(self, streamed: Sequence[str] = ()) -> dict[int, str]:
         table = NodeTable(Graph.of([self.part, self.y, self.z]))
-        rows, _ = check_graph(table, {WEIGHT: Layout.of(self.ours)}, streamed)
+        rows, _ = check_graph(table, {WEIGHT: TensorForm.of(self.ours)}, streamed)
         return {int(table.addresses[row]): name for row, name in rows.items()}
 
 
@@ -97,7 +97,7 @@ def biased(case: Case) -> Callable[..., Callable[[], Any]]:
         total = new_tensor("f32", (32, 4, 1, 1), (case.buffer, 8192), "ADD_ID",
                            [product, biases, few])  # fmt: skip
         nodes = [*([ids] if chosen else []), few, sorted_ids, own, product, total]
-        weights = {WEIGHT: Layout.of(ours), **{one.name: Layout.of(one) for one in known}}
+        weights = {WEIGHT: TensorForm.of(ours), **{one.name: TensorForm.of(one) for one in known}}
         table = NodeTable(Graph.of(nodes))
         return partial(check_graph, table, weights, [WEIGHT])
 
@@ -304,7 +304,7 @@ def test_nodes_are_computed_once_and_after_their_sources(case: Case) -> None:
         ([case.part, case.z, case.y], "z (ADD) is computed before its source"),
     ):
         with pytest.raises(GraphRefused) as refused:
-            check_graph(NodeTable(Graph.of(wrong)), {WEIGHT: Layout.of(case.ours)})
+            check_graph(NodeTable(Graph.of(wrong)), {WEIGHT: TensorForm.of(case.ours)})
         assert said in str(refused.value)
 
 

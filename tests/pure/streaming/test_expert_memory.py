@@ -27,7 +27,7 @@ from offload.store import expert_memory as module
 from offload.store import expert_pages, memory_budget
 from offload.store.expert_memory import ExpertMemory, ExpertPlaces
 from offload.store.expert_pages import unit_bytes
-from offload.store.layout import PAGE_BYTES, Layout, expert_matrices, plan_layout
+from offload.store.layout import PAGE_BYTES, StoreLayout, expert_matrices, plan_layout
 from offload.store.memory_budget import MemoryLimits, PressureWatch
 from offload.store.reading import OpenFile
 
@@ -73,7 +73,7 @@ class Opened:
     """An expert memory over a file, and the contents that it must have."""
 
     def __init__(self, path: Path, n_places: float, **more: object) -> None:
-        self.layout: Layout = plan_layout(WeightPlace(path, entry) for entry in entries())
+        self.layout: StoreLayout = plan_layout(WeightPlace(path, entry) for entry in entries())
         self.placed = PlacedMemory(self.layout.size_bytes)
         whole = HostRange.of_placed(self.placed).part(0, self.layout.size_bytes)
         self.whole = whole
