@@ -144,11 +144,16 @@ class PassStep:
     ring: int  # slots that experts pass through
     is_whole: bool  # True if the form has all products of the layer
     most_slots: int = field(init=False)  # most slots that kernels can be shown at once
+    # Kept, because copies for the next graph begin by this step when the library has freed its
+    # nodes. It does so if an adapter or a sampler is set.
+    n_tokens: int = field(init=False)
+    n_used: int = field(init=False)
     scales: tuple[NDArray[np.float32], ...] = ()
     graph: PassGraph | None = None
     slots_seen: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
+        self.n_used, self.n_tokens = self.form.ids.shape[:2]
         self.most_slots = _most_slots(self.form, self.most_pairs)
 
     def begin_at(self, cut: int) -> None:
@@ -163,14 +168,6 @@ class PassStep:
     @property
     def n_experts(self) -> int:
         return self.ids.n_experts
-
-    @property
-    def n_tokens(self) -> int:
-        return self.form.ids.shape[1]
-
-    @property
-    def n_used(self) -> int:
-        return self.form.ids.shape[0]
 
     @property
     def kinds(self) -> tuple[str, ...]:

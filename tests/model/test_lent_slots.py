@@ -17,14 +17,19 @@ import llama_cpp.llama_cpp as native
 import numpy as np
 import pytest
 from gguf import GGUFWriter
+from mtp_parts import steps_of
 from numpy.typing import NDArray
 from splits import all_host, at_random
 
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
+from offload.ggml.compute_buffer import ComputeBuffer
 from offload.model_file import read_facts
+from offload.plan.context import ContextOptions
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import make_plan
+from offload.plan.row_draft import plan_mtp
+from offload.player.play import GraphPlayer
 from offload.schedule.slots import StreamCounters
 from offload.split.switch import Splitter, all_on_device, stay
 from offload.streaming.options import StreamingOptions
@@ -90,6 +95,72 @@ def test_lent_slots_change_no_logits(path: Path, split: str) -> None:
         assert counters.hits > without.hits
 
 
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_player_reads_lent_slots(
+    path: Path, split: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token at a time after a prompt, which the native player goes through by itself."""
+    runs, of_player = [], GraphPlayer.run
+
+    def run(player: GraphPlayer, *arguments: Any, **named: Any) -> int:
+        runs.append(of_player(player, *arguments, **named))
+        return runs[-1]
+
+    monkeypatch.setattr(GraphPlayer, "run", run)
+    made, found, lent_hits = SPLITS[split], [], 0
+    for lend in (False, True):
+        changes = {} if split == "none" else {"hybrid": True, "splitter": made()}
+        with Engine(path, options(path, lend=lend, **changes)) as engine:
+            rows = [engine.sequences.extend(0, list(range(1, 251)), 1)]
+            runs.clear()
+            for i in range(24):
+                rows.append(engine.sequences.extend(0, [3 + i % 4], 1))
+            found.append(np.concatenate(rows))
+            assert len(runs) >= 24
+            assert engine.device is not None
+            (executor,) = engine.device.executors.values()
+            pool = executor.schedule.pools[0]
+            lent_hits = sum(slot >= pool.n_own for slot in pool.where.values())
+            assert (lent_hits > 0) == lend or split == "host"
+    assert np.array_equal(*found)
+
+
+def mtp_options(path: Path, split: str, *, lend: bool) -> EngineOptions:
+    opened = options(path, share=0.3, lend=lend)
+    hybrid = {"hybrid": True, "splitter": at_random(2)} if split == "random" else {}
+    layers = plan_mtp(read_facts(path), ContextOptions(), None)
+    vram = (opened.streaming.vram_bytes or 0) + layers.weight_bytes
+    return replace(
+        opened, streaming=replace(opened.streaming, vram_bytes=vram, **hybrid),  # type: ignore[arg-type]
+        n_sequences=2, n_ctx=2048, mtp=True, flash_attn="off", type_k="f32", type_v="f32",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("split", ["none", "random"])
+def test_drafts_by_own_layers_are_the_same_beside_lent_slots(models: Path, split: str) -> None:
+    """The layers that draft have a context and a buffer of their own."""
+    path, found = models / "lending-mtp.gguf", []
+    write_preset(
+        "deepseek-v3", path, seed=3, n_embd=256, n_ff_exp=256, n_layer=5,
+        metadata={"nextn_predict_layers": 1},
+    )  # fmt: skip
+    for lend in (False, True):
+        with Engine(path, mtp_options(path, split, lend=lend)) as engine:
+            assert engine.row_draft is not None
+            steps: list[Any] = []
+            for _ in range(3):
+                steps += steps_of(engine)
+                for sequence in range(2):
+                    engine.sequences.rewind(sequence, 0)
+            rows = engine.sequences.extend(0, list(range(4, 300)), 1)
+            found.append((steps, rows))
+            counters = engine.counters()
+    (steps, rows), (lent_steps, lent_rows) = found
+    assert lent_steps == steps
+    assert np.array_equal(lent_rows, rows)
+    assert counters.n_lent_copies > counters.n_lent_dropped > 0
+
+
 def write_lora(path: Path, n_embd: int) -> Path:
     """A LoRA adapter of the first layer's router, so that it changes which experts are used."""
     rng, rank, n_experts = np.random.default_rng(0), 4, read_facts(path).n_experts
@@ -118,37 +189,47 @@ def set_lora(engine: Engine, adapter: Any, scale: float) -> None:
     )
 
 
+def swap_samplers(engine: Engine) -> None:
+    """Let the device draw for the last sequence, and take that back. The plan of graphs is void."""
+    chain = native.llama_sampler_chain_init(native.llama_sampler_chain_default_params())
+    native.llama_sampler_chain_add(chain, native.llama_sampler_init_greedy())
+    for its in (chain, None):
+        assert native.llama_set_sampler(engine._context.handle, N_SEQUENCES - 1, its)
+    native.llama_sampler_free(chain)
+
+
 @pytest.mark.parametrize("split", ["none", "random"])
 def test_a_buffer_that_is_taken_anew_while_slots_are_lent_changes_no_logits(
-    path: Path, split: str
+    path: Path, split: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Adapters and attention without a mask make the scheduler free its buffer."""
+    """Adapters and samplers of the device make the scheduler free its buffer."""
+    sizes, of_buffer = [], ComputeBuffer._on_alloc
+
+    def on_alloc(buffer: ComputeBuffer, buffer_type: int, size: int) -> int | None:
+        sizes.append(size)
+        return of_buffer(buffer, buffer_type, size)
+
+    monkeypatch.setattr(ComputeBuffer, "_on_alloc", on_alloc)
     adapter_path, made, found = write_lora(path, 256), SPLITS[split], []
     for lend in (False, True):
         changes = {} if split == "none" else {"hybrid": True, "splitter": made()}
         with Engine(path, options(path, lend=lend, **changes)) as engine:
-            handle = engine._context.handle
-            adapter = native.llama_adapter_lora_init(
-                engine._model.handle, str(adapter_path).encode()
-            )
+            model = engine._model.handle
+            adapter = native.llama_adapter_lora_init(model, str(adapter_path).encode())
             assert adapter
-            rows, sizes, dropped = [logits(engine, 1, 8)], [], []
+            n_before, rows = len(sizes), [logits(engine, 1, 8)]
             for i, scale in enumerate((1.0, 0.5, 0.0)):
+                copies = engine.counters().n_lent_copies
                 set_lora(engine, adapter, scale)
                 rows.append(logits(engine, 2 + i, 8))
-                native.llama_set_causal_attn(handle, False)
-                native.llama_set_causal_attn(handle, True)
+                swap_samplers(engine)
                 rows.append(logits(engine, 12 + i, 8))
-                assert engine.device is not None
-                dropped.append(engine.counters().n_lent_dropped)
-                if engine.device.compute_buffer is not None:
-                    sizes.append(engine.device.compute_buffer.size_bytes)
-                    assert engine.device.n_lent_open > 0 or engine.counters().n_lent_copies
-            counters = engine.counters()
+                assert (engine.counters().n_lent_copies > copies) == lend
             found.append(np.concatenate(rows))
+            counters = engine.counters()
     assert np.array_equal(*found)
-    assert counters.n_lent_copies > counters.n_lent_dropped > dropped[0] > 0
-    assert len(sizes) == 3
+    assert counters.n_lent_copies > counters.n_lent_dropped > 0
+    assert len(sizes) >= n_before + 4
 
 
 def test_prompts_whose_experts_the_cpu_computes_take_the_buffer_too(path: Path) -> None:
