@@ -62,6 +62,21 @@ class Seen:
             self.errors.append(message.text)
 
 
+@contextmanager
+def shown(browser: Any, url: str, seen: Seen) -> Iterator[Any]:
+    """The page at `url`, ready for use. Fails at the end if it had errors or asked other hosts."""
+    context = browser.new_context(viewport=DESKTOP)
+    context.set_default_timeout(20_000)
+    page = context.new_page()
+    seen.watch(page)
+    page.goto(url)
+    page.locator("#welcome").wait_for()
+    yield page
+    context.close()
+    assert seen.errors == []
+    assert [asked for asked in seen.requests if not asked.startswith(url)] == []
+
+
 def stream(*deltas: dict[str, Any], finish: str = "stop") -> str:
     """A stream of server-sent events with these deltas, ended by `finish`."""
     ends: list[str | None] = [None] * len(deltas) + [finish]

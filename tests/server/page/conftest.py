@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from browser import DESKTOP, Seen, chromium, served
+from browser import Seen, chromium, served, shown
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -35,21 +34,6 @@ def url(browser: Any) -> Iterator[str]:
 @pytest.fixture
 def seen() -> Seen:
     return Seen()
-
-
-@contextmanager
-def shown(browser: Any, url: str, seen: Seen) -> Iterator[Any]:
-    """The page at `url`, ready for use. Fails at the end if it had errors or asked other hosts."""
-    context = browser.new_context(viewport=DESKTOP)
-    context.set_default_timeout(20_000)
-    page = context.new_page()
-    seen.watch(page)
-    page.goto(url)
-    page.locator("#welcome").wait_for()
-    yield page
-    context.close()
-    assert seen.errors == []
-    assert [asked for asked in seen.requests if not asked.startswith(url)] == []
 
 
 @pytest.fixture

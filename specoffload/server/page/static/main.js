@@ -7,7 +7,8 @@ import { announce, byId, el, icon } from "./dom.js";
 import { Tray } from "./images.js";
 import { Keeper } from "./keeper.js";
 import { List } from "./list.js";
-import { getJson, health, read, ServerError, write } from "./server.js";
+import { Models } from "./models.js";
+import { health, read, ServerError, write } from "./server.js";
 import { askKey, openSettings, Settings } from "./settings.js";
 import { Thread } from "./thread.js";
 import { welcomeParts } from "./welcome.js";
@@ -18,6 +19,7 @@ const WATCH_MS = 15000;
 const NAME = "specoffload";
 
 const settings = new Settings();
+const models = new Models(byId("model-choice"), () => void readServer().catch(trouble));
 const state = { props: null, model: null, isReady: false, conversations: [], current: null, shelf: null, keeper: null };
 const text = byId("composer-text");
 const send = byId("send");
@@ -76,12 +78,13 @@ function ask(change) {
   change();
   if (!state.conversations.includes(conversation)) state.conversations.unshift(conversation);
   write("specoffload.current", conversation.id);
-  const written = answers.write(conversation, settings.sampling, servesDemo() ? "python" : "");
+  const written = answers.write(conversation, { ...settings.sampling, ...models.fields }, servesDemo() ? "python" : "");
   void state.keeper.save(conversation);
   showWelcome();
   showList();
   thread.end();
   void written;
+  if (!state.props) setTimeout(() => void watch(), POLL_MS); // the request loads its model
 }
 
 /** What another tab has done to a conversation. */
@@ -335,11 +338,10 @@ function announceAt(words) {
 }
 
 async function readServer() {
-  const [props, models] = await Promise.all([getJson("props"), getJson("v1/models")]);
-  state.props = props;
-  tray.show(props.modalities?.vision === true);
-  state.model = models.data[0];
+  Object.assign(state, await models.read());
+  tray.show(state.props?.modalities?.vision === true);
   byId("model-name").textContent = state.model.id;
+  byId("model-name").hidden = "model" in models.fields; // the list shows it
   document.title = `${state.model.id} · ${NAME}`;
 }
 
@@ -350,6 +352,11 @@ function askForKey() {
 function trouble(error) {
   if (error instanceof ServerError && error.status === 401) askForKey();
   else banner(error.message);
+}
+
+/** Words on the models that are being loaded, of a server that has several. */
+function loadingModels(loading) {
+  return Object.entries(loading ?? {}).map(([name, { step, value }]) => `Loading ${name}${step ? `, ${step}: ${Math.floor(100 * value)} %` : " …"}`);
 }
 
 function loadingWords(found) {
@@ -374,15 +381,16 @@ async function watch() {
   if (mine !== n_watches) return; // a later look is under way
   const wasReady = state.isReady;
   state.isReady = found.ready;
+  const loading = loadingModels(found.loading);
   if (!found.ready) banner(...loadingWords(found));
   else if (!wasReady || !state.props) {
-    banner("");
+    banner(loading.join(" · "));
     await readServer().catch(trouble);
   }
   showWelcome();
   showComposer();
   showUse();
-  watching = setTimeout(watch, found.ready ? WATCH_MS : POLL_MS);
+  watching = setTimeout(watch, found.ready && !loading.length ? WATCH_MS : POLL_MS);
 }
 
 async function start() {

@@ -50,11 +50,11 @@ async function request(path, options = {}) {
 
 export const getJson = async (path) => (await request(path)).json();
 
-/** `{ready: true}`, or what is known of the loading: `{ready: false, message, step, progress}`. */
+/** `{ready: true}`, with `loading` of several models, or what is known of the loading: `{ready: false, message, step, progress}`. */
 export async function health() {
   try {
-    await request("health");
-    return { ready: true };
+    const { loading } = await getJson("health");
+    return { ready: true, loading };
   } catch (error) {
     if (!(error instanceof ServerError)) throw error;
     const { step, progress } = error.body ?? {};

@@ -1,0 +1,41 @@
+"""The page with several models: a list to choose from, and the progress of loading."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from browser import Seen, send, served, shown, wait_for_answer
+
+from specoffload.config.resolution import demo_file
+
+
+def test_the_chosen_model_answers_and_stays_chosen(
+    browser: Any, seen: Seen, tmp_path: Path
+) -> None:
+    for name, file in (("one", "target.gguf"), ("two", "draft.gguf")):
+        (tmp_path / f"{name}.gguf").symlink_to(demo_file(file))
+    with (
+        served("--models-dir", str(tmp_path), "-n", "8") as url,
+        shown(browser, url, seen) as page,
+    ):
+        choice = page.get_by_label("Model", exact=True)
+        options = choice.locator("option")
+        assert options.all_inner_texts() == ["one (unloaded)", "two (unloaded)"]
+        for n, name in enumerate(("two", "one"), 1):
+            choice.select_option(name)
+            choice.blur()
+            send(page, "def f(x):")
+            wait_for_answer(page, n)
+            assert seen.bodies[-1]["model"] == name
+            page.get_by_role("option", name=name, exact=True).wait_for(state="attached")
+        page.reload()
+        page.locator("article.assistant").first.wait_for()
+        assert choice.input_value() == "one"
+        page.get_by_role("tab", name="Why").click()
+        page.locator("#why").get_by_text("one").first.wait_for()
+
+
+def test_a_server_of_one_model_shows_no_list(page: Any) -> None:
+    assert page.locator("#model-choice").is_hidden()
+    assert page.locator("#model-name").is_visible()
