@@ -24,7 +24,8 @@ from specoffload.server.router.sharing import Sharing, share
 from specoffload.server.run import ModelParts, serve_models
 
 _MODEL, _REPO, _ALIAS = (Options, "model"), (Options, "hf_repo"), (Options, "alias")
-_DRAFT, _MODELS = (Options, "draft"), (ServeOptions, "models")
+_DRAFT, _PROJECTOR = (Options, "draft"), (Options, "mmproj")
+_MODELS = (ServeOptions, "models")
 _Place = tuple[type, str]
 
 
@@ -125,8 +126,9 @@ class _Catalogue:
         if serving.models_dir is not None:
             for found in models_of(serving.models_dir):
                 places[found.name] = {_MODEL: Given(found.model, "--models-dir")}
-                if found.draft is not None:
-                    places[found.name][_DRAFT] = Given(found.draft, "--models-dir")
+                for place, file in ((_DRAFT, found.draft), (_PROJECTOR, found.projector)):
+                    if file is not None:
+                        places[found.name][place] = Given(file, "--models-dir")
                 sources[found.name] = "models_dir"
         for name in presets:
             if name != EVERY:
@@ -210,6 +212,7 @@ def _entry(name: str, source: str, line: CommandLine, preset: Preset) -> Entry:
         loads_on_startup=bool(preset.loads_on_startup),
         stop_timeout_s=DEFAULT_STOP_TIMEOUT_S if stop_s is None else stop_s,
         aliases=preset.aliases,
+        reads_images=_PROJECTOR in line.given,
     )
 
 

@@ -10,21 +10,24 @@ from specoffload.models.names import is_first_part
 
 _DRAFT_STARTS = ("mtp-", "dspark-", "dflash-")  # draft_prefixes in common/preset.cpp of llama.cpp
 _FIRST_PART = "-00001-of-"
+_PROJECTOR = "mmproj"
 
 
 class FolderModel(NamedTuple):
-    """A model's name, its file, and the file of its draft model, if its folder has one."""
+    """A model's name and file, and the files of its draft model and projector, if it has any."""
 
     name: str
     model: Path
     draft: Path | None = None
+    projector: Path | None = None
 
 
 def models_of(folder: Path) -> list[FolderModel]:
     """Return the models of a folder, by name.
 
     A .gguf file is a model, and so is a folder with one, or with the parts of one. Files of
-    projectors and of draft models are none. Raises UsageError if `folder` is no folder.
+    projectors and of draft models are none, and belong to the model of their folder. Raises
+    UsageError if `folder` is no folder.
     """
     if not folder.is_dir():
         raise UsageError(f"--models-dir {folder}: no such folder")
@@ -42,9 +45,10 @@ def _in_folder(folder: Path) -> list[FolderModel]:
     models = [path for path in files if not _is_companion(path)]
     firsts = [path for path in models if _FIRST_PART in path.name] or models[-1:]
     drafts = [path for path in files if path.name.startswith(_DRAFT_STARTS)]
-    draft = drafts[0] if drafts else None
-    return [FolderModel(folder.name, path, draft) for path in firsts[-1:]]
+    projectors = [path for path in files if _PROJECTOR in path.name]
+    draft, projector = (next(iter(found), None) for found in (drafts, projectors[-1:]))
+    return [FolderModel(folder.name, path, draft, projector) for path in firsts[-1:]]
 
 
 def _is_companion(path: Path) -> bool:
-    return "mmproj" in path.name or path.name.startswith(_DRAFT_STARTS)
+    return _PROJECTOR in path.name or path.name.startswith(_DRAFT_STARTS)

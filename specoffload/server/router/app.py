@@ -234,7 +234,10 @@ def _described(model: Model, created: int) -> Json:
         "owned_by": "specoffload",
         "created": created,
         "status": status,
-        "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
+        "architecture": {
+            "input_modalities": ["text", *["image"] * entry.reads_images],
+            "output_modalities": ["text"],
+        },
         "source": entry.source,
         "can_remove": False,
     }

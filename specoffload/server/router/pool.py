@@ -49,6 +49,7 @@ class Entry:
     preset: str = ""  # the preset as text; "": none
     loads_on_startup: bool = False
     stop_timeout_s: float = DEFAULT_STOP_TIMEOUT_S
+    reads_images: bool = False
 
 
 class Served(NamedTuple):
