@@ -117,6 +117,8 @@ class Options(Opening):
     hf_repo: str | None = None
     hf_file: str | None = None
     hf_repo_draft: str | None = None
+    mmproj_url: str | None = None  # address of a projector's file on the hub
+    mmproj_auto: bool = False  # True: use the projector beside the model
     hf_token: str | None = None
     offline: bool = False
     workers: tuple[Address, ...] = ()  # machines whose devices are used

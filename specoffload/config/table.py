@@ -103,6 +103,17 @@ _MODEL = (
         "([server.md](server.md#images)). Nothing is drafted in chats with images.",
     ),
     _model(
+        "mmproj_url", "--mmproj-url -mmu LLAMA_ARG_MMPROJ_URL", TEXT,
+        "Address of a projector's file on the Hugging Face hub, which is fetched.", rare=True,
+        more="Files at other addresses are not fetched: fetch them, and name them with --mmproj.",
+    ),
+    _model(
+        "mmproj_auto", "--mmproj-auto !--no-mmproj !--no-mmproj-auto LLAMA_ARG_MMPROJ_AUTO", SWITCH,
+        "Use the projector that lies beside the model in its repository or folder.",
+        more="It is fetched if it is not here yet. llama.cpp does this for -hf without a flag. "
+        "Here a projector takes memory from experts, so text would become slower.",
+    ),
+    _model(
         "mmproj_offload", "--mmproj-offload !--no-mmproj-offload LLAMA_ARG_MMPROJ_OFFLOAD", SWITCH,
         "Compute the projector on the GPU.", rare=True,
         more="The CPU computes it if it takes more than an eighth of the GPU's memory, and with "

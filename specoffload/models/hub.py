@@ -14,14 +14,14 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from offload.errors import BadModel
 from specoffload import report
 from specoffload.errors import FetchFailed, UsageError
-from specoffload.models.names import HubName, choose, choose_file
+from specoffload.models.names import HubName, choose, choose_file, choose_projector
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelInfo
@@ -75,6 +75,29 @@ def fetch(
             raise FetchFailed(f"{name} cannot be fetched: {e}") from e
         report.note(f"{e}: using {name} as it was fetched before")
         return cached
+
+
+def projector_beside(
+    name: HubName, *, offline: bool = False, token: str | None = None
+) -> HubName | None:
+    """The projector in the model's repository, or None if it has none.
+
+    A projector that was fetched before is found without a network. Raises FetchFailed and
+    UsageError as `fetch` does.
+    """
+    from huggingface_hub import HfApi, constants
+
+    _, files = hub_snapshot(_folder(name.repo))
+    with suppress(UsageError):  # the model was never fetched
+        if found := choose_projector(files, _chosen(name, files)[0]):
+            return HubName(name.repo, file=found)
+    if offline or constants.HF_HUB_OFFLINE:
+        return None
+    with _in_one_sentence(name, token):
+        info = HfApi(token=token).model_info(name.repo)
+    listed = [f.rfilename for f in info.siblings or () if f.rfilename.isprintable()]
+    found = choose_projector(listed, _chosen(name, listed)[0])
+    return None if found is None else HubName(name.repo, file=found)
 
 
 def cached_model(name: HubName) -> Path | None:

@@ -18,10 +18,11 @@ from specoffload import report
 from specoffload.config.environment import Environment
 from specoffload.config.options import Options
 from specoffload.errors import UsageError
-from specoffload.models.hub import fetch, hub_snapshot
+from specoffload.models.hub import fetch, hub_snapshot, projector_beside
 from specoffload.models.names import (
     HubName,
     OllamaName,
+    choose_projector,
     is_first_part,
     is_model,
     model_in,
@@ -41,8 +42,10 @@ def located(options: Options, environment: Environment, *, header_only: bool = F
     does not exist and for a large model that a start would refuse, which is not fetched.
     """
 
-    def found(field: str, repo_field: str, file: str | None) -> tuple[Path | None, str]:
-        """The file of one model, and the name that it was found by, or ""."""
+    def found(
+        field: str, repo_field: str, file: str | None
+    ) -> tuple[Path | None, HubName | OllamaName | None]:
+        """The file of one model, and the name that it was found by."""
         path, repo = getattr(options, field), getattr(options, repo_field)
         name: HubName | OllamaName | None = None
         if repo is not None:
@@ -55,16 +58,16 @@ def located(options: Options, environment: Environment, *, header_only: bool = F
             if name is None:
                 raise UsageError(f"{said}: expected user/repo[:quant]")
         elif path is None:
-            return None, ""
+            return None, None
         elif path.is_dir():
-            return model_in(path), ""
+            return model_in(path), None
         elif not path.exists() and (len(path.parts) == 1 or not path.parent.is_dir()):
             name = read_name(str(path))
         if isinstance(name, OllamaName):
-            return find_ollama(name, environment.ollama_folders), str(name)
+            return find_ollama(name, environment.ollama_folders), name
         if name is None:
             _check_exists(path, environment)
-            return path, ""
+            return path, None
         path = fetch(
             name,
             offline=options.offline,
@@ -73,7 +76,7 @@ def located(options: Options, environment: Environment, *, header_only: bool = F
             check=partial(_check_before_fetch, options.hf_token, is_draft=field == "draft"),
         )
         report.detail(f"{name}: {path}")
-        return path, str(name)
+        return path, name
 
     draft, _ = found("draft", "hf_repo_draft", None)  # first, because it is small
     model, name = found("model", "hf_repo", options.hf_file)
@@ -83,8 +86,49 @@ def located(options: Options, environment: Environment, *, header_only: bool = F
     for field, repo_field in (("model", "hf_repo"), ("draft", "hf_repo_draft")):
         if repo_field in given:
             given[field] = given[repo_field]
-    alias = options.alias or (name.rpartition("/")[2] if name else None)
-    return replace(options, model=model, draft=draft, given=given, alias=alias)
+    alias = options.alias or (str(name).rpartition("/")[2] if name else None)
+    options = replace(options, model=model, draft=draft, given=given, alias=alias)
+    return _with_projector(options, name, header_only=header_only)
+
+
+def _with_projector(
+    options: Options, name: HubName | OllamaName | None, *, header_only: bool
+) -> Options:
+    """Return `options` with the file of the projector, if one is asked for. Fetches it.
+
+    `name`: the model's, None for a file.
+    """
+    if options.mmproj is not None:
+        return options
+    projector: HubName | OllamaName | None = None
+    if options.mmproj_url is not None:
+        projector = read_name(options.mmproj_url)
+        if not isinstance(projector, HubName) or not projector.file:
+            raise UsageError(
+                f"{options.name('mmproj_url')} {options.mmproj_url}: only files of the hub are "
+                "fetched (https://huggingface.co/USER/REPO/resolve/main/FILE.gguf); fetch others "
+                "yourself, and name them with --mmproj"
+            )
+    elif options.mmproj_auto and isinstance(name, HubName):
+        projector = projector_beside(name, offline=options.offline, token=options.hf_token)
+    elif options.mmproj_auto and options.model is not None and name is None:
+        folder = options.model.parent
+        files = sorted(path.name for path in folder.glob("*.gguf"))
+        n_models = sum(is_model(file) and is_first_part(file) for file in files)
+        beside = choose_projector(files, options.model.name)
+        if beside is not None and n_models == 1:  # otherwise it may belong to another model
+            return replace(options, mmproj=folder / beside)
+    if isinstance(projector, HubName):
+        path = fetch(
+            projector, offline=options.offline, token=options.hf_token, header_only=header_only
+        )
+        report.detail(f"{projector}: {path}")
+        return replace(options, mmproj=path)
+    if options.mmproj_auto:
+        flag = options.name("mmproj_auto")
+        words = f"{flag} has no effect: no projector lies beside the model, or several models do"
+        return replace(options, remarks=(*options.remarks, words))
+    return options
 
 
 def _check_exists(path: Path, environment: Environment) -> None:

@@ -232,6 +232,34 @@ def is_first_part(name: str) -> bool:
     return not _LATER_PART.search(name)
 
 
+_BITS = re.compile(r"(?:BF|F|Q)(\d+)", re.I)
+
+
+def choose_projector(files: Sequence[str], model: str) -> str | None:
+    """The projector for the file `model` of the same repository or folder, or None.
+
+    As in llama.cpp (find_best_sibling in common/download.cpp), the nearest folder counts first, and
+    then the number of bits that is nearest to the model's.
+    """
+    *folders, name = model.split("/")
+    best: tuple[int, int] | None = None
+    found = None
+    for file in files:
+        *own, projector = file.split("/")
+        if not file.endswith(".gguf") or "mmproj" not in file or own != folders[: len(own)]:
+            continue
+        rank = (len(own), -abs(_bits(projector) - _bits(name)))
+        if best is None or rank > best:
+            best, found = rank, file
+    return found
+
+
+def _bits(name: str) -> int:
+    """The number of bits that a file's name states, 0 if it states none."""
+    found = _BITS.search(name)
+    return int(found[1]) if found else 0
+
+
 def same_model(one: str, other: str) -> bool:
     """True if both files are parts of one split model, by their names."""
     parts = [_PART.fullmatch(name) for name in (one, other)]

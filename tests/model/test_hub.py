@@ -33,6 +33,20 @@ for words in sys.argv[1:]:
     except SpecOffloadError as e:
         print(type(e).__name__, str(e))
 """
+LOCATED = """
+import sys
+from pathlib import Path
+from specoffload.config.command_line import read_command_line
+from specoffload.config.environment import Environment
+from specoffload.errors import SpecOffloadError
+from specoffload.models.local import located
+try:
+    options = located(read_command_line("serve", sys.argv[1:], Environment(variables={})).options,
+                      Environment(variables={}))
+    print(options.mmproj, *options.remarks, sep="\\n")
+except SpecOffloadError as e:
+    print(type(e).__name__, str(e))
+"""
 SMALL = b"GGUF" + bytes(range(256)) * 4096  # a mebibyte
 
 
@@ -412,3 +426,40 @@ def test_a_hub_that_lies_writes_nothing_outside_of_its_cache(
     written = [path for path in tmp_path.rglob("*") if path.is_file() and home not in path.parents]
     assert written == []
     assert not list(home.rglob("*.gguf"))
+
+
+def located(hub: Hub, home: Path, *words: str) -> list[str]:
+    """Run LOCATED with these words of a command line, and return its lines."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOCATED, *words],
+        env=environment(hub, home), capture_output=True, text=True, timeout=100, check=True,
+    )  # fmt: skip
+    return done.stdout.splitlines()
+
+
+def test_a_projector_is_fetched_with_the_model_if_asked_for(hub: Hub, home: Path) -> None:
+    repo, url = "maker/model-GGUF", "https://huggingface.co/maker/model-GGUF/resolve/main"
+    assert located(hub, home, "-hf", repo) == ["None"]
+    n_before = hub.n_downloads
+    (path,) = located(hub, home, "-hf", repo, "--mmproj-auto")
+    assert Path(path).read_bytes() == b"GGUF projector"
+    assert hub.n_downloads == n_before + 1
+    assert located(hub, home, "-hf", repo, "--mmproj-auto", "--offline") == [path]
+    assert located(hub, home, "-hf", repo, "--mmproj-url", f"{url}/mmproj-F16.gguf") == [path]
+    none = located(hub, home, "-hf", "maker/other-GGUF", "--mmproj-auto")
+    assert none[0] == "None"
+    assert "--mmproj-auto has no effect" in none[1]
+    (refused,) = located(hub, home, "-hf", repo, "--mmproj-url", "https://example.org/a.gguf")
+    assert refused.startswith("UsageError --mmproj-url https://example.org/a.gguf: only files of")
+
+
+def test_a_projector_in_the_models_folder_is_found(hub: Hub, home: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    for name in ("m-Q4_K_M.gguf", "mmproj-F16.gguf", "mmproj-Q8_0.gguf"):
+        (folder / name).write_bytes(b"GGUF")
+    model = str(folder / "m-Q4_K_M.gguf")
+    assert located(hub, home, "-m", model) == ["None"]
+    assert located(hub, home, "-m", model, "--mmproj-auto") == [str(folder / "mmproj-Q8_0.gguf")]
+    (folder / "other.gguf").write_bytes(b"GGUF")
+    assert located(hub, home, "-m", model, "--mmproj-auto")[0] == "None"
