@@ -18,7 +18,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MOST_BYTES = 21_000_000
+# The embedded pair has 19.3 MB of them, and its weights do not shrink. The program has 1.7 MB. Of
+# these, zopfli would save 0.05. The limit leaves the program 1 MB to grow, until the pair shrinks.
+MOST_BYTES = 22_000_000
+MOST_WHOLE_BYTES = 32_000_000  # with libllama, whose CPU backends have 7 MB on x86-64
 OF_WHEEL = tuple(
     f"scripts/{name}"
     for name in ("wheel", "libllama.sh", "bundle_wheel.py", "deflate_wheel.py", "build_progress.py")
@@ -174,6 +177,10 @@ def test_the_whole_wheel_needs_neither_a_compiler_nor_llama_cpp_python(
     assert "diskcache" in needed
     assert not [name for name in needed if name.startswith("llama")]
     assert re.search(r"-py3-none-(manylinux_\d+_\d+_\w+)\.whl$", whole_wheel.name)
+    assert whole_wheel.stat().st_size <= MOST_WHOLE_BYTES
+    libraries = [Path(name).name for name in names if name.startswith("llama_cpp/lib/")]
+    assert {"libllama.so", "libggml.so", "libggml-base.so"} <= set(libraries)
+    assert all(name.endswith(".so") for name in libraries), "each library has one name"
     assert any("libgomp" in name for name in names), "not every system has it"
     program = installed(whole_wheel, tmp_path / "venv")
     code = "import llama_cpp; print(llama_cpp.__file__)"

@@ -27,6 +27,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ggml_backend_dev_count": (SIZE,),
     "ggml_backend_dev_get": (HANDLE, SIZE),
     "ggml_backend_dev_by_type": (P, INT),
+    "ggml_backend_load_all_from_path": (None, STR),
     "ggml_backend_dev_name": (STR, P),
     "ggml_backend_dev_description": (STR, P),
     "ggml_backend_dev_type": (INT, P),
@@ -229,6 +230,18 @@ RESERVE_SIGNATURES: dict[str, tuple[Any, ...]] = {
 }
 
 
+# Functions of the CPU backend, by their names in its registry. A build with a CPU backend for each
+# kind of processor (GGML_BACKEND_DL) does not export them.
+_OF_CPU_BACKEND = {
+    "ggml_backend_cpu_set_n_threads": b"ggml_backend_set_n_threads",
+    "ggml_backend_cpu_set_threadpool": b"ggml_backend_cpu_set_threadpool",
+    "ggml_threadpool_new": b"ggml_threadpool_new",
+    "ggml_threadpool_free": b"ggml_threadpool_free",
+    "ggml_numa_init": b"ggml_backend_cpu_numa_init",
+    "ggml_is_numa": b"ggml_backend_cpu_is_numa",
+}
+
+
 class Library:
     """Functions of the installed library as attributes, typed from SIGNATURES.
 
@@ -238,12 +251,36 @@ class Library:
     def __init__(self, structs: ModuleType) -> None:
         self.structs = structs
         self._handle = structs._lib
+        has_cpu = hasattr(self._handle, next(iter(_OF_CPU_BACKEND)))
+        self._missing = () if has_cpu else tuple(_OF_CPU_BACKEND)
         for name, types in (SIGNATURES | _by_value(structs)).items():
-            setattr(self, name, self._bind(name, *types))
+            if name not in self._missing:
+                setattr(self, name, self._bind(name, *types))
         # False: this build lacks some of these functions.
         self.has_nextn = self._bind_all(NEXTN_SIGNATURES)
         self.has_layer_inputs = self._bind_all(LAYER_INPUT_SIGNATURES)
         self.has_graph_reserve = self._bind_all(RESERVE_SIGNATURES)
+
+    def load_backends(self, folder: Path) -> None:
+        """Load the CPU backend in `folder` that suits this processor, if there are several.
+
+        Does nothing if the library contains its backends. Raises LibraryMismatch if none suits.
+        """
+        if not self._missing:
+            return
+        self.ggml_backend_load_all_from_path(str(folder).encode())
+        device = self.ggml_backend_dev_by_type(abi.GGML_BACKEND_DEVICE_TYPE_CPU)
+        if not device:
+            raise LibraryMismatch(
+                f"none of the CPU backends in {folder} suits this processor: compile libllama for "
+                "it with scripts/setup"
+            )
+        registry = self.ggml_backend_dev_backend_reg(device)
+        for name in self._missing:
+            address = self.ggml_backend_reg_get_proc_address(registry, _OF_CPU_BACKEND[name])
+            if not address:
+                raise LibraryMismatch(f"the installed library's CPU backend has no {name}")
+            setattr(self, name, _typed(name, address, *SIGNATURES[name]))
 
     def __getattr__(self, name: str) -> Any:  # called only for names that _bind did not set
         raise AttributeError(f"{name} is not in offload/ggml/library/lib.py's signature table")
@@ -256,16 +293,20 @@ class Library:
         return has_all
 
     def _bind(self, name: str, result: Any, *arguments: Any) -> Any:
-        # A fresh prototype: llama_cpp has declared some of these symbols with other types, and
-        # setting restype on the handle's shared function object would change it under llama_cpp.
-        prototype = C.CFUNCTYPE(P if result is HANDLE else result, *arguments)
         try:
-            function = prototype((name, self._handle))
+            return _typed(name, (name, self._handle), result, *arguments)
         except AttributeError as e:
             raise LibraryMismatch(f"the installed library has no function {name}") from e
-        if result is HANDLE:
-            function.errcheck = functools.partial(_never_null, name)
-        return function
+
+
+def _typed(name: str, place: Any, result: Any, *arguments: Any) -> Any:
+    """Return the function at `place`, an address, or a pair of a name and a handle."""
+    # A fresh prototype: llama_cpp has declared some of these symbols with other types, and
+    # setting restype on the handle's shared function object would change it under llama_cpp.
+    function = C.CFUNCTYPE(P if result is HANDLE else result, *arguments)(place)
+    if result is HANDLE:
+        function.errcheck = functools.partial(_never_null, name)
+    return function
 
 
 def _never_null(name: str, result: Any, *_: Any) -> Any:
@@ -332,7 +373,8 @@ def library() -> Library:
 
     selftest.check_version(llama_cpp.__version__)  # another release may lack functions
     loaded = Library(structs)
-    log.capture(loaded)  # before the self-test, which initialises the device registry
+    log.capture(loaded)  # before the device registry is made
+    loaded.load_backends(Path(structs.__file__).parent / "lib")
     selftest.check(loaded)
     log.stop_in_one_sentence(loaded)
     loaded.llama_backend_init()
