@@ -224,6 +224,39 @@ def test_a_refusal_after_the_header_is_an_event(
     assert ("event: error" in lines) == (path != "/v1/completions")
 
 
+def test_a_kept_stream_goes_on_if_its_client_left_while_it_waited(start: Start) -> None:
+    """As a page does that is loaded again while its model is."""
+    server = start({"one": FakeFactory(name="one", load_s=1.0)})
+    name = "a" * 32
+    body = {"model": "one", "prompt": "[say]kept[/say]", "stream": True}
+    with pytest.raises(httpx.ReadTimeout):
+        http.post(
+            server.url + "/v1/completions", json=body, headers={"X-Stream-Id": name}, timeout=0.3
+        )
+    told = http.get(f"{server.url}/v1/streams/{name}").text
+    assert told.endswith("data: [DONE]\n\n")
+    chunks = [json.loads(line[6:]) for line in told.splitlines() if line.startswith("data: {")]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks).startswith("kept")
+    eventually(lambda: not server.pool.models["one"].is_busy)
+    answer = http.post(server.url + "/v1/completions", json=body, headers={"X-Stream-Id": "short"})
+    assert answer.status_code == 400
+    assert not server.pool.models["one"].is_busy
+
+
+def test_a_kept_stream_that_is_ended_while_it_waits_is_forgotten(start: Start) -> None:
+    server = start({"one": FakeFactory(name="one", load_s=1.5)})
+    name = "b" * 32
+    body = {"model": "one", "prompt": "[forever]", "stream": True}
+    with pytest.raises(httpx.ReadTimeout):
+        http.post(
+            server.url + "/v1/completions", json=body, headers={"X-Stream-Id": name}, timeout=0.3
+        )
+    assert http.delete(f"{server.url}/v1/streams/{name}").status_code == 204
+    eventually(lambda: not server.pool.models["one"].wishes)
+    eventually(lambda: server.statuses()["one"] == "loaded")
+    assert not server.pool.models["one"].is_busy
+
+
 def test_a_model_that_does_not_load_harms_no_other(start: Start, tmp_path: Path) -> None:
     bad_if = tmp_path / "bad"
     bad_if.touch()

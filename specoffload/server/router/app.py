@@ -17,6 +17,7 @@ from urllib.parse import parse_qs
 
 from fastapi import APIRouter, FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -27,7 +28,7 @@ from specoffload.server.access import AccessRules
 from specoffload.server.api.answers import Json, problem_response, server_sent
 from specoffload.server.api.app import bare_app, guard
 from specoffload.server.api.body import invalid, read_json
-from specoffload.server.api.kept import KeptStreams, streams_router
+from specoffload.server.api.kept import STREAM_ID, KeptStreams, streams_router
 from specoffload.server.engine.messages import Problem, RequestFailed, unavailable
 from specoffload.server.log import add_words
 from specoffload.server.page import add_page
@@ -65,11 +66,12 @@ def create_router(
     app = bare_app()
     guard(app, access or AccessRules())
     events = _Events(pool)
+    streams = KeptStreams() if streams is None else streams
     app.include_router(_status_router(pool, events, entries, autoload=autoload))
-    app.include_router(streams_router(streams or KeptStreams()))
+    app.include_router(streams_router(streams))
     if has_page:
         add_page(app)
-    app.mount("/", _Routed(app, pool, autoload=autoload))  # whatever has no route above
+    app.mount("/", _Routed(pool, streams, autoload=autoload))  # whatever has no route above
     return app
 
 
@@ -302,22 +304,32 @@ async def _read(receive: Receive) -> bytes:
 class _Routed:
     """Answers every request that has no route of its own through its model's application."""
 
-    def __init__(self, app: FastAPI, pool: ModelPool, *, autoload: bool) -> None:
-        self._app, self._pool, self._autoload = app, pool, autoload
+    def __init__(self, pool: ModelPool, streams: KeptStreams, *, autoload: bool) -> None:
+        self._pool, self._streams, self._autoload = pool, streams, autoload
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await _Forward(self._pool, autoload=self._autoload)(scope, receive, send)
+            answer = _Forward(self._pool, self._streams, autoload=self._autoload)
+            await answer(scope, receive, send)
 
 
 class _Forward(Response):
     """The answer of the model that a request names, for which it waits."""
 
-    def __init__(self, pool: ModelPool, *, autoload: bool, waits: bool = True) -> None:
+    def __init__(
+        self,
+        pool: ModelPool,
+        streams: KeptStreams | None = None,
+        *,
+        autoload: bool,
+        waits: bool = True,
+    ) -> None:
         """Without `autoload`, a model that is not running is refused. Without `waits`, the model's
-        application answers at once, whatever the state of its engine."""
+        application answers at once, whatever the state of its engine. `streams` keeps streams whose
+        clients may come back, also while they wait."""
         super().__init__()
-        self._pool, self._autoload, self._waits = pool, autoload, waits
+        self._pool, self._streams = pool, streams
+        self._autoload, self._waits = autoload, waits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
@@ -341,13 +353,18 @@ class _Forward(Response):
         except RequestFailed as e:
             await problem_response(e.problem)(scope, receive, send)
             return
-        _Bodies.n_bytes += len(body)
+        waiting = _Waiting(wish, body, is_stream=found.get("stream") is True)
+        stream_id = Headers(scope=scope).get(STREAM_ID)
+        if stream_id is None or self._streams is None or found.get("stream") is not True:
+            await waiting(scope, receive, send)
+            return
         try:
-            waiting = _Waiting(wish, body, is_stream=found.get("stream") is True)
-            await waiting.answer(scope, receive, send)
-        finally:
-            _Bodies.n_bytes -= len(body)
+            kept = self._streams.keep(stream_id, lambda: waiting)
+        except RequestFailed as e:
             wish.end()
+            await problem_response(e.problem)(scope, receive, send)
+            return
+        await kept(scope, receive, send)
 
     def _model(self, name: str) -> Model:
         if not name:
@@ -374,7 +391,15 @@ class _Waiting:
         self._wish, self._body, self._is_stream = wish, body, is_stream
         self._has_header = False
 
-    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        _Bodies.n_bytes += len(self._body)
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            _Bodies.n_bytes -= len(self._body)
+            self._wish.end()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         left = asyncio.ensure_future(_until_left(receive))
         try:
             if not await self._wait(left, send):
@@ -458,9 +483,14 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def _inner(scope: Scope) -> Scope:
-    """Return the scope for a model's application: without what routing has added to it."""
+    """Return the scope for a model's application: without what routing has added to it.
+
+    The stream is kept here, and not by the model's application again.
+    """
     added = ("app", "router", "endpoint", "path_params", "route", "root_path", "app_root_path")
-    return {key: value for key, value in scope.items() if key not in added}
+    own = {key: value for key, value in scope.items() if key not in added}
+    headers = [(name, value) for name, value in scope["headers"] if name != STREAM_ID.encode()]
+    return own | {"headers": headers}
 
 
 def _waiting_words(model: Model) -> str:
