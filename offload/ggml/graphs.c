@@ -43,6 +43,19 @@ static number dimension(const char *tensor, number of, number i) {
     return found;
 }
 
+/* -- the library's log ---------------------------------------------------------------------------- */
+
+static void (*log_to)(int level, const char *text, void *data);
+
+void graphs_log_to(void (*to)(int, const char *, void *)) { log_to = to; }
+
+/* Pass a line of the log on to Python, except those that CUDA's backend writes for each graph of each decode. */
+void graphs_log(int level, const char *text, void *data) {
+    static const char of_each_graph[] = "CUDA Graph id ";
+    if (text && !strncmp(text, of_each_graph, sizeof of_each_graph - 1)) return;
+    log_to(level, text, data);
+}
+
 /* -- what a device takes ------------------------------------------------------------------------ */
 
 enum { N_KEY = 16, MOST_PROBES = 8 };

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import LibraryMismatch
-from offload.ggml.library import abi
+from offload.ggml.library import abi, log
+from offload.ggml.library.lib import library
 from offload.player.building import SOURCE, compile_player
 
 _P, _N = C.c_void_p, C.c_int64
@@ -116,6 +117,8 @@ class Native:
                 f"{path} was compiled from other sources than those beside {Path(__file__).name}"
             )
         _bind(handle, "graphs_use_layout", None, _P)(C.byref(_offsets()))
+        to_python = _bind(handle, "graphs_log_to", None, _P)
+        log.pass_through(library(), to_python, _address(handle, "graphs_log"))
 
 
 def _bind(handle: Any, name: str, result: Any, *arguments: Any) -> Any:

@@ -112,7 +112,7 @@ class AheadEntry:
         starts = np.cumsum([0, *sizes])
         ids_bytes = int(starts[len(steps)])
         table, table_tensor, on_host = memory.table()
-        self.nodes = [_mapping(step, table, memory.n_experts) for step in steps]
+        self.nodes = [mapping_node(step, table, memory.n_experts) for step in steps]
         buffer = memory.results.reserve(sum(sizes))
         at_copies = starts.tolist()[len(order) - len(kept.inputs) :]
         self.copies = [
@@ -125,7 +125,7 @@ class AheadEntry:
         moved = [
             entry
             for result, start in zip(order, starts.tolist(), strict=False)
-            for entry in _moves(result, buffer, start)
+            for entry in moves_of(result, buffer, start)
         ]
         self._moved = (RedirectEntry * len(moved))(*moved)
         ids = memory.ids_on_host(ids_bytes)
@@ -186,7 +186,7 @@ def _result_of(step: CutStep, kept: Sequence[Result]) -> Result:
     raise NotRepeatable(f"{_ids(step).name} is no result of the graph")
 
 
-def _mapping(step: CutStep, table: Buffer, n_experts: int) -> Tensor:
+def mapping_node(step: CutStep, table: Buffer, n_experts: int) -> Tensor:
     """Return the node that writes slots in place of a layer's ids."""
     ids = _ids(step)
     assert step.slot_ids is not None
@@ -208,7 +208,7 @@ def _copying(address: int, buffer: Buffer, offset_bytes: int) -> Tensor:
     return target.computing("CPY", [source, target])
 
 
-def _moves(result: Result, buffer: Buffer, offset_bytes: int) -> list[RedirectEntry]:
+def moves_of(result: Result, buffer: Buffer, offset_bytes: int) -> list[RedirectEntry]:
     """Return the pointers to change so that a result and its views lie at an offset of a buffer."""
     found, start = [], data_at(result[0])
     for address in result:

@@ -37,7 +37,8 @@ class Counts(C.Structure):
         ("cuts bands router_reads hits misses prefetched_used", _N),
         ("n_pairs_hit n_pairs_streamed n_pairs_host n_recorded n_nodes_ahead split_layers", _N),
         ("whole_graphs n_repairs layers_ahead layers_repeated layers_missed n_between", _N),
-        ("host_s split_s step_s idle_s native_s between_s", _D),
+        ("layers_rung", _N),
+        ("host_s split_s step_s idle_s native_s between_s left_s", _D),
     )
 
 
@@ -100,6 +101,20 @@ class Ahead(C.Structure):
     )  # fmt: skip
 
 
+class Bell(C.Structure):
+    """A stream beside the backend's, the driver's calls for it, events and words."""
+
+    _fields_ = _fields(
+        ("wait_for record to_host to_device write wait query backend_record backend_wait", _P),
+        ("see tell stream routed landed backend_routed backend_landed rung answered", _P),
+        ("n_told n_ahead", _N), ("silent_s", _D),
+    )  # fmt: skip
+
+
+class Ringing(C.Structure):
+    _fields_ = _fields(("products rest", _N))
+
+
 class Event(C.Structure):
     _fields_ = _fields(("kind layer a b", _N), ("start_s end_s", _D))
 
@@ -115,21 +130,25 @@ class Player(C.Structure):
         ("half_life", _D), ("rule_used rule_scan rule_skipped", _N), ("decay", _D),
         ("token_rows", _P), ("n_token_rows most_token_rows", _N),
         ("events", _P), ("most_events n_events", _N), ("counts", Counts),
-        ("ids rows used resident kinds experts slots shown order ends ahead late late_pairs", _P),
+        ("ids rows used resident kinds experts slots shown order ends ahead", _P),
+        ("bell ringing", _P), ("first_part is_careful", _N),
+        ("late late_pairs", _P),
         ("n_late n_arrived n_late_done most_pairs most_experts most_lines", _N),
         ("n_used at phase done open layer until status use known", _N), ("read_s", _D),
     )  # fmt: skip
 
 
 _MIRRORS = (
-    Calls, Counts, Part, RedirectEntry, View, Host, Costs, Layer, Segment, Ahead, Event, Player,
+    Calls, Counts, Part, RedirectEntry, View, Host, Costs, Layer, Segment, Ahead, Bell, Ringing,
+    Event, Player,
 )  # fmt: skip
 SUBMITTED, READ_IDS, COMPUTED, PLACED = range(4)  # kinds of events
 (
-    DONE, FAILED, FAILED_ON_CPU, FAILED_TO_PLACE, WRONG_ID, WRONG_PROGRAM, YIELD_SUBMIT, YIELD_STOP,
-    YIELD_CLOCK, YIELD_DIVIDE, YIELD_NEED, YIELD_START, YIELD_WAIT, YIELD_FINISH, YIELD_ISSUE,
-    YIELD_FETCH, YIELD_LATE,
-) = range(17)  # fmt: skip
+    DONE, FAILED, FAILED_ON_CPU, FAILED_TO_PLACE, WRONG_ID, WRONG_PROGRAM, DRIVER_FAILED,
+    YIELD_SUBMIT, YIELD_STOP, YIELD_CLOCK, YIELD_DIVIDE, YIELD_NEED, YIELD_START, YIELD_WAIT,
+    YIELD_FINISH, YIELD_ISSUE, YIELD_FETCH, YIELD_LATE,
+) = range(18)  # fmt: skip
+SILENT = -1  # `status` of DRIVER_FAILED if no word came from the device
 IS_DIVIDED = 2  # `phase` of a layer whose experts Python has divided
 STAY, ALL_ON_DEVICE, BY_COSTS, BY_PYTHON = range(4)  # how the player divides experts
 
@@ -150,7 +169,7 @@ class Native:
         self.other_slots: Any = self._bind(handle, "player_other_slots", _N, _N, _P, _N, _N)
         self.fill_in: Any = self._bind(handle, "player_fill_in", None, _P, _N, _N, _P, _N, _N)
         self.table_slots: Any = self._bind(
-            handle, "player_table_slots", _N, _P, _P, _N, _N, _N, _P, _P, _P, _P
+            handle, "player_table_slots", _N, _P, _P, _N, _N, _N, _N, _P, _P, _P, _P
         )
         sizes = (_N * len(_MIRRORS))()
         self._bind(handle, "player_sizes", None, _P)(sizes)

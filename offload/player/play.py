@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.errors import DeviceFailed
 from offload.ggml.backend import wrong_id
 from offload.ggml.graph import Graph
 from offload.ggml.library.interrupt import watched_byte
@@ -20,6 +21,7 @@ from offload.ggml.tensor import TENSOR
 from offload.ggml.threads import check
 from offload.player import native as api
 from offload.player.ahead import AheadMemory, Waits
+from offload.player.doorbell import CannotRing, Doorbell, RingChoice
 from offload.player.entries import CostEntry
 from offload.player.native import Calls, Event, native
 from offload.player.program import AHEAD, Program, wrong_program
@@ -59,9 +61,10 @@ class GraphPlayer:
     """Plays the programs of one executor."""
 
     def __init__(
-        self, parts: StreamParts, routing: RoutingParts, split: SplitPath | None = None
-    ) -> None:
-        """`split` is None if no layer is split."""
+        self, parts: StreamParts, routing: RoutingParts, split: SplitPath | None = None,
+        *, may_ring: bool = False,
+    ) -> None:  # fmt: skip
+        """`split` is None if no layer is split. `may_ring`: split layers may run without a wait."""
         self._native, self._calls = native(), calls()
         self._host, self._stream, self._schedule = parts.host, parts.stream, parts.schedule
         self._copies, self._counters, self._trace = parts.copies, parts.counters, parts.trace
@@ -77,6 +80,9 @@ class GraphPlayer:
         n_groups = len(routing.likeliest.experts)
         self._memory = AheadMemory(parts.stream.device, n_groups, most, most_slots)
         self._waits: dict[int, Waits] = {}  # by number of tokens in a batch
+        self._ring_choices: dict[int, RingChoice] = {}  # the same
+        self._may_ring = may_ring and split is not None
+        self._bell: Doorbell | None = None  # opened when it is first needed
         self._most_pairs, self._most_experts = MOST_TOKENS * n_used, most
         self._ids = np.zeros(self._most_pairs, np.int32)
         self._rows, self._used, self._experts = np.zeros((3, most), np.int32)
@@ -98,6 +104,8 @@ class GraphPlayer:
         return self._memory.device_bytes
 
     def close(self) -> None:
+        if self._bell is not None:
+            self._bell.close()
         self._memory.close()
 
     def compile(self, graph: Graph, steps: Sequence[CutStep], stops: Sequence[Stop]) -> Program:
@@ -143,6 +151,8 @@ class GraphPlayer:
         finally:
             if program.moves:
                 self._native.move(program.address, 0)
+        if status or code != api.DONE:
+            program.failed()
         if status:
             return status
         self._count(program, time.perf_counter() - start_s)
@@ -179,11 +189,31 @@ class GraphPlayer:
         player.token_rows, player.n_token_rows = token_rows.ctypes.data, len(token_rows)
         if self._split is not None and program.splits:
             self._arm_split(program, self._split)
-        if program.may_go_ahead and not player.whole:
-            needs_python = clocked or player.paced or player.from_disk
-            needs_python = needs_python or player.splitter == api.BY_PYTHON
-            n = 1 if needs_python else self._seen(program).choose(len(program.layers))
+        needs_python = clocked or player.paced or player.from_disk
+        needs_python = needs_python or player.splitter == api.BY_PYTHON
+        if not player.whole:
+            if not needs_python and self._rings(program):
+                return
+            n = 1
+            if program.may_go_ahead and not needs_python:
+                n = self._seen(program).choose(len(program.layers))
             program.wait_every(n, self._memory)
+
+    def _rings(self, program: Program) -> bool:
+        """Let the decode run without a wait of the host, if it can and if that pays."""
+        streams = program.player.splitter not in {api.STAY, api.BY_COSTS}
+        if not self._may_ring or not program.may_ring or streams or not self._choice(program).pays:
+            return False
+        if self._bell is None:
+            try:
+                self._bell = Doorbell(self._stream)
+            except CannotRing:
+                self._may_ring = False
+                return False
+        return program.ring(self._bell, self._memory)
+
+    def _choice(self, program: Program) -> RingChoice:
+        return self._ring_choices.setdefault(int(program.layers[0].n_tokens), RingChoice())
 
     def _seen(self, program: Program) -> Waits:
         n_tokens = int(program.layers[0].n_tokens)
@@ -221,7 +251,9 @@ class GraphPlayer:
         program.computed_on_cpu = counts.n_pairs_host > 0
         program.streamed = counts.n_pairs_streamed > 0
         self.native_s += counts.native_s
-        if program.may_go_ahead and not player.whole:
+        if not player.whole and program.may_ring:
+            self._choice(program).saw(len(program.layers), counts.left_s)
+        if program.may_go_ahead and not player.whole and not counts.layers_rung:
             self._seen(program).saw(
                 len(program.layers), counts.layers_missed, counts.layers_repeated,
                 counts.n_between, counts.between_s, decode_s,
@@ -238,6 +270,8 @@ class GraphPlayer:
             return check(status, f"computing experts of layer {layer} on the CPU")
         if code == api.FAILED_TO_PLACE:
             return check(status, f"placing experts' rows of layer {layer}")
+        if code == api.DRIVER_FAILED:
+            raise _driver_failed(self._stream.device.name, layer, status)
         if code == api.WRONG_ID:
             step = program.steps[player.layer]
             assert step.ids is not None
@@ -464,3 +498,9 @@ class GraphPlayer:
             self._trace.add(CPU, f"experts of {program.layers[number].n_pairs} pairs", start_s,
                             time.perf_counter(), layer=split.weights.layer)  # fmt: skip
         return status
+
+
+def _driver_failed(device: str, layer: int, error: int) -> DeviceFailed:
+    if error == api.SILENT:
+        return DeviceFailed(f"{device} computes nothing any more: layer {layer} was not reached")
+    return DeviceFailed(f"{device}: CUDA's driver refused a call in layer {layer} (error {error})")

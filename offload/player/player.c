@@ -29,14 +29,16 @@
  *     AHEAD segment       submit the segment's nodes, whose layers find their slots on the device. Then read
  *                         the ids of all its layers at once. If an expert was in no slot, go back to READ
  *                         of its layer. Otherwise go on at READ of the next layer, or at END.
+ *     RING                compute all layers without a wait of the host for the device, if `bell` is set (below)
  *     END n               the graph has n nodes, and all are submitted
  */
 #include <math.h>
+#include <sched.h>
 #include <stdint.h>
 #include <string.h>
 #include <time.h>
 
-enum { OP_END, OP_SUBMIT, OP_READ, OP_RECORD, OP_DIVIDE, OP_ARRIVE, OP_OVERLAP, OP_HOST, OP_PYTHON, OP_WHOLE, OP_AHEAD, N_OPS };
+enum { OP_END, OP_SUBMIT, OP_READ, OP_RECORD, OP_DIVIDE, OP_ARRIVE, OP_OVERLAP, OP_HOST, OP_PYTHON, OP_WHOLE, OP_AHEAD, OP_RING, N_OPS };
 enum {
     DONE,            /* the program has ended */
     FAILED,          /* the device returned `status` */
@@ -44,6 +46,7 @@ enum {
     FAILED_TO_PLACE, /* the device returned `status` for placing rows of `layer` */
     WRONG_ID,        /* the router chose expert `status`, which `layer` does not have */
     WRONG_PROGRAM,   /* the program is wrong at instruction `at` */
+    DRIVER_FAILED,   /* the driver refused a call of the doorbell with the error `status` */
     YIELD_SUBMIT,    /* Python has to submit the nodes up to `until` */
     YIELD_STOP,      /* Python has to do stop number `until` */
     YIELD_CLOCK,     /* a layer is reached, and a clock is set */
@@ -57,11 +60,15 @@ enum {
     YIELD_FETCH,     /* Python has to begin to read experts from the disk, and may fill `kinds` */
     YIELD_LATE       /* Python has to wait for some of the `late` experts */
 };
+enum { SILENT = -1 };  /* `status` of DRIVER_FAILED: no word came for `silent_s` */
 enum { HIT, STREAMED, ON_HOST, LATE }; /* LATE: on the host, after it has been read from the disk */
 enum { STAY, ALL_ON_DEVICE, BY_COSTS, BY_PYTHON }; /* how experts are divided */
 enum { FREE, LOADING, READY, IN_USE, CLOSED };
 enum { ABORTED = 1 }; /* ggml's status of a computation that a signal ended */
 enum { MOST_TOKENS = 64, MOST_RANGES = 1 << 12 }; /* MOST_RANGES: as in offload/ggml/graph.py */
+
+#define YIELDS_AFTER_S 200e-6 /* a host that waits for a word lets other threads run after this time */
+#define ASKS_EACH_S 1.0       /* ... and asks the driver for errors after this time */
 
 typedef int64_t number;
 
@@ -79,8 +86,8 @@ struct calls {
 struct counts {
     number cuts, bands, router_reads, hits, misses, prefetched_used, n_pairs_hit, n_pairs_streamed,
         n_pairs_host, n_recorded, n_nodes_ahead, split_layers, whole_graphs, n_repairs,
-        layers_ahead, layers_repeated, layers_missed, n_between;
-    double host_s, split_s, step_s, idle_s, native_s, between_s;
+        layers_ahead, layers_repeated, layers_missed, n_between, layers_rung;
+    double host_s, split_s, step_s, idle_s, native_s, between_s, left_s;
 };
 
 struct part { /* nodes [first, end) as a graph */
@@ -173,6 +180,32 @@ struct ahead { /* memory for computing layers of one graph ahead; all graphs sha
     number n_table, n_taken;
 };
 
+/* A stream of ours beside the backend's, two events that both know, and two words in pinned memory. */
+struct bell {
+    int (*wait_for)(void *stream, void *event, unsigned flags);
+    int (*record)(void *event, void *stream);
+    int (*to_host)(void *to, uint64_t from, size_t n_bytes, void *stream);
+    int (*to_device)(uint64_t to, const void *from, size_t n_bytes, void *stream);
+    int (*write)(void *stream, uint64_t word, uint32_t value, unsigned flags);
+    int (*wait)(void *stream, uint64_t word, uint32_t value, unsigned flags);
+    int (*query)(void *stream);
+    void (*backend_record)(void *event, void *stream);
+    void (*backend_wait)(void *stream, void *event);
+    int (*see)(const uint32_t *word, uint32_t value, int waits); /* both NULL, except under a virtual clock */
+    void (*tell)(uint32_t *word, uint32_t value);
+    void *stream;
+    void *routed, *landed;             /* the driver's events: a layer's ids are there; the CPU's rows are there */
+    void *backend_routed, *backend_landed; /* the backend's handles of them */
+    uint32_t *rung, *answered;         /* the number of the last layer that the device, and the host, has told */
+    number n_told;                     /* layers of all decodes so far, as a word counts them */
+    number n_ahead;                    /* layers that are enqueued before the host answers the first of them */
+    double silent_s;                   /* longest time without a word from the device */
+};
+
+struct ringing { /* of one layer */
+    number products, rest; /* parts: the layer's products; from the CPU's rows to the next layer's router */
+};
+
 struct event { number kind, layer, a, b; double start_s, end_s; };
 enum { SUBMITTED, READ_IDS, COMPUTED, PLACED };
 
@@ -213,7 +246,11 @@ struct player {
     int32_t *shown;    /* [experts] slot that the nodes see for each expert */
     int32_t *order;    /* [experts + 1] */
     double *ends;      /* [lines * (experts + 1)] */
-    struct ahead *ahead; /* NULL: the program has no AHEAD */
+    struct ahead *ahead; /* NULL: the program has neither AHEAD nor RING. RING uses its table and what it moves. */
+    struct bell *bell;   /* NULL: RING does nothing in this decode */
+    struct ringing *ringing; /* [layers] */
+    number first_part;   /* part up to the first layer's products */
+    number is_careful;   /* 1: no call of the backend is made while a stream waits for the host */
     int32_t *late;     /* [experts] experts that are being read, in the order of their arrival */
     int32_t *late_pairs; /* [pairs] their pairs, in the same order */
     number n_late, n_arrived, n_late_done; /* numbers of late experts: all, read, computed */
@@ -378,6 +415,10 @@ static number best_cut(struct player *p, const int32_t *order, number n_hits, nu
         double end_s = ends[j] > stages_s ? ends[j] : stages_s;
         if (end_s < best_s) best = j, best_s = end_s, cpu_s = ends[j], other_s = stages_s;
     }
+    double left_s = ends[0]; /* the end if no miss is streamed */
+    for (number stage = 1; stage < c->n_ends; stage++)
+        if (ends[stage * n_columns] > left_s) left_s = ends[stage * n_columns];
+    p->counts.left_s += left_s - best_s;
     double step_s = cpu_s > other_s ? cpu_s : other_s, idle_s = step_s - (double)best * c->copy_s;
     p->counts.step_s += step_s;
     p->counts.idle_s += idle_s > 0.0 ? idle_s : 0.0;
@@ -867,11 +908,12 @@ static int is_readable(int32_t state) { return state != LOADING && state != CLOS
  * other expert needs that slot.
  *
  * With fewer slots than experts, missing experts share a slot if `may_share`, which is set where the kernel permits
- * repeated slots. Returns 0 if no expert is there, or too few slots are left; the layer is then not computed ahead.
+ * repeated slots. Returns 0 if too few slots are left, or if no expert is there and `needs_one` is set. The layer is
+ * then not computed ahead, or has to wait.
  * `changed` gets the range of changed entries. `there` [n_experts] gets 1 for experts that are there.
  * `taken` [n_slots] is 0 before and after. */
 number player_table_slots(const int32_t *slot_of, const int32_t *state, number n_experts, number n_slots,
-                          number may_share, int32_t *table, uint8_t *there, uint8_t *taken, number *changed) {
+                          number may_share, number needs_one, int32_t *table, uint8_t *there, uint8_t *taken, number *changed) {
     int32_t any = -1;
     number n_missing = 0, n_lacking = 0;
     for (number e = 0; e < n_experts; e++) {
@@ -880,6 +922,8 @@ number player_table_slots(const int32_t *slot_of, const int32_t *state, number n
         if (there[e]) taken[any = slot] = 1;
         else n_missing++;
     }
+    for (number i = 0; i < n_slots && any < 0 && !needs_one; i++)
+        if (is_readable(state[i])) any = (int32_t)i;
     number shares = n_slots < n_experts, first = n_experts, end = 0;
     int can = any >= 0 && (!shares || may_share || !n_missing);
     for (number e = 0; can && e < n_experts; e++) {
@@ -919,15 +963,15 @@ number player_table_slots(const int32_t *slot_of, const int32_t *state, number n
 
 /* Write the slots of layers [first, end) into the table, and upload what has changed. Returns 0 if a layer cannot be
  * computed ahead. */
-static int map_slots(struct player *p, number first, number end) {
+static int map_slots(struct player *p, number first, number end, number needs_one) {
     struct ahead *a = p->ahead;
     number low = a->n_table, high = 0, changed[2];
     int can = 1;
     for (number i = first; i < end && can; i++) {
         const struct layer *l = &p->layers[i];
         number at = a->table_at[i], may_share = l->may_repeat || l->n_used == 1;
-        can = (int)player_table_slots(l->slot_of, l->state, l->n_experts, l->n_slots, may_share, a->table + at,
-                                      a->there + at, a->taken, changed);
+        can = (int)player_table_slots(l->slot_of, l->state, l->n_experts, l->n_slots, may_share, needs_one,
+                                      a->table + at, a->there + at, a->taken, changed);
         if (changed[0] < changed[1]) low = least(low, at + changed[0]), high = most(high, at + changed[1]);
     }
     if (low < high)
@@ -999,7 +1043,7 @@ static int go_ahead(struct player *p, const struct segment *s) {
         /* Go on with the layers one by one if Python submitted a part of them. */
         if (part->first != p->done || p->python_open) return DONE;
         if (p->open >= 0 && p->open + 1 != s->first) return WRONG_PROGRAM;
-        if (!map_slots(p, s->first, s->end)) return DONE;
+        if (!map_slots(p, s->first, s->end, 1)) return DONE;
         int code = submit_ahead(p, s, part);
         if (code != DONE) return code;
         p->phase = 1;
@@ -1015,6 +1059,246 @@ static int go_ahead(struct player *p, const struct segment *s) {
     p->phase = 0;
     read_back(p, l, a->ids_tensor, a->ids + from, from, a->ids_at[last] + p->layers[last].ids_bytes - from);
     return look_back(p, s);
+}
+
+/* -- without a wait of the host ------------------------------------------------------------------- */
+
+/* The host enqueues layers before their ids are known. For each layer:
+ *
+ *     backend's stream   attention, router | record `routed` | slots of ids, products | wait for `landed`, place rows
+ *     our stream         wait for `routed`, copy ids and rows to the host, write `rung`,
+ *                        wait until the host has written `answered`, copy rows to the device, record `landed`
+ *     host               see `rung`, choose sides, compute its pairs, write `answered`, enqueue a later layer
+ *
+ * A wait for `answered` is never enqueued before what the host needs for writing it. So the streams may share one
+ * queue of the card. Each event is recorded before a stream is told to wait for it, as CUDA demands.
+ *
+ * One place each for ids, rows and results is enough: a layer's ids and rows are copied after `routed`, so after the
+ * rows of the layer before were placed, and so after the host answered it. */
+
+static uint64_t device_address(const struct player *p, const void *tensor) {
+    return (uint64_t)(uintptr_t)*(void *const *)((const char *)tensor + p->calls->at_data);
+}
+
+static uint32_t word_of(const struct bell *b, number layer) { return (uint32_t)(b->n_told + layer + 1); }
+
+static void tell(const struct bell *b, uint32_t value) {
+    if (b->tell) b->tell(b->answered, value);
+    else __atomic_store_n(b->answered, value, __ATOMIC_RELEASE);
+}
+
+/* Whether the device has told layer `i`. */
+static int is_rung(const struct bell *b, number i) {
+    if (b->see) return b->see(b->rung, word_of(b, i), 0);
+    return (int32_t)(__atomic_load_n(b->rung, __ATOMIC_ACQUIRE) - word_of(b, i)) >= 0;
+}
+
+enum { NOT_READY = 600 }; /* CUDA_ERROR_NOT_READY */
+
+/* Wait until the device has told layer `i`. */
+static int await_ring(struct player *p, number i) {
+    const struct bell *b = p->bell;
+    double start_s = began(p), from_s = 0.0, asked_s = 0.0, last_s = 0.0;
+    if (b->see) b->see(b->rung, word_of(b, i), 1);
+    for (number n = 0; !is_rung(b, i); n++) {
+        if (interrupted(p)) {
+            p->status = ABORTED;
+            return FAILED;
+        }
+        if (n % 64) {
+#if defined(__x86_64__)
+            __builtin_ia32_pause();
+#endif
+            continue;
+        }
+        double now = now_s();
+        if (from_s == 0.0 || now - last_s > ASKS_EACH_S) from_s = asked_s = now; /* this process was stopped */
+        last_s = now;
+        if (now - from_s > YIELDS_AFTER_S) sched_yield();
+        if (now - asked_s < ASKS_EACH_S) continue;
+        asked_s = now; /* a device that failed writes no word */
+        int error = b->query(b->stream);
+        if (error != 0 && error != NOT_READY) {
+            p->status = error;
+            return DRIVER_FAILED;
+        }
+        if (now - from_s > b->silent_s) {
+            p->status = SILENT;
+            return DRIVER_FAILED;
+        }
+    }
+    ended(p, READ_IDS, p->layers[i].layer, 0, 0, start_s);
+    return DONE;
+}
+
+static number row_places(const struct layer *l) { return l->n_tokens * l->n_used; }
+
+/* Let rows [n, all) of the layer's results be written to the row behind its output. */
+static void spare_places(const struct layer *l, number n) {
+    for (number all = row_places(l); n < all; n++) l->host->places[n] = (int32_t)all;
+}
+
+static int of_driver(struct player *p, int error) {
+    if (!error) return DONE;
+    p->status = error;
+    return DRIVER_FAILED;
+}
+
+/* Enqueue what brings a layer's ids and rows to the host. */
+static int enqueue_ring(struct player *p, number i) {
+    const struct bell *b = p->bell;
+    const struct layer *l = &p->layers[i];
+    int error = b->wait_for(b->stream, b->routed, 0);
+    if (!error) error = b->to_host(l->ids_at, device_address(p, l->ids_tensor), (size_t)l->ids_bytes, b->stream);
+    if (!error) error = b->to_host(l->rows_to, device_address(p, l->rows_tensor), (size_t)l->rows_bytes, b->stream);
+    if (!error) error = b->write(b->stream, (uint64_t)(uintptr_t)b->rung, word_of(b, i), 0);
+    return of_driver(p, error);
+}
+
+/* Enqueue what brings the host's answer to the device, and the nodes up to the next layer's router. */
+static int enqueue_answer(struct player *p, number i) {
+    const struct bell *b = p->bell;
+    const struct layer *l = &p->layers[i];
+    const struct host *h = l->host;
+    size_t n_bytes = (size_t)(h->header_bytes + row_places(l) * h->out_bytes);
+    int error = b->wait(b->stream, (uint64_t)(uintptr_t)b->answered, word_of(b, i), 0 /* at least that value */);
+    if (!error) error = b->to_device(device_address(p, h->staging), h->results, n_bytes, b->stream);
+    if (!error) error = b->record(b->landed, b->stream);
+    if (error) return of_driver(p, error);
+    b->backend_wait(p->stream, b->backend_landed);
+    p->status = submit(p, &p->parts[p->ringing[i].rest]);
+    if (p->status) return FAILED;
+    if (i + 1 < p->n_layers) b->backend_record(b->backend_routed, p->stream);
+    return DONE;
+}
+
+static int enqueue_products(struct player *p, number i) {
+    show(p, &p->layers[i], 0, p->layers[i].n_slots);
+    p->open = i;
+    p->status = submit(p, &p->parts[p->ringing[i].products]);
+    p->open = -1;
+    return p->status ? FAILED : DONE;
+}
+
+/* Compute the CPU's pairs of layer `i`, whose ids and rows have come, and leave the rows and their places for our
+ * stream. Sides are those of the table that the device reads. */
+static int answer(struct player *p, number i) {
+    struct layer *l = &p->layers[i];
+    const uint8_t *there = p->ahead->there + p->ahead->table_at[i];
+    int code = take_ids(p, l, l->ids_at);
+    if (code != DONE) return code;
+    record(p, l);
+    code = p->splitter == BY_COSTS && !costs_fit(p) ? WRONG_PROGRAM : count_rows(p, l);
+    if (code != DONE) return code;
+    p->counts.layers_missed -= l->waits;
+    for (number k = 0; k < p->n_used; k++) p->resident[p->used[k]] = there[p->used[k]];
+    choose_kinds(p, l);
+    number n_device = 0, n = 0;
+    l->missed = 0;
+    for (number k = 0; k < p->n_used; k++) {
+        int32_t e = p->used[k];
+        p->kinds[e] = there[e] ? HIT : ON_HOST;
+        if (there[e]) p->experts[n_device++] = e;
+        else l->missed = 1;
+    }
+    number at = n_device;
+    for (number k = 0; k < p->n_used; k++)
+        if (!there[p->used[k]]) p->experts[at++] = p->used[k];
+    l->n_on_device = n_device, l->n_on_host = p->n_used - n_device;
+    int32_t *pairs = l->slot_ids; /* free: the device looks up slot numbers by itself */
+    for (number k = 0; k < row_places(l); k++)
+        if (p->kinds[p->ids[k]] == ON_HOST) pairs[n++] = (int32_t)k;
+    l->n_pairs = l->n_early = n;
+    l->waits = 0;
+    l->split_at_s = now_s();
+    fill_host(l->host, l->weights, l->scale_tables, p->ids, l->n_used, pairs, n, 0);
+    spare_places(l, n);
+    use_experts(p, l);
+    if (l->missed) code = observe(p, l);
+    if (code == DONE && n) code = compute_host(p, l);
+    p->counts.layers_missed += l->missed;
+    p->counts.cuts += l->n_readers;
+    p->counts.split_layers++;
+    p->counts.layers_rung++;
+    p->counts.n_pairs_hit += row_places(l) - n;
+    p->counts.n_pairs_host += n;
+    p->counts.n_nodes_ahead += n ? l->n_ahead : 0;
+    p->counts.split_s += now_s() - l->split_at_s;
+    return code;
+}
+
+/* After a failure, let the device run through the layers that are enqueued. Their results are wrong, so the decode
+ * fails. Places are valid, as a wrong one would be written to. */
+static void release(struct player *p, number n_enqueued) {
+    for (number i = 0; i < n_enqueued; i++) spare_places(&p->layers[i], 0);
+    tell(p->bell, word_of(p->bell, n_enqueued - 1));
+}
+
+static int ring_through(struct player *p) {
+    struct bell *b = p->bell;
+    number n_enqueued = 0, i = 0, n_ahead = p->is_careful ? 1 : b->n_ahead;
+    int code = DONE;
+    while (i < p->n_layers && code == DONE) {
+        if (n_enqueued == i || (n_enqueued < least(p->n_layers, i + n_ahead) && !is_rung(b, i))) {
+            code = enqueue_products(p, n_enqueued);
+            if (code == DONE) code = enqueue_ring(p, n_enqueued);
+            if (code == DONE && !p->is_careful) {
+                n_enqueued++;
+                code = enqueue_answer(p, n_enqueued - 1);
+            } else if (code == DONE) {
+                n_enqueued++;
+            }
+            continue;
+        }
+        code = await_ring(p, i);
+        if (code == DONE) code = answer(p, i);
+        if (code != DONE) break;
+        tell(b, word_of(b, i));
+        if (p->is_careful) code = enqueue_answer(p, i);
+        i++;
+    }
+    if (code != DONE) release(p, n_enqueued);
+    b->n_told += p->n_layers;
+    return code;
+}
+
+/* Play all layers. Does nothing if a layer cannot be mapped; its instructions follow. */
+static int ring(struct player *p) {
+    if (p->phase == 0) {
+        const struct part *part = &p->parts[p->first_part];
+        if (p->done != part->first || p->open >= 0) return WRONG_PROGRAM;
+        p->status = submit(p, part);
+        if (p->status) return FAILED;
+        p->bell->backend_record(p->bell->backend_routed, p->stream);
+        p->phase = 1;
+    }
+    for (number i = 0; i < p->n_layers; i++)
+        if (p->layers[i].issues) { /* the device computes meanwhile, and reads no table yet */
+            p->layer = i;
+            p->until = 0;
+            return YIELD_ISSUE;
+        }
+    p->phase = 0;
+    if (!map_slots(p, 0, p->n_layers, 0)) return DONE;
+    int code = ring_through(p);
+    p->at = p->n_words / 4 - 2;
+    return code;
+}
+
+static int ring_fits(const struct player *p) {
+    const struct ahead *a = p->ahead;
+    if (!a || !p->ringing || !part_fits(p, p->first_part) || p->n_layers < 1) return 0;
+    if (p->parts[p->first_part].end != p->layers[0].at) return 0;
+    for (number i = 0; i < p->n_layers; i++) {
+        const struct layer *l = &p->layers[i];
+        const struct ringing *r = &p->ringing[i];
+        if (!layer_fits(p, l) || !l->host || !part_fits(p, r->products) || !part_fits(p, r->rest)) return 0;
+        if (p->parts[r->products].first != l->at || p->parts[r->products].end <= l->last) return 0;
+        if (p->parts[r->rest].first != p->parts[r->products].end) return 0;
+        if (i + 1 < p->n_layers && p->parts[r->rest].end != p->layers[i + 1].at) return 0;
+        if (a->table_at[i] < 0 || a->table_at[i] > a->n_table - l->n_experts || l->n_slots > a->n_taken) return 0;
+    }
+    return 1;
 }
 
 /* Whether segment `n`, which the instruction `at` names, fits the program and its memory. */
@@ -1064,6 +1348,8 @@ number player_check(const struct player *p) {
             for (number k = 0; k < p->n_layers; k++) fits = fits && layer_fits(p, &p->layers[k]);
         } else if (op == OP_AHEAD) {
             fits = segment_fits(p, w[1], i);
+        } else if (op == OP_RING) {
+            fits = ring_fits(p);
         } else if (fits && op != OP_END) {
             fits = of_layer < p->n_layers && (of_layer >= 0 || (op == OP_SUBMIT && of_layer == -1));
             if (of_layer >= 0) fits = fits && layer_fits(p, &p->layers[of_layer]);
@@ -1156,6 +1442,9 @@ number player_play(struct player *p) {
         case OP_AHEAD:
             code = go_ahead(p, &p->ahead->segments[w[1]]);
             break;
+        case OP_RING:
+            if (p->bell) code = ring(p);
+            break;
         case OP_RECORD:
             record(p, l);
             break;
@@ -1216,6 +1505,7 @@ void player_divide(struct player *p, number layer) {
 void player_sizes(number *sizes) {
     number found[] = {sizeof(struct calls), sizeof(struct counts), sizeof(struct part), sizeof(struct redirect),
                       sizeof(struct view), sizeof(struct host), sizeof(struct costs), sizeof(struct layer),
-                      sizeof(struct segment), sizeof(struct ahead), sizeof(struct event), sizeof(struct player)};
+                      sizeof(struct segment), sizeof(struct ahead), sizeof(struct bell), sizeof(struct ringing),
+                      sizeof(struct event), sizeof(struct player)};
     memcpy(sizes, found, sizeof found);
 }

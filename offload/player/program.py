@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes as C
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,22 @@ from offload.errors import DeviceFailed, DoesNotFit
 from offload.ggml.graph import Graph
 from offload.ggml.tensor import Tensor
 from offload.player.ahead import AheadEntry, AheadMemory, NotRepeatable, segments_of
-from offload.player.native import Layer, Part, Player, RedirectEntry, Segment, View, native
+from offload.player.doorbell import CannotRing, Doorbell, RingEntry
+from offload.player.native import (
+    Layer,
+    Part,
+    Player,
+    RedirectEntry,
+    Ringing,
+    Segment,
+    View,
+    native,
+)
 from offload.routing.routing import MOST_TOKENS, N_KEPT, RoutingGuess
 from offload.schedule.schedule import Schedule
 from offload.streaming.cuts import CutStep, Stop
 
-END, SUBMIT, READ, RECORD, DIVIDE, ARRIVE, OVERLAP, HOST, PYTHON, WHOLE, AHEAD = range(11)
+END, SUBMIT, READ, RECORD, DIVIDE, ARRIVE, OVERLAP, HOST, PYTHON, WHOLE, AHEAD, RING = range(12)
 _NAMES = (
     "end",
     "submit",
@@ -31,6 +41,7 @@ _NAMES = (
     "python",
     "whole",
     "ahead",
+    "ring",
 )
 _NONE = -1
 _MOST_ISSUES = 8  # most times that a decode enqueues promoted experts
@@ -96,7 +107,10 @@ class Program:
         self._words: dict[int, tuple[Any, Any, Any]] = {}  # programs by number of layers per wait
         self.layers_per_wait = 1
         self._ahead: AheadEntry | None = None
+        self._ring_program: _RingProgram | None = None
+        self.is_ringing = False  # whether this decode runs without a wait of the host
         self.may_go_ahead = self.is_whole
+        self.may_ring = self.is_whole and bool(self.is_split.all()) and _has_rest(graph, self.steps)
         layers = [_layer(step, schedule, guess, likeliest, self._kept) for step in self.steps]
         self.layers = (Layer * len(layers))(*layers)
         self.missed, self.n_tokens = self._field("missed"), self._field("n_tokens")
@@ -164,11 +178,43 @@ class Program:
         for i in range(n):
             self.layers[i * n_layers // n].issues = (i + 1) * n_promoted // n
 
+    def ring(self, bell: Doorbell, memory: AheadMemory) -> bool:
+        """Let the next decode run without a wait of the host. Return False if it cannot.
+
+        Ids, rows and outputs of layers are moved to `memory`, where no other node overwrites them.
+        """
+        if not self.may_ring:
+            return False
+        if self._ring_program is None:
+            try:
+                self._ring_program = _RingProgram(self, RingEntry(self.graph, self.steps, memory))
+            except (CannotRing, DoesNotFit):
+                self.may_ring = False
+                return False
+        if not self.is_ringing:
+            self.is_ringing = True
+            self.graph.forget_uids()
+            self.words = self._ring_program.words
+            self._ring_program.use(self.player)
+            self.check()
+        self.player.bell = C.addressof(bell.struct)
+        self.player.is_careful = self._ring_program.entry.is_careful()
+        return True
+
+    def failed(self) -> None:
+        """Note that a decode failed."""
+        if self._ring_program is not None:
+            self._ring_program.entry.failed()
+
     def wait_every(self, n_layers: int, memory: AheadMemory) -> None:
         """Set the number of layers between two waits. Does nothing if the graph is not repeatable.
 
         Results are moved to `memory`, from which a repair reads them.
         """
+        if self.is_ringing:
+            self.is_ringing, self.player.bell = False, None
+            self.graph.forget_uids()
+            self._use(self.layers_per_wait)
         if n_layers == self.layers_per_wait or not self.may_go_ahead:
             return
         if self._ahead is None:
@@ -177,7 +223,6 @@ class Program:
             except (NotRepeatable, DoesNotFit):
                 self.may_go_ahead = False
                 return
-            self.player.ahead = C.addressof(self._ahead.struct)
             self.graph.forget_uids()
             self._made.clear()  # parts get new uids, because results move
         self._use(n_layers)
@@ -186,7 +231,7 @@ class Program:
     @property
     def moves(self) -> bool:
         """True if results move to memory of their own while the program is played."""
-        return self._ahead is not None
+        return self._ahead is not None or self.is_ringing
 
     def _use(self, layers_per_wait: int) -> None:
         self.layers_per_wait = layers_per_wait
@@ -199,7 +244,9 @@ class Program:
         player = self.player
         player.program, player.n_words = self.words.ctypes.data, self.words.size
         player.parts, player.n_parts = C.addressof(self.parts), len(self.parts)
+        player.ahead = None
         if self._ahead is not None:
+            player.ahead = C.addressof(self._ahead.struct)
             self._ahead.play(segments, resume)
 
     def check(self) -> None:
@@ -221,24 +268,40 @@ class Program:
         self._kept.append(part)
         return first, end, *self.graph.entry_of(part)
 
+    def compiled(self, part: Callable[[int, int], int]) -> list[tuple[int, int, int, int]]:
+        """Return the instructions with a wait in each layer. `part` numbers the parts."""
+        return self._instructions(1, part, [], [0] * len(self.steps))
+
     def _compile(self, layers_per_wait: int) -> tuple[Any, Any, Any]:
         """Return the instructions, the segments, and the position of READ of each layer."""
-        words: list[tuple[int, int, int, int]] = []
         segments: list[Segment] = []
+        resume = [0] * len(self.steps)
+        words = self._instructions(layers_per_wait, self._part_number, segments, resume)
+        return (
+            np.array(words, np.int64),
+            (Segment * len(segments))(*segments),
+            np.array(resume, np.int64),
+        )
+
+    def _instructions(
+        self, layers_per_wait: int, part: Callable[[int, int], int], segments: list[Segment],
+        resume: list[int],
+    ) -> list[tuple[int, int, int, int]]:  # fmt: skip
+        """Return the instructions. Fills `segments`, and the position of READ of each layer."""
+        words: list[tuple[int, int, int, int]] = []
         ahead = {}
         if layers_per_wait > 1:
             ahead = dict(segments_of(len(self.steps), layers_per_wait))
-        resume = [0] * len(self.steps)
         n_nodes = self.graph.n_nodes
         if self.may_be_whole:
-            words.append((WHOLE, self._part_number(0, n_nodes), 0, 0))
+            words.append((WHOLE, part(0, n_nodes), 0, 0))
         before = [0]  # possible first nodes of the next submission
         shown = _NONE  # layer whose nodes may not have been submitted
         for number, stop in enumerate(self.stops):
             step = stop.step
             if id(step) not in self._numbers:
                 if shown != _NONE:
-                    words += self._submit(before, stop.at, shown)
+                    words += _submit(part, before, stop.at, shown)
                 if not words or words[-1][0] != PYTHON:
                     words.append((PYTHON, number, 0, 0))
                     self.python_stops[number] = []
@@ -253,33 +316,21 @@ class Program:
                     numbers = [self._part_number(first, end, layer) for first in before]
                     words.append((AHEAD, len(segments), 0, 0))
                     segments.append(Segment(numbers[0], [*numbers, _NONE][1], layer, upto, 0))
-                words += self._submit(before, step.at, shown)
+                words += _submit(part, before, step.at, shown)
                 resume[layer] = len(words)
                 words += [(op, layer, 0, 0) for op in (READ, RECORD, DIVIDE)]
                 words += [(ARRIVE, layer, nth, 0) for nth in range(len(step.readers))]
                 before, shown = [step.at], layer
                 if step.split is not None:
-                    words.append((OVERLAP, self._part_number(step.at, step.end), _NONE, layer))
+                    words.append((OVERLAP, part(step.at, step.end), _NONE, layer))
                     words.append((HOST, layer, 0, 0))
                     before.append(step.end)
         if words[-1][0] != PYTHON:  # after the last stop, Python submits the rest
-            words += self._submit(before, n_nodes, shown)
+            words += _submit(part, before, n_nodes, shown)
         words.append((END, n_nodes, 0, 0))
         for segment in segments:
             segment.next = [*resume, len(words) - 1][segment.end]
-        return (
-            np.array(words, np.int64),
-            (Segment * len(segments))(*segments),
-            np.array(resume, np.int64),
-        )
-
-    def _submit(
-        self, before: Sequence[int], end: int, layer: int
-    ) -> list[tuple[int, int, int, int]]:
-        numbers = [self._part_number(first, end) for first in before if first < end]
-        if not numbers:
-            return []
-        return [(SUBMIT, numbers[0], numbers[1] if len(numbers) > 1 else _NONE, layer)]
+        return words
 
     def _part_number(self, first: int, end: int, layer: int = _NONE) -> int:
         """Return the number of the part [first, end). `layer`: its first layer computed ahead."""
@@ -301,6 +352,69 @@ class Program:
             elif op == READ and a > nth:
                 return lines[:-2]
         return lines[:-2]
+
+
+def _submit(
+    part: Callable[[int, int], int], before: Sequence[int], end: int, layer: int
+) -> list[tuple[int, int, int, int]]:
+    numbers = [part(first, end) for first in before if first < end]
+    if not numbers:
+        return []
+    return [(SUBMIT, numbers[0], numbers[1] if len(numbers) > 1 else _NONE, layer)]
+
+
+def _has_rest(graph: Graph, steps: Sequence[CutStep]) -> bool:
+    """True if nodes that need the CPU's rows follow each layer's products."""
+    ends = [*[step.at for step in steps[1:]], graph.n_nodes]
+    return all(step.end < end for step, end in zip(steps, ends, strict=True))
+
+
+class _RingProgram:
+    """The instructions and parts of a program whose layers run without a wait of the host.
+
+    Its parts are its own, because its results lie elsewhere than those of the other programs.
+    """
+
+    def __init__(self, program: Program, entry: RingEntry) -> None:
+        self.entry = entry
+        graph, steps = program.graph, program.steps
+        self._kept: list[Graph] = []
+        self._fields: list[tuple[Any, ...]] = []
+        self._numbers: dict[tuple[int, int], int] = {}
+        self._graph = graph
+        first = self._part(0, steps[0].at)
+        ringing = []
+        ends = [*[step.at for step in steps[1:]], graph.n_nodes]
+        nodes = zip(steps, ends, entry.mapping, entry.placing, strict=True)
+        for step, end, mapping, placing in nodes:
+            products = self._part(step.at, step.end, mapping)
+            ringing.append(Ringing(products, self._part(step.end, end, placing)))
+        words = program.compiled(self._plain_part)
+        at = 1 if words[0][0] == WHOLE else 0
+        words.insert(at, (RING, 0, 0, 0))
+        self.words = np.array(words, np.int64)
+        self._ringing = (Ringing * len(ringing))(*ringing)
+        self._parts = (Part * len(self._fields))(*[Part(*fields) for fields in self._fields])
+        self._first = first
+
+    def _plain_part(self, first: int, end: int) -> int:
+        if (first, end) not in self._numbers:
+            self._numbers[first, end] = self._part(first, end)
+        return self._numbers[first, end]
+
+    def _part(self, first: int, end: int, node: Tensor | None = None) -> int:
+        """Return the number of a part of nodes [first, end), after `node` if it is given."""
+        part = self._graph.with_nodes(first, end, {} if node is None else {first: [node]})
+        self._kept.append(part)
+        self._fields.append((first, end, *self._graph.entry_of(part)))
+        return len(self._fields) - 1
+
+    def use(self, player: Player) -> None:
+        """Let the player play this program."""
+        player.program, player.n_words = self.words.ctypes.data, self.words.size
+        player.parts, player.n_parts = C.addressof(self._parts), len(self._parts)
+        player.ahead = C.addressof(self.entry.struct)
+        player.ringing, player.first_part = C.addressof(self._ringing), self._first
 
 
 def wrong_program(instruction: int) -> DeviceFailed:

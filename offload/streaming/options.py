@@ -32,6 +32,7 @@ class StreamingOptions(PlanRequest):
     cache: bool = True  # keep experts in slots for later graphs; False: copy them for each graph
     prefetch: bool = True  # guess the experts of small batches from their tokens, and promote
     bounce: bool = True  # copy weights that cannot be pinned through a pinned ring
+    doorbell: bool = True  # split layers run without a wait of the host, on CUDA
     native: bool = True  # the backend itself, not Python, decides which nodes it computes
 
 

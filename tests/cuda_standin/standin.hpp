@@ -126,6 +126,7 @@ struct Stream : std::enable_shared_from_this<Stream> {
     Point tail();                                     // behind everything that is queued
     Moment mark();                                    // the same, with its virtual time
     void  want();                                     // runs everything that is queued, if it is lazy
+    bool  is_over();                                  // true if nothing is queued or running
     void  close();                                    // ends the thread when the queue is empty
 
     const int  device;

@@ -110,6 +110,12 @@ void Stream::want() {
     want_up_to(n_pushed_);
 }
 
+bool Stream::is_over() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    want_up_to(n_pushed_);
+    return n_done_ == n_pushed_;
+}
+
 void Stream::want_up_to(uint64_t n) {
     if (is_lazy && n_wanted_ < n) {
         n_wanted_ = n;

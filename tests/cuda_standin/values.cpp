@@ -174,6 +174,18 @@ void standin_await_word(const uint32_t * word, uint32_t value) {
     }
 }
 
+// The same for a host that has other work: returns whether the word holds that value by now, and waits for it only if
+// `waits` is set.
+int standin_see_word(const uint32_t * word, uint32_t value, int waits) {
+    if (waits) {
+        standin_await_word(word, value);
+        return 1;
+    }
+    const HostCall call;
+    return is_met(__atomic_load_n(word, __ATOMIC_ACQUIRE), value, CU_STREAM_WAIT_VALUE_GEQ) &&
+           written_s(word, value, CU_STREAM_WAIT_VALUE_GEQ) <= host_now_s();
+}
+
 // Lets a stream compute for that long, as a graph whose launch the host calls now.
 void standin_compute_for(CUstream handle, double s) {
     const HostCall call(rates.graph_call_s);

@@ -55,7 +55,7 @@ def test_layers_computed_ahead_without_all_experts_are_repaired(
     monkeypatch.setattr(play.Waits, "choose", lambda _, n_layers: n_layers)
     with Engine(path, options(gpu, stream_experts=False, n_ubatch=32)) as engine:
         expected, _ = changing(engine)
-    streaming = slots_for(path, "half", hybrid=True, splitter=splitter or stay)
+    streaming = slots_for(path, "half", hybrid=True, splitter=splitter or stay, doorbell=False)
     first = NEVER if splitter else 1
     if splitter is None:
         streaming = replace(streaming, hybrid=False, splitter=None)

@@ -189,6 +189,10 @@ class ggml_threadpool_params(ctypes.Structure):
     ]
 
 
+class ggml_backend_event(ctypes.Structure):
+    _fields_ = [*_all(P, "device context")]
+
+
 class ggml_backend_dev_caps(ctypes.Structure):
     _fields_ = [*_all(BOOL, "async_ host_buffer buffer_from_host_ptr events mmap_support")]
 

@@ -76,6 +76,15 @@ def route(set_log: Callable[[Any, None], None]) -> None:
     set_log(_kept[0], None)
 
 
+def pass_through(lib: Any, to_python: Callable[[int], None], function: int) -> None:
+    """Let a native function get each line first. `to_python` tells it the address of ours."""
+    callback, address = guard(lib.structs.llama_log_callback, pending, None, _on_text)
+    to_python(address)
+    native = lib.structs.llama_log_callback(function)
+    _kept.extend((callback, native))
+    lib.llama_log_set(native, None)
+
+
 @contextmanager
 def spare_cells(longest_text: int, n_trained: int) -> Iterator[None]:
     """Do not warn in the block that a context is longer than the model was trained for.

@@ -114,7 +114,6 @@ def test_the_wrapped_device_calls_what_plain_llama_cpp_calls(
     [
         ("streamed, hits only", 1.0, None),
         ("split, hits only", 1.0, all_on_device),
-        ("split, hits only, slots for half", 0.5, stay),
     ],
 )
 def test_hits_wait_for_no_layer(
@@ -153,15 +152,32 @@ def test_all_experts_in_slots_need_the_calls_of_a_resident_model(
     assert calls == plain
 
 
-# With misses on the CPU, a layer has three parts that warm up: the whole, what comes before the
-# CPU's rows, and what comes after them.
+@pytest.mark.parametrize("repeats", [True, False], ids=["hits", "misses"])
+def test_split_layers_wait_for_the_logits_alone(
+    standin: DeviceChoice, deep: Path, plain: Calls, repeats: bool, record_property: Record
+) -> None:
+    """Each layer has two parts: its products, and what comes from its rows to the next router."""
+    opened = _streamed(standin, deep, 0.5, stay)
+    calls, copies = calls_per_decode(deep, opened, n_warm=60, repeats=repeats)
+    name = "hits only, slots for half" if repeats else "misses on the CPU"
+    record_property("counters", [f"split, {name}", calls])
+    assert (copies == 0) == repeats
+    assert calls["launches"] == calls["captures"] == calls["pageable"] == 0
+    assert calls["graph_launches"] == 2 * N_LAYERS + 1
+    assert calls["stream_syncs"] == plain["stream_syncs"]
+    # Each layer looks up slots, and places rows.
+    assert calls["graph_kernels"] <= plain["graph_kernels"] + 2 * N_LAYERS
+
+
+# If a layer waits and the CPU computes misses, it has three parts that warm up: the whole, what
+# comes before the CPU's rows, and what comes after them.
 @pytest.mark.parametrize(
     ("name", "share", "splitter", "n_warm"),
     [
         ("streamed, cache filling", 1.0, None, 12),
         ("streamed, slots for half", 0.5, None, 12),
         ("split, misses copied", 0.5, all_on_device, 120),
-        ("split, misses on the CPU", 0.5, stay, 60),
+        ("split, misses on the CPU, each layer waiting", 0.5, stay, 60),
     ],
 )
 def test_misses_are_replayed_from_captured_graphs(
@@ -175,6 +191,8 @@ def test_misses_are_replayed_from_captured_graphs(
     record_property: Record,
 ) -> None:
     opened = _streamed(standin, deep, share, splitter)
+    assert opened.streaming is not None
+    opened = replace(opened, streaming=replace(opened.streaming, doorbell=False))
     calls, copies = calls_per_decode(deep, opened, n_warm=n_warm, repeats=False)
     record_property("counters", [name, calls])
     # Measured times decide which layers are computed ahead and repaired. Parts that were never

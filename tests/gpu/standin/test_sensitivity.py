@@ -21,11 +21,14 @@ WRONG_NUMBERS = re.compile(
 )
 
 
-def ran(folder: Path, **settings: str) -> tuple[int, str]:
+EQUALITY = ("test_gpu_equality.py", "half or least_slots or pinned_ring")
+DOORBELL = ("test_gpu_doorbell.py", "deepseek-v3 or gpt-oss or q4_K or rewinds")
+
+
+def ran(folder: Path, chosen: tuple[str, str], **settings: str) -> tuple[int, str]:
     """Run tests of equality with delays. Returns pytest's exit status and the output."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--capture=sys"]
-    command += [str(GPU_TESTS / "test_gpu_equality.py")]
-    command += ["-k", "half or least_slots or pinned_ring"]
+    command += [str(GPU_TESTS / chosen[0]), "-k", chosen[1]]
     env = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
     env.pop("STANDIN_IGNORE", None)
     env |= {"STANDIN_JITTER": "2000"} | settings
@@ -35,21 +38,26 @@ def ran(folder: Path, **settings: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.fixture(scope="module")
-def n_passed(tmp_path_factory: pytest.TempPathFactory) -> int:
-    """The number of tests that pass with the delays alone. All of them do."""
-    status, words = ran(tmp_path_factory.mktemp("control"))
+@pytest.fixture(scope="module", params=[EQUALITY, DOORBELL], ids=["streamed", "doorbell"])
+def chosen(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, str]:
+    """Tests that pass with the delays alone."""
+    found: tuple[str, str] = request.param
+    status, words = ran(tmp_path_factory.mktemp("control"), found)
     assert status == 0, words
     (n,) = re.findall(r"^(\d+) passed", words, re.MULTILINE)
-    return int(n)
+    assert int(n) >= 3
+    return found
 
 
-@pytest.mark.parametrize("left_out", ["waits", "event_syncs", "stream_syncs"])
+@pytest.mark.parametrize("left_out", ["waits", "event_syncs", "stream_syncs", "value_waits"])
 def test_leaving_out_waits_gives_wrong_numbers(
-    left_out: str, n_passed: int, tmp_path: Path
+    left_out: str, chosen: tuple[str, str], tmp_path: Path
 ) -> None:
     """STANDIN_JITTER delays work, so that without the waits some data is read too early."""
-    assert n_passed >= 3
-    status, words = ran(tmp_path, STANDIN_IGNORE=left_out)
+    if left_out == ("value_waits" if chosen is EQUALITY else "event_syncs"):
+        pytest.skip("these tests need no such wait")
+    status, words = ran(tmp_path, chosen, STANDIN_IGNORE=left_out)
     assert status != 0, words
     assert WRONG_NUMBERS.search(words), words

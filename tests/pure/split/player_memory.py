@@ -21,6 +21,7 @@ from offload.player.ahead import segments_of
 from offload.player.entries import CostEntry
 from offload.player.native import (
     Ahead,
+    Bell,
     Calls,
     Event,
     Host,
@@ -28,13 +29,14 @@ from offload.player.native import (
     Part,
     Player,
     RedirectEntry,
+    Ringing,
     Segment,
     View,
     native,
 )  # fmt: skip
 from offload.split.division import SplitCosts
 
-END, SUBMIT, READ, RECORD, DIVIDE, ARRIVE, OVERLAP, HOST, PYTHON, WHOLE, AHEAD = range(11)
+END, SUBMIT, READ, RECORD, DIVIDE, ARRIVE, OVERLAP, HOST, PYTHON, WHOLE, AHEAD, RING = range(12)
 MOST_TOKENS = 64
 TOKEN_ROWS = 20
 GUARD_BYTES = 0 if os.environ.get("PLAYER_SANITIZERS") else 64
@@ -46,6 +48,12 @@ _MOVE = C.CFUNCTYPE(None, C.c_void_p, C.c_void_p, C.c_void_p, C.c_size_t, C.c_si
 _ONE = C.CFUNCTYPE(None, C.c_void_p)
 _COUNT = C.CFUNCTYPE(None, C.c_void_p, C.c_int)
 _POOL = C.CFUNCTYPE(None, C.c_void_p, C.c_void_p)
+_EVENT = C.CFUNCTYPE(C.c_int, C.c_void_p, C.c_void_p, C.c_uint)
+_RECORD = C.CFUNCTYPE(C.c_int, C.c_void_p, C.c_void_p)
+_TO_HOST = C.CFUNCTYPE(C.c_int, C.c_void_p, C.c_uint64, C.c_size_t, C.c_void_p)
+_TO_DEVICE = C.CFUNCTYPE(C.c_int, C.c_uint64, C.c_void_p, C.c_size_t, C.c_void_p)
+_WORD = C.CFUNCTYPE(C.c_int, C.c_void_p, C.c_uint64, C.c_uint32, C.c_uint)
+_QUERY = C.CFUNCTYPE(C.c_int, C.c_void_p)
 Change = tuple[str, int, int]  # (name of a number, which of them, its wrong value)
 
 
@@ -142,6 +150,15 @@ def program(
     return words, parts, segments
 
 
+def ringing(n_layers: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Return more parts of `program`, for layers without a wait, and the numbers of each layer's
+    parts among these. The first part comes before the layers."""
+    parts = [[0, 2]]
+    for n in range(n_layers):
+        parts += [[4 * n + 2, 4 * n + 4], [4 * n + 4, min(4 * n + 6, 4 * n_layers + 2)]]
+    return parts, [[2 * n + 1, 2 * n + 2] for n in range(n_layers)]
+
+
 def resume_of(words: Sequence[Sequence[int]]) -> list[int]:
     """Return the position of the instruction READ of each layer."""
     return [at for at, word in enumerate(words) if word[0] == READ]
@@ -159,14 +176,26 @@ class Machine:
         *,
         whole: bool = False,
         layers_per_wait: int = 1,
+        rings: bool = False,
     ) -> None:
+        """`rings`: the layers run without a wait of the host. All of them have to be split."""
         self.memory, self.sizes, self.rng, self.kept = Memory(), layers, rng, list[Any]()
         self.wrong = list(changes)
         self.ids: dict[int, NDArray[np.int32]] = {}  # what the device gives, by a tensor's address
         self.statuses: list[int] = []  # of the next computations
         self.block = 0  # the tensor with all layers' ids
+        self.errors: list[int] = []  # of the driver's next calls
+        self.is_silent = False  # whether the device writes no word
         words, parts, segments = program(layers, whole=whole, layers_per_wait=layers_per_wait)
-        self.n_nodes, resume = words[-1][1], resume_of(words)
+        self.n_nodes = words[-1][1]
+        n_parts = len(parts)
+        if rings:
+            words.insert(1 + whole, [RING, 0, 0, 0])
+            more, numbers = ringing(len(layers))
+            parts += more
+            for segment in segments:
+                segment[4] += 1
+        resume = resume_of(words)
         self._change("words", words)
         self._change("parts", parts)
         self.words, self.parts = self.memory.array(np.int64, len(words), 4), self._parts(parts)
@@ -181,6 +210,18 @@ class Machine:
         if segments:
             self._change("segments", segments)
             self.player.ahead = self._keep(self._ahead(segments, resume))
+        if rings:
+            if not segments:
+                self.player.ahead = self._keep(self._ahead([], resume))
+            numbers = [[n_parts + n for n in row] for row in numbers]
+            self._change("ringing", numbers)
+            rows = (Ringing * len(numbers))(*[Ringing(*row) for row in numbers])
+            self.player.ringing, self.player.first_part = self._keep(rows), n_parts
+            self.player.is_careful = rng.randint(0, 1)
+            self.bell = self._bell()
+            self.player.bell = self._keep(self.bell)
+            for name, _, value in self._named("player."):
+                setattr(self.player, name, value)
         self.address = C.addressof(self.player)
 
     def _named(self, start: str) -> Iterator[Change]:
@@ -245,6 +286,7 @@ class Machine:
             if len(given):
                 given[which % len(given)] = np.int64(value).astype(np.int32)
         self.ids[ids_tensor] = given
+        C.c_uint64.from_address(ids_tensor + _DATA).value = ids_tensor
         redirects = (RedirectEntry * 2)()
         for view, redirect in zip(views, redirects, strict=True):
             view.tensor, view.base, view.stride, view.axis = self.memory.tensor(), 4096, 16, 2
@@ -385,6 +427,49 @@ class Machine:
         if tensor == self.block:
             values = b"".join(ids.tobytes() for ids in self.ids.values())
         C.memmove(to, values[offset:].ljust(n_bytes, b"\7"), n_bytes)
+
+    def _bell(self) -> Bell:
+        """The driver and a second stream, which does all at once."""
+
+        def of_driver(do: Any = None) -> Any:
+            def call(*arguments: int) -> int:
+                error = self.errors.pop() if self.errors else 0
+                if do is not None and not error:
+                    do(*arguments)
+                return error
+
+            return call
+
+        def write(_: int, word: int, value: int, flags: int) -> None:
+            if not self.is_silent:
+                C.c_uint32.from_address(word).value = value
+
+        functions = (
+            _EVENT(of_driver()), _RECORD(of_driver()),
+            _TO_HOST(of_driver(lambda to, at, n, _: self._get(0, at, to, 0, n))),
+            _TO_DEVICE(of_driver(lambda to, values, n, _: C.string_at(values, n))),
+            _WORD(of_driver(write)), _WORD(of_driver()), _QUERY(of_driver()),
+            _POOL(lambda *_: None), _POOL(lambda *_: None),
+        )  # fmt: skip
+        self.kept.append(functions)
+        names = ("wait_for", "record", "to_host", "to_device", "write", "wait", "query",
+                 "backend_record", "backend_wait")  # fmt: skip
+        pointers = {
+            name: C.cast(function, C.c_void_p).value
+            for name, function in zip(names, functions, strict=True)
+        }
+        bell = Bell(
+            rung=self._new(np.uint32, 1), answered=self._new(np.uint32, 1), n_ahead=2,
+            silent_s=30.0, **pointers,
+        )  # fmt: skip
+        for name, _, value in self._named("bell."):
+            setattr(bell, name, value)
+        return bell
+
+    @property
+    def answered(self) -> int:
+        """The last layer that the host has answered, as the word counts them."""
+        return C.c_uint32.from_address(self.bell.answered).value
 
     # -- Python ------------------------------------------------------------------------------------
 

@@ -64,6 +64,8 @@ changes = st.lists(
                 *("late", "n_late", "n_arrived"),
                 *("segments", "segments", "ahead.ids_at", "ahead.table_at", "ahead.resume"),
                 "table.recorded",
+                *("ringing", "ringing", "player.first_part", "player.is_careful"),
+                *("bell.n_ahead", "bell.n_told"),
             ]
         ),
         st.integers(0, 200),
@@ -92,8 +94,11 @@ def machine(
     for name, which, value in wrong_sizes or []:
         setattr(layers[which % len(layers)], name, value)
     per_wait = rng.choice((1, 2, 3, 3))
+    rings = rng.random() < 0.5
+    for layer in layers if rings else ():
+        layer.is_split = True
     return Machine(
-        layers, rng, wrong or [], costs, whole=seed % 2 == 0, layers_per_wait=per_wait
+        layers, rng, wrong or [], costs, whole=seed % 2 == 0, layers_per_wait=per_wait, rings=rings
     )  # fmt: skip
 
 
@@ -319,3 +324,82 @@ def test_results_are_moved_and_put_back() -> None:
 def test_a_segment_whose_numbers_do_not_fit_is_refused(wrong: Change) -> None:
     made = ahead(3, [wrong])
     assert native().check(made.address) == 1 + word(AHEAD, 0, made) // 4
+
+
+def ringing_machine(seed: int) -> Machine:
+    """A machine whose layers run without a wait, if a table can map their experts to slots."""
+    rng = Random(seed)
+    layers = [some_sizes(rng) for _ in range(rng.randint(1, 3))]
+    for layer in layers:
+        layer.is_split, layer.n_slots, layer.may_repeat = True, layer.n_experts, 1
+    made = Machine(layers, rng, rings=True)
+    for tables in made.tables:
+        tables["slot_of"][0], tables["state"][:] = 0, 2
+        tables["slot_of"][1:][tables["slot_of"][1:] == 0] = -1
+    for name in ("clocked", "paced", "from_disk", "whole"):
+        setattr(made.player, name, 0)
+    return made
+
+
+@settings(deadline=None, max_examples=examples(100))
+@given(seeds)
+def test_layers_without_a_wait_are_played_and_answered(seed: int) -> None:
+    made = ringing_machine(seed)
+    n_layers = len(made.sizes)
+    for nth in range(1, 4):
+        assert made.play() == api.DONE
+        assert made.player.done == made.n_nodes
+        counts = made.player.counts
+        assert counts.layers_rung == counts.split_layers == n_layers
+        assert counts.router_reads == 0
+        assert made.answered == made.bell.n_told == nth * n_layers
+        n_pairs = sum(sizes.n_tokens * sizes.n_used for sizes in made.sizes)
+        assert counts.n_pairs_hit + counts.n_pairs_host == n_pairs
+
+
+@settings(deadline=None, max_examples=examples(200))
+@given(
+    seeds,
+    st.lists(st.sampled_from([0, 0, 0, 1, -1]), max_size=8),
+    st.lists(st.sampled_from([0, 0, 0, 0, 700]), max_size=30),
+)
+def test_a_failure_without_a_wait_releases_the_device(
+    seed: int, statuses: list[int], errors: list[int]
+) -> None:
+    """All layers are answered, and no place of a row lies outside of the output."""
+    made = ringing_machine(seed)
+    made.statuses, made.errors = [*statuses], [*errors]
+    code = made.play()
+    if code == api.DONE:
+        assert not made.player.status
+        return
+    assert code in (api.FAILED, api.FAILED_ON_CPU, api.DRIVER_FAILED)
+    assert made.player.status == (700 if code == api.DRIVER_FAILED else made.player.status)
+    for layer in made.layers:
+        host = api.Host.from_address(layer.host)
+        n_pairs = layer.n_tokens * layer.n_used
+        places = np.ctypeslib.as_array((C.c_int32 * n_pairs).from_address(host.places))
+        assert ((places >= 0) & (places <= n_pairs)).all()
+    before = made.answered
+    made.statuses, made.errors = [], []
+    assert made.play() == api.DONE
+    assert made.answered == made.bell.n_told > before
+
+
+def test_a_silent_device_ends_the_decode_and_is_released() -> None:
+    made = ringing_machine(3)
+    made.is_silent, made.bell.silent_s = True, 0.5
+    assert made.play() == api.DRIVER_FAILED
+    assert made.player.status == api.SILENT
+    assert made.answered >= 1
+
+
+def test_a_stopped_decode_without_a_wait_is_released() -> None:
+    made = ringing_machine(5)
+    made.is_silent = True
+    byte = C.c_char(1)
+    made.player.interrupt = C.addressof(byte)
+    assert made.play() == api.FAILED
+    byte.value = 0
+    made.is_silent = False
+    assert made.play() == api.DONE

@@ -84,9 +84,9 @@ def residencies(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
     return list(slot_of), state, before
 
 
-@given(residencies(), st.booleans())
+@given(residencies(), st.booleans(), st.booleans())
 def test_each_expert_computed_ahead_has_a_slot_of_its_own(
-    drawn: tuple[list[int], list[int], list[int]], may_share: bool
+    drawn: tuple[list[int], list[int], list[int]], may_share: bool, needs_one: bool
 ) -> None:
     """A router chooses distinct experts, so no token's slots repeat if no two experts share."""
     slot_of, state, before = drawn
@@ -96,7 +96,7 @@ def test_each_expert_computed_ahead_has_a_slot_of_its_own(
     changed = np.zeros(2, np.int64)
     slots, states = np.array(slot_of, np.int32), np.array(state, np.int32)
     can = native().table_slots(
-        slots.ctypes.data, states.ctypes.data, n_experts, n_slots, may_share,
+        slots.ctypes.data, states.ctypes.data, n_experts, n_slots, may_share, needs_one,
         table.ctypes.data, there.ctypes.data, taken.ctypes.data, changed.ctypes.data,
     )  # fmt: skip
     n_loading = sum(one == LOADING for one in state)
@@ -107,7 +107,8 @@ def test_each_expert_computed_ahead_has_a_slot_of_its_own(
     assert all(changed[0] <= e < changed[1] for e in differ)
     room = n_slots - n_loading >= n_experts
     shares = bool(may_share) and n_slots < n_experts
-    assert bool(can) == (any(is_there) and (room or shares or all(is_there)))
+    is_enough = any(is_there) or (not needs_one and n_loading < n_slots)
+    assert bool(can) == (is_enough and (room or shares or all(is_there)))
     if not can:
         return
     found = table.tolist()

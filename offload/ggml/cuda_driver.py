@@ -1,0 +1,127 @@
+"""Calls of CUDA's driver, with which a stream and the host wait for each other without a
+synchronisation.
+
+ggml's interface has neither streams nor waits for a value. Its events hold CUDA's own. The calls
+are those of https://docs.nvidia.com/cuda/archive/13.0.0/cuda-driver-api/group__CUDA__MEMOP.html.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes as C
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from offload.errors import DeviceFailed
+from offload.ggml.backend import Device
+from offload.ggml.library import abi
+
+_NON_BLOCKING = 1
+_PREFIX = "CUDA"  # ggml's names of CUDA's devices: CUDA0, CUDA1, ...
+_CALLS = {
+    "cuDeviceGet": [C.c_void_p, C.c_int],
+    "cuDevicePrimaryCtxRetain": [C.c_void_p, C.c_int],
+    "cuDevicePrimaryCtxRelease_v2": [C.c_int],
+    "cuCtxPushCurrent_v2": [C.c_void_p],
+    "cuCtxPopCurrent_v2": [C.c_void_p],
+    "cuStreamCreate": [C.c_void_p, C.c_uint],
+    "cuStreamDestroy_v2": [C.c_void_p],
+    "cuStreamSynchronize": [C.c_void_p],
+    "cuStreamQuery": [C.c_void_p],
+    "cuStreamWaitEvent": [C.c_void_p, C.c_void_p, C.c_uint],
+    "cuEventRecord": [C.c_void_p, C.c_void_p],
+    "cuMemcpyDtoHAsync_v2": [C.c_void_p, C.c_uint64, C.c_size_t, C.c_void_p],
+    "cuMemcpyHtoDAsync_v2": [C.c_uint64, C.c_void_p, C.c_size_t, C.c_void_p],
+    "cuStreamWriteValue32_v2": [C.c_void_p, C.c_uint64, C.c_uint32, C.c_uint],
+    "cuStreamWaitValue32_v2": [C.c_void_p, C.c_uint64, C.c_uint32, C.c_uint],
+}
+
+
+class NoDriver(Exception):
+    """There is no driver of CUDA, it lacks a call, or it refused one. The text says which."""
+
+
+class Driver:
+    """The driver's functions by name."""
+
+    def __init__(self) -> None:
+        """Raises NoDriver."""
+        try:
+            library = C.CDLL("libcuda.so.1")
+            self._calls = {name: getattr(library, name) for name in _CALLS}
+        except (OSError, AttributeError) as e:
+            raise NoDriver(f"CUDA's driver lacks a call: {e}") from e
+        for name, arguments in _CALLS.items():
+            self._calls[name].argtypes, self._calls[name].restype = arguments, C.c_int
+
+    def address(self, name: str) -> int:
+        """Return the address of a function."""
+        return C.cast(self._calls[name], C.c_void_p).value or 0
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a function. Raises NoDriver if it refuses."""
+        error = self._calls[name](*arguments)
+        if error:
+            raise NoDriver(f"{name} failed with error {error}")
+
+    @contextlib.contextmanager
+    def on(self, device: Device) -> Iterator[None]:
+        """Let the calls inside the context be for a device. Raises NoDriver."""
+        number, context = C.c_int(), C.c_void_p()
+        if not device.name.startswith(_PREFIX) or not device.name[len(_PREFIX) :].isdigit():
+            raise NoDriver(f"{device.name} is no device of CUDA's driver")
+        self.call("cuDeviceGet", C.byref(number), int(device.name[len(_PREFIX) :]))
+        self.call("cuDevicePrimaryCtxRetain", C.byref(context), number)
+        try:
+            self.call("cuCtxPushCurrent_v2", context)
+            try:
+                yield
+            finally:
+                self.call("cuCtxPopCurrent_v2", C.byref(context))
+        finally:
+            self.call("cuDevicePrimaryCtxRelease_v2", number)  # ggml has retained it, too
+
+
+@functools.cache
+def driver() -> Driver:
+    """Return the driver. Raises NoDriver."""
+    return Driver()
+
+
+class DriverStream:
+    """A stream of our own on a device, for calls that ggml's streams lack."""
+
+    def __init__(self, device: Device) -> None:
+        """Raises NoDriver."""
+        self._driver, self.device = driver(), device
+        made = C.c_void_p()
+        with self._driver.on(device):
+            self._driver.call("cuStreamCreate", C.byref(made), _NON_BLOCKING)
+        self.address: int = made.value or 0
+
+    def check_words(self, word: C.c_uint32) -> None:
+        """Write a word of pinned memory, and wait for its value. Raises NoDriver if that fails."""
+        call, at = self._driver.call, C.addressof(word)
+        word.value = 0
+        with self._driver.on(self.device):
+            call("cuStreamWriteValue32_v2", self.address, at, 1, 0)
+            call("cuStreamWaitValue32_v2", self.address, at, 1, 0)
+            call("cuStreamSynchronize", self.address)
+        if word.value != 1:
+            raise NoDriver("cuStreamWriteValue32 wrote nothing")
+        word.value = 0
+
+    def close(self) -> None:
+        """Free the stream, on which nothing may wait for the host. Raises DeviceFailed."""
+        address, self.address = self.address, 0
+        if address:
+            try:
+                self._driver.call("cuStreamDestroy_v2", address)
+            except NoDriver as e:
+                raise DeviceFailed(f"{self.device.name}: {e}") from e
+
+
+def event_of(address: int) -> int:
+    """Return the CUDA event that ggml's event at `address` holds."""
+    return int(abi.ggml_backend_event.from_address(address).context)

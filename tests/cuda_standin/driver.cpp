@@ -1,0 +1,81 @@
+// Calls of libcuda that do what calls of the CUDA runtime do: streams, events and copies. values.cpp has the calls that
+// the runtime lacks.
+//
+// A device has one context, its primary one. A thread's current context is its current device.
+#include "standin.hpp"
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+using namespace standin;
+
+namespace {
+
+thread_local std::vector<int> pushed;  // devices that were current before contexts were pushed
+
+// The runtime's errors have the numbers of the driver's, as far as the stand-in gives them.
+CUresult driver(cudaError_t error) { return static_cast<CUresult>(error); }
+
+CUcontext context_of(int number) { return reinterpret_cast<CUcontext>(static_cast<uintptr_t>(number) + 1); }
+
+}  // namespace
+
+extern "C" {
+
+CUresult cuDeviceGet(CUdevice * found, int number) {
+    *found = number;
+    return number >= 0 && number < n_devices() ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
+}
+
+CUresult cuDevicePrimaryCtxRetain(CUcontext * context, CUdevice number) {
+    *context = context_of(number);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDevicePrimaryCtxRelease(CUdevice) { return CUDA_SUCCESS; }
+
+CUresult cuCtxPushCurrent(CUcontext context) {
+    int now = 0;
+    cudaGetDevice(&now);
+    pushed.push_back(now);
+    return driver(cudaSetDevice(static_cast<int>(reinterpret_cast<uintptr_t>(context)) - 1));
+}
+
+CUresult cuCtxPopCurrent(CUcontext * context) {
+    int now = 0;
+    cudaGetDevice(&now);
+    if (pushed.empty()) {
+        return CUDA_ERROR_INVALID_CONTEXT;
+    }
+    if (context) {
+        *context = context_of(now);
+    }
+    const int before = pushed.back();
+    pushed.pop_back();
+    return driver(cudaSetDevice(before));
+}
+
+CUresult cuStreamCreate(CUstream * stream, unsigned flags) { return driver(cudaStreamCreateWithFlags(stream, flags)); }
+
+CUresult cuStreamDestroy(CUstream stream) { return driver(cudaStreamDestroy(stream)); }
+
+CUresult cuStreamSynchronize(CUstream stream) { return driver(cudaStreamSynchronize(stream)); }
+
+CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
+    return driver(cudaStreamWaitEvent(stream, event, flags));
+}
+
+CUresult cuEventRecord(CUevent event, CUstream stream) { return driver(cudaEventRecord(event, stream)); }
+
+CUresult cuMemcpyDtoHAsync(void * to, CUdeviceptr from, size_t size, CUstream stream) {
+    return driver(cudaMemcpyAsync(to, reinterpret_cast<const void *>(from), size, cudaMemcpyDeviceToHost, stream));
+}
+
+CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void * from, size_t size, CUstream stream) {
+    return driver(cudaMemcpyAsync(reinterpret_cast<void *>(to), from, size, cudaMemcpyHostToDevice, stream));
+}
+
+// A stream of the stand-in never fails, so only whether its work is over is told.
+CUresult cuStreamQuery(CUstream stream) { return stream_of(stream)->is_over() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY; }
+
+}  // extern "C"

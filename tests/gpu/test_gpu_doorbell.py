@@ -1,0 +1,230 @@
+"""Split layers without a wait of the host give the bits of split layers with it.
+
+On other devices than CUDA's, both ways are the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes as C
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from on_gpu import Logits, assert_same, options, slots_for
+
+from lab.synth import write_preset
+from offload.costs.measuring import measure_split
+from offload.device import DeviceChoice
+from offload.engine import Engine, EngineOptions
+from offload.errors import DeviceFailed
+from offload.ggml.backend import Stream
+from offload.plan.min_batch import NEVER, MinBatch
+from offload.player import doorbell, play
+from offload.split.switch import ByCosts, all_on_device, stay
+from offload.streaming.options import StreamingOptions
+
+SHAPE = {"n_embd": 256, "n_ff_exp": 256, "n_expert": 64}
+ROUNDS = 7  # the first ones are careful, and capture graphs
+
+
+def opened(gpu: DeviceChoice, streaming: StreamingOptions, **changes: object) -> EngineOptions:
+    return options(gpu, streaming, **{
+        "n_ctx": 2048, "n_ubatch": 64, "n_outputs": 256, "min_batch": MinBatch(NEVER, NEVER),
+        **changes,
+    })  # fmt: skip
+
+
+def decoded(
+    engine: Engine, sizes: Sequence[int], n_rounds: int = ROUNDS
+) -> tuple[Logits, dict[int, list[int]]]:
+    """Logits of changing tokens, and the layers of each decode that ran without a wait, by size."""
+    rows, rung = [], dict[int, list[int]]()
+    for turn in range(n_rounds):
+        for n in sizes:
+            before = engine.counters()
+            tokens = [(13 * i * i + 7 * turn + n) % engine.n_vocab for i in range(n)]
+            rows.append(engine.sequences.extend(0, tokens))
+            after = engine.counters()
+            rung.setdefault(n, []).append(after.layers_rung - before.layers_rung)
+            waits = after.router_reads - before.router_reads
+            assert rung[n][-1] in (0, after.split_layers - before.split_layers)
+            assert not rung[n][-1] or not waits
+    return np.concatenate(rows), rung
+
+
+def both(
+    gpu: DeviceChoice, path: Path, sizes: Sequence[int], **changes: object
+) -> dict[int, list[int]]:
+    """Check that both ways have the same bits. Return the layers of the way without waits."""
+    found = []
+    for rings in (False, True):
+        streaming = slots_for(path, "half", hybrid=True, splitter=stay, doorbell=rings)
+        with Engine(path, opened(gpu, streaming, **changes)) as engine:
+            logits, rung = decoded(engine, sizes)
+            assert engine.counters().n_pairs_host > 0
+            found.append(logits)
+        assert rings or not any(sum(n) for n in rung.values())
+    assert_same(gpu, found[1], found[0])
+    return rung
+
+
+PRESETS = ("deepseek-v3", "gpt-oss-20b", "glm4moe", "qwen35moe", "llama4", "minimax-m2")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_token_has_the_bits_of_a_decode_that_waits(
+    async_gpu: DeviceChoice, models: Path, preset: str
+) -> None:
+    """They have biases, leading dense layers, shared experts, recurrent states."""
+    path = write_preset(preset, models / f"doorbell-{preset}.gguf", size="tiny", seed=1)
+    rung = both(async_gpu, path, (1,), flash_attn="auto", mla_crossover=None)
+    if async_gpu.name.startswith("CUDA"):
+        assert max(rung[1]) > 0, "llama4's few experts all get slots, and its graph is then whole"
+
+
+@pytest.mark.parametrize("quant", ["q4_K", "mxfp4", "iq1_m", "bf16"])
+def test_several_tokens_have_the_bits_of_a_decode_that_waits(
+    async_gpu: DeviceChoice, models: Path, quant: str
+) -> None:
+    """iq1_m and bf16 have products in which the backend itself waits, so their layers wait, too."""
+    path = models / f"doorbell-{quant}.gguf"
+    write_preset("qwen3-30b-a3b", path, quant=f"q8_0,experts={quant}", seed=1, **SHAPE)
+    sizes = (1, 2, 5, 9, 40)
+    rung = both(async_gpu, path, sizes)
+    if async_gpu.name.startswith("CUDA"):
+        expected = {n: not doorbell.waits_inside({quant}, n) for n in sizes}
+        assert {n: min(of_size) > 0 for n, of_size in rung.items()} == expected
+        assert expected[5] == (quant in {"q4_K", "mxfp4"})
+
+
+def test_sequences_and_rewinds_have_the_bits_of_decodes_that_wait(
+    async_gpu: DeviceChoice, moe: Path
+) -> None:
+    found = []
+    for rings in (False, True):
+        streaming = slots_for(moe, "half", hybrid=True, splitter=stay, doorbell=rings)
+        with Engine(moe, opened(async_gpu, streaming, n_sequences=3)) as engine:
+            rows = []
+            for turn in range(8):
+                batch = [(s, [(7 * turn + s) % engine.n_vocab, 3 + s]) for s in range(3)]
+                rows += [engine.sequences.extend(s, tokens) for s, tokens in batch]
+                if turn % 3 == 2:
+                    engine.sequences.rewind(1, 2)
+            found.append(np.concatenate(rows))
+    assert_same(async_gpu, found[1], found[0])
+
+
+@pytest.fixture
+def cuda(async_gpu: DeviceChoice) -> DeviceChoice:
+    if not async_gpu.name.startswith("CUDA"):
+        pytest.skip(f"{async_gpu.name} has no words that its streams wait for")
+    return async_gpu
+
+
+def test_measured_costs_divide_the_layers_that_pay(
+    cuda: DeviceChoice, moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers wait again if streaming a missing expert saves more than the wait costs."""
+    streaming = slots_for(moe, "half", hybrid=True, splitter=stay)
+    with Engine(moe, opened(cuda, streaming)) as engine:
+        assert engine.hybrid is not None
+        (costs,) = measure_split(engine).values()
+        engine.hybrid.switch.splitter = ByCosts(costs.costs())
+        monkeypatch.setattr(doorbell.RingChoice, "pays", True)
+        _, rung = decoded(engine, (1,), 3)
+        assert min(rung[1]) > 0
+        monkeypatch.setattr(doorbell.RingChoice, "pays", False)
+        _, rung = decoded(engine, (1,), 3)
+        assert max(rung[1]) == 0
+        with engine.hybrid.switch.splitting(all_on_device):
+            monkeypatch.setattr(doorbell.RingChoice, "pays", True)
+            _, rung = decoded(engine, (1,), 3)
+        assert max(rung[1]) == 0, "missing experts are copied in the decode"
+
+
+def test_a_driver_without_words_keeps_the_wait(
+    cuda: DeviceChoice, moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise doorbell.NoDriver("no words")
+
+    monkeypatch.setattr(doorbell.DriverStream, "check_words", refuse)
+    streaming = slots_for(moe, "half", hybrid=True, splitter=stay)
+    with Engine(moe, opened(cuda, streaming)) as engine:
+        _, rung = decoded(engine, (1,), 3)
+    assert max(rung[1]) == 0
+
+
+_ARGUMENTS = {
+    "wait": (C.c_void_p, C.c_uint64, C.c_uint32, C.c_uint),
+    "to_host": (C.c_void_p, C.c_uint64, C.c_size_t, C.c_void_p),
+    "to_device": (C.c_uint64, C.c_void_p, C.c_size_t, C.c_void_p),
+}
+
+
+@contextlib.contextmanager
+def refusing(bell: doorbell.Doorbell, name: str, nth: int) -> Iterator[None]:
+    """Let the `nth` call of a driver's function fail with the error 700."""
+    prototype = C.CFUNCTYPE(C.c_int, *_ARGUMENTS[name])
+    own = getattr(bell.struct, name)
+    real, calls = prototype(own), itertools.count(1)
+    thunk = prototype(lambda *given: 700 if next(calls) == nth else real(*given))
+    setattr(bell.struct, name, C.cast(thunk, C.c_void_p).value)
+    yield
+    setattr(bell.struct, name, own)
+
+
+@pytest.mark.parametrize("name", _ARGUMENTS)
+@pytest.mark.parametrize("nth", [1, 3])
+def test_a_refused_call_ends_the_decode_and_the_next_one_is_served(
+    cuda: DeviceChoice, moe: Path, name: str, nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[doorbell.Doorbell] = []
+
+    def keep(stream: Stream) -> doorbell.Doorbell:
+        made.append(doorbell.Doorbell(stream))
+        return made[-1]
+
+    monkeypatch.setattr(play, "Doorbell", keep)
+    with Engine(moe, opened(cuda, slots_for(moe, "half", hybrid=True, splitter=stay))) as engine:
+        expected, _ = decoded(engine, (1,))
+        engine.sequences.rewind(0, 0)
+        with (
+            refusing(made[0], name, nth),
+            pytest.raises(DeviceFailed, match=r"refused a call in layer \d+ \(error 700\)"),
+        ):
+            decoded(engine, (1,))
+        engine.sequences.rewind(0, 0)
+        got, rung = decoded(engine, (1,))
+        assert min(rung[1]) > 0
+    assert_same(cuda, got, expected)
+
+
+def decode_until_ctrl_c(engine: Engine, delay_s: float) -> None:
+    threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT)).start()
+    until_s = time.monotonic() + 20
+    while time.monotonic() < until_s:
+        decoded(engine, (1,), 3)
+        engine.sequences.rewind(0, 0)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.002, 0.01, 0.05])
+def test_ctrl_c_ends_the_decode_and_the_next_one_is_served(
+    cuda: DeviceChoice, moe: Path, delay_s: float
+) -> None:
+    with Engine(moe, opened(cuda, slots_for(moe, "half", hybrid=True, splitter=stay))) as engine:
+        expected, _ = decoded(engine, (1,))
+        engine.sequences.rewind(0, 0)
+        with pytest.raises(KeyboardInterrupt):
+            decode_until_ctrl_c(engine, delay_s)
+        engine.sequences.rewind(0, 0)
+        got, rung = decoded(engine, (1,))
+        assert min(rung[1]) > 0
+    assert_same(cuda, got, expected)
