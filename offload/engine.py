@@ -451,7 +451,7 @@ class Engine(ModelText):
             return None
         team = CpuTeam()
         self._closing.callback(team.close)
-        switch = HybridSwitch(o.streaming.splitter or stay)
+        switch = HybridSwitch(o.streaming.splitter or stay, rings=o.streaming.doorbell)
         return Hybrid(switch, team, Pace.of(self.choice.sim))
 
     def _make_store(self, streamed: Sequence[TensorEntry]) -> None:

@@ -61,10 +61,9 @@ class GraphPlayer:
     """Plays the programs of one executor."""
 
     def __init__(
-        self, parts: StreamParts, routing: RoutingParts, split: SplitPath | None = None,
-        *, may_ring: bool = False,
-    ) -> None:  # fmt: skip
-        """`split` is None if no layer is split. `may_ring`: split layers may run without a wait."""
+        self, parts: StreamParts, routing: RoutingParts, split: SplitPath | None = None
+    ) -> None:
+        """`split` is None if no layer is split."""
         self._native, self._calls = native(), calls()
         self._host, self._stream, self._schedule = parts.host, parts.stream, parts.schedule
         self._copies, self._counters, self._trace = parts.copies, parts.counters, parts.trace
@@ -81,8 +80,8 @@ class GraphPlayer:
         self._memory = AheadMemory(parts.stream.device, n_groups, most, most_slots)
         self._waits: dict[int, Waits] = {}  # by number of tokens in a batch
         self._ring_choices: dict[int, RingChoice] = {}  # the same
-        self._may_ring = may_ring and split is not None
         self._bell: Doorbell | None = None  # opened when it is first needed
+        self._may_ring = split is not None  # False: the device has no doorbell
         self._most_pairs, self._most_experts = MOST_TOKENS * n_used, most
         self._ids = np.zeros(self._most_pairs, np.int32)
         self._rows, self._used, self._experts = np.zeros((3, most), np.int32)
@@ -202,7 +201,10 @@ class GraphPlayer:
     def _rings(self, program: Program) -> bool:
         """Let the decode run without a wait of the host, if it can and if that pays."""
         streams = program.player.splitter not in {api.STAY, api.BY_COSTS}
-        if not self._may_ring or not program.may_ring or streams or not self._choice(program).pays:
+        if not self._may_ring or not program.may_ring or streams:
+            return False
+        assert self._split is not None
+        if not self._split.switch.rings or not self._choice(program).pays:
             return False
         if self._bell is None:
             try:

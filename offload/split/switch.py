@@ -57,6 +57,7 @@ class HybridSwitch:
     declined: str = ""  # reason why no layer of this model is split; found in the first graph
     is_active: bool = True  # False while other ways are measured
     unsplit: frozenset[int] = frozenset()  # batch sizes for which min-batch alone decides
+    rings: bool = True  # False: the host waits for the device in each split layer
 
     @contextmanager
     def splitting(self, splitter: Splitter) -> Iterator[None]:

@@ -135,7 +135,7 @@ class Executor:
             cpu = PromptSide(hybrid, stream.device, self.counters)
         self._passes = PassRunner(parts, layout, self.ids, options.most_tokens, cpu)
         routing = RoutingParts(self.guess, self._recorder, likeliest, most, n_used)
-        self.player = GraphPlayer(parts, routing, self._split, may_ring=options.doorbell)
+        self.player = GraphPlayer(parts, routing, self._split)
         self._last_split: tuple[Graph, CutStep, SplitLayer] | None = None
         self.next_tokens = 0  # tokens of the ubatch after the one that is computed; 0: none
         # Tokens of an ubatch whose logits nobody wants; 0: they are wanted. The last layer of such

@@ -154,7 +154,7 @@ def _hybrid(options: WorkerOptions, choice: DeviceChoice) -> Hybrid | None:
         return None
     team, pool = CpuTeam(), ThreadPool(options.n_threads)
     team.use((pool, pool))
-    switch = HybridSwitch(options.streaming.splitter)
+    switch = HybridSwitch(options.streaming.splitter, rings=options.streaming.doorbell)
     return Hybrid(switch, team, Pace.of(choice.sim), is_foreign=True)
 
 

@@ -38,7 +38,7 @@ N_CTX, N_UBATCH = 512, 64
 PLAIN = "llama.cpp, resident"
 _LEAST_S = 60.0  # to write the model and measure one way
 # Counters of a decode that are shown.
-_COUNTED = ("streamed_bytes", "router_reads", "n_repairs", "n_pairs_host")
+_COUNTED = ("streamed_bytes", "router_reads", "n_repairs", "n_pairs_host", "layers_rung")
 
 
 def measure(setting: Setting) -> bool:
@@ -72,7 +72,8 @@ def measure(setting: Setting) -> bool:
                 row |= judged(divergences(logits, expected))
             rows.append(row)
             setting.save()
-            setting.say(f"{way}: {1e3 * row['token_s']:.3f} ms per token")
+            waiting = f", {1e3 * row['waiting_s']:.3f} if layers wait" if "waiting_s" in row else ""
+            setting.say(f"{way}: {1e3 * row['token_s']:.3f} ms per token{waiting}")
             longest_s = max(longest_s, time.monotonic() - began_s)
     finally:
         if args.model_dir is None:
@@ -133,17 +134,24 @@ def _way(
         opening_s = time.monotonic() - began_s
         _use_all_experts(engine)
         list(_decoded(engine, warm))
-        before, times, logits = engine.counters(), [], []
-        for tokens in rounds:
+        before, logits = engine.counters(), []
+        times, waiting = list[float](), list[float]()
+        switch = engine.hybrid.switch if engine.hybrid is not None else None
+        for nth, tokens in enumerate(rounds):
+            # Split layers with a doorbell, and with a wait of the host, take turns.
+            if switch is not None:
+                switch.rings = nth % 2 == 0
             for taken_s, row in _decoded(engine, tokens):
-                times.append(taken_s)
+                (times if switch is None or switch.rings else waiting).append(taken_s)
                 logits.append(row)
         after = engine.counters()
-    n = len(times)
+    n = len(times) + len(waiting)
     hits, misses = after.hits - before.hits, after.misses - before.misses
     counted = {name: (getattr(after, name) - getattr(before, name)) / n for name in _COUNTED}
     share = hits / (hits + misses) if hits + misses else None
     row = {"token_s": statistics.median(times), "opening_s": opening_s, "hit_share": share}
+    if waiting:
+        row |= {"waiting_s": statistics.median(waiting)}
     return row | counted, np.stack(logits)
 
 
