@@ -14,6 +14,7 @@ has the spare row.
 from __future__ import annotations
 
 import ctypes as C
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -25,14 +26,15 @@ from offload.errors import DeviceFailed
 from offload.ggml.backend import Stream, StreamEvent
 from offload.ggml.cuda_driver import DriverStream, NoDriver, driver, event_of
 from offload.ggml.graph import Graph
+from offload.ggml.library import log
 from offload.ggml.library.lib import library
 from offload.ggml.tensor import Tensor, op_at, root_at, size_at, sources_at
 from offload.player.ahead import AheadMemory, Result, mapping_node, moves_of
 from offload.player.native import Ahead, Bell, RedirectEntry
 from offload.streaming.cuts import CutStep
 
+_MOST_SECONDS = 15  # longest time in which a decode does not go on
 _LAYERS_AHEAD = 4  # layers that are enqueued before the host answers the first of them
-_SILENT_S = 30.0  # longest time without a word from the device
 _WORDS_BYTES = 128  # two words, each in a cache line of its own
 # Most bytes of rows that are copied to the device in each layer, whatever the CPU computes.
 _MOST_ROWS_BYTES = 512 << 10
@@ -74,6 +76,7 @@ class Doorbell:
     def __init__(self, stream: Stream) -> None:
         """Raises CannotRing."""
         device = stream.device
+        self.watchdog: Watchdog | None = None
         self._events: list[StreamEvent] = []
         self._stream: DriverStream | None = None
         self._words = device.pinned_memory(_WORDS_BYTES)
@@ -100,11 +103,14 @@ class Doorbell:
             backend_wait=C.cast(lib.ggml_backend_event_wait, C.c_void_p),
             stream=self._stream.address, routed=event_of(routed), landed=event_of(landed),
             backend_routed=routed, backend_landed=landed, rung=rung, answered=answered,
-            n_ahead=_LAYERS_AHEAD, silent_s=_SILENT_S,
+            n_ahead=_LAYERS_AHEAD,
         )  # fmt: skip
+        self.watchdog = Watchdog(self.struct, device.name)
 
     def close(self) -> None:
         """Free all. Nothing that was enqueued may be under way."""
+        if self.watchdog is not None:
+            self.watchdog.close()
         if self._stream is not None:
             self._stream.close()
         for event in self._events:
@@ -113,6 +119,56 @@ class Doorbell:
         if self._words is not None:
             self._words.close()
             self._words = None
+
+
+class Watchdog:
+    """A thread that looks every second whether decodes with a doorbell go on.
+
+    If nothing was enqueued or answered for some seconds, the host may wait for a device that waits
+    for it. The watchdog then answers all layers. The decode fails, and the doorbell is not used any
+    more. If that does not end the decode either, the thread ends the process. Seconds in which the
+    whole process is stopped do not count.
+    """
+
+    def __init__(self, bell: Bell, device: str, *, second_s: float = 1.0) -> None:
+        """`device` names the device in the sentence that ends the process."""
+        self._bell, self._device, self._second_s = bell, device, second_s
+        self._has_decode, self._is_closed = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="doorbell", daemon=True)
+        self._thread.start()
+
+    def begin(self) -> None:
+        """Watch a decode that begins now."""
+        if not self._has_decode.is_set():
+            self._has_decode.set()
+
+    def close(self) -> None:
+        self._is_closed.set()
+        self._has_decode.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._is_closed.is_set():
+            self._has_decode.wait()
+            self._has_decode.clear()
+            n_steps, n_seconds = -1, 0
+            while not self._is_closed.wait(self._second_s) and self._bell.n_layers:
+                n_seconds = n_seconds + 1 if self._bell.n_steps == n_steps else 0
+                n_steps = self._bell.n_steps
+                if n_seconds == _MOST_SECONDS:
+                    self._release()
+                elif n_seconds >= 2 * _MOST_SECONDS:
+                    log.end(
+                        f"{self._device} or a thread of the CPU stopped within a layer, and does "
+                        f"not end it within {2 * _MOST_SECONDS} s; start again, with "
+                        "SPECOFFLOAD_WITHOUT=doorbell if it recurs"
+                    )
+
+    def _release(self) -> None:
+        bell = self._bell
+        bell.is_broken = 1
+        answered = C.c_uint32.from_address(bell.answered)
+        answered.value = (bell.n_told + bell.n_layers) & 0xFFFFFFFF
 
 
 class RingEntry:

@@ -107,7 +107,7 @@ class Bell(C.Structure):
     _fields_ = _fields(
         ("wait_for record to_host to_device write wait query backend_record backend_wait", _P),
         ("see tell stream routed landed backend_routed backend_landed rung answered", _P),
-        ("n_told n_ahead", _N), ("silent_s", _D),
+        ("n_told n_ahead n_layers n_steps is_broken", _N),
     )  # fmt: skip
 
 
@@ -148,7 +148,7 @@ SUBMITTED, READ_IDS, COMPUTED, PLACED = range(4)  # kinds of events
     YIELD_SUBMIT, YIELD_STOP, YIELD_CLOCK, YIELD_DIVIDE, YIELD_NEED, YIELD_START, YIELD_WAIT,
     YIELD_FINISH, YIELD_ISSUE, YIELD_FETCH, YIELD_LATE,
 ) = range(18)  # fmt: skip
-SILENT = -1  # `status` of DRIVER_FAILED if no word came from the device
+BROKEN = -1  # `status` of DRIVER_FAILED if the watchdog has released the device
 IS_DIVIDED = 2  # `phase` of a layer whose experts Python has divided
 STAY, ALL_ON_DEVICE, BY_COSTS, BY_PYTHON = range(4)  # how the player divides experts
 

@@ -212,7 +212,11 @@ class GraphPlayer:
             except CannotRing:
                 self._may_ring = False
                 return False
-        return program.ring(self._bell, self._memory)
+        if not program.ring(self._bell, self._memory):
+            return False
+        assert self._bell.watchdog is not None
+        self._bell.watchdog.begin()
+        return True
 
     def _choice(self, program: Program) -> RingChoice:
         return self._ring_choices.setdefault(int(program.layers[0].n_tokens), RingChoice())
@@ -273,6 +277,7 @@ class GraphPlayer:
         if code == api.FAILED_TO_PLACE:
             return check(status, f"placing experts' rows of layer {layer}")
         if code == api.DRIVER_FAILED:
+            self._may_ring = self._may_ring and status != api.BROKEN
             raise _driver_failed(self._stream.device.name, layer, status)
         if code == api.WRONG_ID:
             step = program.steps[player.layer]
@@ -503,6 +508,9 @@ class GraphPlayer:
 
 
 def _driver_failed(device: str, layer: int, error: int) -> DeviceFailed:
-    if error == api.SILENT:
-        return DeviceFailed(f"{device} computes nothing any more: layer {layer} was not reached")
+    if error == api.BROKEN:
+        return DeviceFailed(
+            f"{device} and the host waited for each other in layer {layer}. From now on, split "
+            "layers wait as with SPECOFFLOAD_WITHOUT=doorbell; ask again, and report this please"
+        )
     return DeviceFailed(f"{device}: CUDA's driver refused a call in layer {layer} (error {error})")

@@ -60,7 +60,7 @@ enum {
     YIELD_FETCH,     /* Python has to begin to read experts from the disk, and may fill `kinds` */
     YIELD_LATE       /* Python has to wait for some of the `late` experts */
 };
-enum { SILENT = -1 };  /* `status` of DRIVER_FAILED: no word came for `silent_s` */
+enum { BROKEN = -1 };  /* `status` of DRIVER_FAILED: the watchdog has released the device */
 enum { HIT, STREAMED, ON_HOST, LATE }; /* LATE: on the host, after it has been read from the disk */
 enum { STAY, ALL_ON_DEVICE, BY_COSTS, BY_PYTHON }; /* how experts are divided */
 enum { FREE, LOADING, READY, IN_USE, CLOSED };
@@ -199,7 +199,10 @@ struct bell {
     uint32_t *rung, *answered;         /* the number of the last layer that the device, and the host, has told */
     number n_told;                     /* layers of all decodes so far, as a word counts them */
     number n_ahead;                    /* layers that are enqueued before the host answers the first of them */
-    double silent_s;                   /* longest time without a word from the device */
+    /* For the watchdog, which is another thread: */
+    number n_layers;                   /* of the decode that is under way; 0: none is */
+    number n_steps;                    /* layers that were enqueued, and layers that were answered */
+    volatile number is_broken;         /* 1: the watchdog has answered all layers, since nothing went on */
 };
 
 struct ringing { /* of one layer */
@@ -1098,7 +1101,7 @@ enum { NOT_READY = 600 }; /* CUDA_ERROR_NOT_READY */
 /* Wait until the device has told layer `i`. */
 static int await_ring(struct player *p, number i) {
     const struct bell *b = p->bell;
-    double start_s = began(p), from_s = 0.0, asked_s = 0.0, last_s = 0.0;
+    double start_s = began(p), from_s = 0.0, asked_s = 0.0;
     if (b->see) b->see(b->rung, word_of(b, i), 1);
     for (number n = 0; !is_rung(b, i); n++) {
         if (interrupted(p)) {
@@ -1112,9 +1115,9 @@ static int await_ring(struct player *p, number i) {
             continue;
         }
         double now = now_s();
-        if (from_s == 0.0 || now - last_s > ASKS_EACH_S) from_s = asked_s = now; /* this process was stopped */
-        last_s = now;
+        if (from_s == 0.0) from_s = asked_s = now;
         if (now - from_s > YIELDS_AFTER_S) sched_yield();
+        if (b->is_broken) break;
         if (now - asked_s < ASKS_EACH_S) continue;
         asked_s = now; /* a device that failed writes no word */
         int error = b->query(b->stream);
@@ -1122,13 +1125,11 @@ static int await_ring(struct player *p, number i) {
             p->status = error;
             return DRIVER_FAILED;
         }
-        if (now - from_s > b->silent_s) {
-            p->status = SILENT;
-            return DRIVER_FAILED;
-        }
     }
     ended(p, READ_IDS, p->layers[i].layer, 0, 0, start_s);
-    return DONE;
+    if (!b->is_broken) return DONE;
+    p->status = BROKEN;
+    return DRIVER_FAILED;
 }
 
 static number row_places(const struct layer *l) { return l->n_tokens * l->n_used; }
@@ -1238,7 +1239,9 @@ static int ring_through(struct player *p) {
     struct bell *b = p->bell;
     number n_enqueued = 0, i = 0, n_ahead = p->is_careful ? 1 : b->n_ahead;
     int code = DONE;
-    while (i < p->n_layers && code == DONE) {
+    for (number k = 0; k < p->n_layers; k++) spare_places(&p->layers[k], 0); /* valid if the watchdog answers */
+    b->n_layers = p->n_layers;
+    for (; i < p->n_layers && code == DONE && !b->is_broken; b->n_steps++) {
         if (n_enqueued == i || (n_enqueued < least(p->n_layers, i + n_ahead) && !is_rung(b, i))) {
             code = enqueue_products(p, n_enqueued);
             if (code == DONE) code = enqueue_ring(p, n_enqueued);
@@ -1257,7 +1260,12 @@ static int ring_through(struct player *p) {
         if (p->is_careful) code = enqueue_answer(p, i);
         i++;
     }
+    if (code == DONE && b->is_broken) { /* the device may have read rows that were not there yet */
+        p->status = BROKEN;
+        code = DRIVER_FAILED;
+    }
     if (code != DONE) release(p, n_enqueued);
+    b->n_layers = 0;
     b->n_told += p->n_layers;
     return code;
 }

@@ -138,6 +138,11 @@ def stop_in_one_sentence(lib: Any) -> None:
     lib.ggml_set_abort_callback(address)
 
 
+def end(sentence: str) -> NoReturn:
+    """End the process with this sentence for the user, because a device hangs."""
+    _stop(sentence, 1, by_worker=False)
+
+
 def stop(sentence: str) -> NoReturn:
     """End the process because a worker is lost, with this sentence for the user."""
     _stop(sentence, 1, by_worker=True)

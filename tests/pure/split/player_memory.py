@@ -460,7 +460,7 @@ class Machine:
         }
         bell = Bell(
             rung=self._new(np.uint32, 1), answered=self._new(np.uint32, 1), n_ahead=2,
-            silent_s=30.0, **pointers,
+            **pointers,
         )  # fmt: skip
         for name, _, value in self._named("bell."):
             setattr(bell, name, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as C
+import time
 from random import Random
 
 import numpy as np
@@ -25,6 +26,8 @@ from player_memory import (
 from test_split import any_costs
 from wide import examples
 
+from offload.ggml.library import log
+from offload.player import doorbell
 from offload.player import native as api
 from offload.player.native import native
 from offload.split.division import SplitCosts
@@ -386,12 +389,46 @@ def test_a_failure_without_a_wait_releases_the_device(
     assert made.answered == made.bell.n_told > before
 
 
-def test_a_silent_device_ends_the_decode_and_is_released() -> None:
+def test_a_silent_device_is_released_by_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doorbell, "_MOST_SECONDS", 5)
     made = ringing_machine(3)
-    made.is_silent, made.bell.silent_s = True, 0.5
+    made.is_silent = True
+    watchdog = doorbell.Watchdog(made.bell, "a device", second_s=0.02)
+    watchdog.begin()
     assert made.play() == api.DRIVER_FAILED
-    assert made.player.status == api.SILENT
-    assert made.answered >= 1
+    assert made.player.status == api.BROKEN
+    assert made.answered == made.bell.n_told == len(made.sizes)
+    watchdog.close()
+
+
+def test_a_decode_that_never_ends_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doorbell, "_MOST_SECONDS", 5)
+    said = list[str]()
+    monkeypatch.setattr(log, "end", said.append)
+    made = ringing_machine(3)
+    made.bell.n_layers = 2
+    watchdog = doorbell.Watchdog(made.bell, "a device", second_s=0.01)
+    watchdog.begin()
+    while not said:
+        assert made.bell.n_layers == 2
+    made.bell.n_layers = 0
+    watchdog.close()
+    assert made.bell.is_broken
+    assert "a device or a thread of the CPU stopped within a layer" in said[0]
+
+
+def test_a_decode_that_goes_on_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doorbell, "_MOST_SECONDS", 5)
+    made = ringing_machine(3)
+    made.bell.n_layers = 2
+    watchdog = doorbell.Watchdog(made.bell, "a device", second_s=0.02)
+    watchdog.begin()
+    for _ in range(40):
+        made.bell.n_steps += 1
+        time.sleep(0.01)
+    made.bell.n_layers = 0
+    watchdog.close()
+    assert not made.bell.is_broken
 
 
 def test_a_stopped_decode_without_a_wait_is_released() -> None:
