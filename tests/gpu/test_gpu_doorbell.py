@@ -36,7 +36,7 @@ ROUNDS = 7  # the first ones are careful, and capture graphs
 
 def opened(gpu: DeviceChoice, streaming: StreamingOptions, **changes: object) -> EngineOptions:
     return options(gpu, streaming, **{
-        "n_ctx": 2048, "n_ubatch": 64, "n_outputs": 256, "min_batch": MinBatch(NEVER, NEVER),
+        "n_ctx": 2048, "n_outputs": 256, "min_batch": MinBatch(NEVER, NEVER),
         **changes,
     })  # fmt: skip
 
@@ -97,7 +97,7 @@ def test_several_tokens_have_the_bits_of_a_decode_that_waits(
     path = models / f"doorbell-{quant}.gguf"
     write_preset("qwen3-30b-a3b", path, quant=f"q8_0,experts={quant}", seed=1, **SHAPE)
     sizes = (1, 2, 5, 9, 40)
-    rung = both(async_gpu, path, sizes)
+    rung = both(async_gpu, path, sizes, n_ubatch=64)
     if async_gpu.name.startswith("CUDA"):
         expected = {n: not doorbell.waits_inside({quant}, n) for n in sizes}
         assert {n: min(of_size) > 0 for n, of_size in rung.items()} == expected
@@ -121,6 +121,14 @@ def test_sequences_and_rewinds_have_the_bits_of_decodes_that_wait(
     assert_same(async_gpu, found[1], found[0])
 
 
+@pytest.fixture(scope="module")
+def many(models: Path) -> Path:
+    """A model with more experts than slots, lent ones included."""
+    return write_preset(
+        "qwen3-30b-a3b", models / "doorbell-many.gguf", quant="q4_K", seed=1, **SHAPE
+    )
+
+
 @pytest.fixture
 def cuda(async_gpu: DeviceChoice) -> DeviceChoice:
     if not async_gpu.name.startswith("CUDA"):
@@ -129,11 +137,11 @@ def cuda(async_gpu: DeviceChoice) -> DeviceChoice:
 
 
 def test_measured_costs_divide_the_layers_that_pay(
-    cuda: DeviceChoice, moe: Path, monkeypatch: pytest.MonkeyPatch
+    cuda: DeviceChoice, many: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers wait again if streaming a missing expert saves more than the wait costs."""
-    streaming = slots_for(moe, "half", hybrid=True, splitter=stay)
-    with Engine(moe, opened(cuda, streaming)) as engine:
+    streaming = slots_for(many, "half", hybrid=True, splitter=stay)
+    with Engine(many, opened(cuda, streaming)) as engine:
         assert engine.hybrid is not None
         (costs,) = measure_split(engine).values()
         engine.hybrid.switch.splitter = ByCosts(costs.costs())
@@ -150,14 +158,14 @@ def test_measured_costs_divide_the_layers_that_pay(
 
 
 def test_a_driver_without_words_keeps_the_wait(
-    cuda: DeviceChoice, moe: Path, monkeypatch: pytest.MonkeyPatch
+    cuda: DeviceChoice, many: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise doorbell.NoDriver("no words")
 
     monkeypatch.setattr(doorbell.DriverStream, "check_words", refuse)
-    streaming = slots_for(moe, "half", hybrid=True, splitter=stay)
-    with Engine(moe, opened(cuda, streaming)) as engine:
+    streaming = slots_for(many, "half", hybrid=True, splitter=stay)
+    with Engine(many, opened(cuda, streaming)) as engine:
         _, rung = decoded(engine, (1,), 3)
     assert max(rung[1]) == 0
 
@@ -184,7 +192,7 @@ def refusing(bell: doorbell.Doorbell, name: str, nth: int) -> Iterator[None]:
 @pytest.mark.parametrize("name", _ARGUMENTS)
 @pytest.mark.parametrize("nth", [1, 3])
 def test_a_refused_call_ends_the_decode_and_the_next_one_is_served(
-    cuda: DeviceChoice, moe: Path, name: str, nth: int, monkeypatch: pytest.MonkeyPatch
+    cuda: DeviceChoice, many: Path, name: str, nth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[doorbell.Doorbell] = []
 
@@ -193,7 +201,7 @@ def test_a_refused_call_ends_the_decode_and_the_next_one_is_served(
         return made[-1]
 
     monkeypatch.setattr(play, "Doorbell", keep)
-    with Engine(moe, opened(cuda, slots_for(moe, "half", hybrid=True, splitter=stay))) as engine:
+    with Engine(many, opened(cuda, slots_for(many, "half", hybrid=True, splitter=stay))) as engine:
         expected, _ = decoded(engine, (1,))
         engine.sequences.rewind(0, 0)
         with (
@@ -217,9 +225,9 @@ def decode_until_ctrl_c(engine: Engine, delay_s: float) -> None:
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.002, 0.01, 0.05])
 def test_ctrl_c_ends_the_decode_and_the_next_one_is_served(
-    cuda: DeviceChoice, moe: Path, delay_s: float
+    cuda: DeviceChoice, many: Path, delay_s: float
 ) -> None:
-    with Engine(moe, opened(cuda, slots_for(moe, "half", hybrid=True, splitter=stay))) as engine:
+    with Engine(many, opened(cuda, slots_for(many, "half", hybrid=True, splitter=stay))) as engine:
         expected, _ = decoded(engine, (1,))
         engine.sequences.rewind(0, 0)
         with pytest.raises(KeyboardInterrupt):
