@@ -7,7 +7,7 @@ times per token. `Sequences.extend` re-raises an exception that such a callback 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
@@ -34,7 +34,7 @@ from offload.ggml.ram_cache import RamCache
 from offload.ggml.row_context import MtpContext, RowContext
 from offload.ggml.threads import CpuTeam, has_openmp
 from offload.images.building import ImageLibrary, image_library
-from offload.images.decoding import NO_IMAGES, decoded_files
+from offload.images.decoding import NO_IMAGES, Bitmap, decoded_files
 from offload.layout.decision import decide
 from offload.layout.host import DRAFT_MODEL, PROMPTS, ROUTERS
 from offload.layout.layout import DeviceLayout, Layout
@@ -82,6 +82,7 @@ from offload.threads.numa_plan import NOT_OURS, NumaPlan, PagePlacer
 
 __all__ = ["Engine", "EngineOptions"]
 _HOST_NAME = "SPEC_HOST"
+_TRIAL_PX = 64  # width and height of the image that is tried out
 _READING_PROJECTOR = "the projector for images is read"
 _PROMPT_SHARE = 1 / 16  # largest share of the experts' memory that kept prompts may take
 
@@ -250,7 +251,7 @@ class Engine(ModelText):
             )
         self._closing.callback(self.projector.close)
         place = f"the CPU, because {asked.why_on_cpu}" if asked.why_on_cpu else self.choice.name
-        words = f"images: read with {asked.path.name}, computed by {place}; nothing is drafted then"
+        words = f"images: read with {asked.path.name}, computed by {place}"
         self.notes.append(Note(NoteKind.DEVICE, words))
 
     def image_prompt(self, parts: Sequence[str | bytes], *, add_special: bool) -> ImagePrompt:
@@ -709,15 +710,26 @@ class Engine(ModelText):
                     s.restore(0, checkpoint)
 
     def try_out(self) -> None:
-        """Tokenise a letter, decode one token, and remove it.
+        """Tokenise a letter, decode one token, and remove it. Then do so with a small image.
 
         If a file's vocabulary or weights make the library abort, it aborts here, while the file is
-        being opened, instead of in the first request.
+        being opened, instead of in the first request. It aborts for some models without images.
         """
         with opening(self.facts.path):
             tokens = self.tokenize("a") or [0]
             self._context.decode(tokens[:1], [0], [0], [True])
             self._context.remove(0, 0)
+            if self.projector is not None:
+                with suppress(DoesNotFit):  # a request with an image gets the error
+                    self._try_out_image(self.projector)
+
+    def _try_out_image(self, projector: Projector) -> None:
+        grey = Bitmap(_TRIAL_PX, _TRIAL_PX, b"\x80" * (3 * _TRIAL_PX**2), b"trial")
+        prompt = projector.prompt(["a", grey], self.options.n_ubatch, add_special=False)
+        with self.routing.paused():
+            for image in prompt.images:
+                self.sequences.extend_batch([(0, image.tokens, 0)])
+                self.sequences.rewind(0, 0)
 
     def fill_slots(self, uses: Mapping[int, Sequence[int]] | None) -> Iterator[None]:
         """Return an iterator. Each of its steps copies one of the most used experts into a slot.

@@ -531,6 +531,8 @@ class Sequences:
             return length
         if self._follower.row(sequence, length) is not None:
             return length
+        if self._before_image(sequence, length - 1) != length - 1:
+            return length  # only the whole image could be computed again
         dropped = self.length(sequence) - length + 1
         return length - 1 if self.can_drop(sequence, dropped) else length
 

@@ -85,6 +85,10 @@ class ChainDrafting:
             for member in members
         ]
         drafts = self._drafter.propose(requests)
+        drafts = [
+            without_images(draft) if member.images else draft
+            for member, draft in zip(members, drafts, strict=True)
+        ]
         if n_members == 1:
             return drafts
         for request in requests:
@@ -206,6 +210,19 @@ class ChainDrafting:
             out.append(draft)
         self.counters.joint_steps += 1
         return out
+
+
+def without_images(draft: Draft) -> Draft:
+    """Cut a draft before the first number of an image, which only a copy of the prompt can hold.
+
+    Such numbers are negative, and the target can only read them with their image.
+    """
+    kept = [*draft.tokens, *(token for token, _ in draft.dropped)]
+    n = next((i for i, token in enumerate(kept) if token < 0), len(kept))
+    if n == len(kept):
+        return draft
+    n_kept = min(n, len(draft.tokens))
+    return replace(cut(draft, n_kept), dropped=draft.dropped[: n - n_kept])
 
 
 def cut(draft: Draft, n: int) -> Draft:

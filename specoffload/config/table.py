@@ -100,7 +100,7 @@ _MODEL = (
         "mmproj", "--mmproj -mm LLAMA_ARG_MMPROJ", PATH,
         "Projector of the model: a .gguf file with which it reads images.",
         more="libmtmd is compiled at the first start with it, which takes a minute "
-        "([server.md](server.md#images)). Nothing is drafted in chats with images.",
+        "([server.md](server.md#images)). A draft model drafts nothing in chats with images.",
     ),
     _model(
         "mmproj_url", "--mmproj-url -mmu LLAMA_ARG_MMPROJ_URL", TEXT,

@@ -141,6 +141,11 @@ class Session:
             folder = self._prompt_folder()
             if folder is not None:
                 disk_lines.append(Note(NoteKind.PROMPTS, folder.words))
+            if self.draft is not None and self.target.projector is not None:
+                disk_lines.append(
+                    "drafts: none in answers to prompts with images, because a draft model cannot "
+                    "read them"
+                )
             self._chosen = (*engine_lines, *kept.complaints, *self.costs.notes, *disk_lines)
             if drafts:
                 self.speculation = Speculation(config.spec, self.target, self.draft, self.costs)

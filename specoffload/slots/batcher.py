@@ -56,6 +56,7 @@ class Batcher:
         none). What it has no room for goes to `folder`. `similar` is passed to `choose`.
         """
         self._target, self._speculation = target, speculation
+        self._has_draft_model = draft is not None
         self._sequences = target.sequences
         drafts = None if draft is None else draft.sequences
         slots = [Slot(i, self._sequences, drafts, n_checkpoints) for i in range(n_slots)]
@@ -112,7 +113,10 @@ class Batcher:
         answer = Answer(self._target.text_stream(shown=shown), stops, is_end)
         n_top = options.prompt_logprobs
         read = None if n_top is None else PromptLogprobs(tokens, n_top, self._piece)
-        return Request(tokens, n_predict, options, sampler, answer, is_end, beside, read)
+        return Request(
+            tokens, n_predict, options, sampler, answer, is_end, beside, read,
+            drafts_after_images=not self._has_draft_model,
+        )  # fmt: skip
 
     def enqueue(self, request: Request) -> None:
         self._waiting.append(request)

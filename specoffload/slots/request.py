@@ -79,11 +79,17 @@ class Request:
         is_end: IsEnd,
         beside: Request | None = None,
         prompt_logprobs: PromptLogprobs | None = None,
+        *,
+        drafts_after_images: bool = False,
     ) -> None:
-        """`beside` is another request with the same prompt. It evaluates the prompt for both."""
+        """`beside` is another request with the same prompt. It evaluates the prompt for both.
+
+        `drafts_after_images` is False if a draft model would read the numbers of images.
+        """
         self.n_prompt = len(tokens)
         self._prompt = tokens  # keeps the images of an ImagePrompt until the request is over
         self.images = tuple((span.start, span.end) for span in image_spans(tokens))
+        self._may_draft = drafts_after_images or not self.images
         self.history = list(tokens)  # prompt and emitted tokens, also those after a stop sequence
         self.n_left = n_predict
         self.options, self.is_end = options, is_end
@@ -163,12 +169,9 @@ class Request:
 
     @property
     def bounds(self) -> DraftBounds:
-        """Limits on the lengths and probabilities of the request's drafts.
-
-        Nothing is drafted after images, because drafters would read their numbers as tokens.
-        """
+        """Limits on the lengths and probabilities of the request's drafts."""
         options = self.options
-        if self.images:
+        if not self._may_draft:
             return DraftBounds(0)
         return DraftBounds(options.draft_max, options.draft_min, options.draft_p_min)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import ctypes as C
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,8 @@ from image_parts import KINDS, model_with_projector, png
 from numpy.typing import NDArray
 from resolved import config_of
 
+from lab.synth.mtp import write_mtp
+from lab.synth.projector import write_projector
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadModel, BadRequest, DoesNotFit, NotSupported
 from offload.ggml.library.lib import library
@@ -22,7 +26,11 @@ from offload.ggml.mtmd import ImagePrompt
 from offload.images.building import image_library
 from offload.images.decoding import decoded_files
 from offload.images.place_tokens import image_spans
+from offload.model_file import read_facts
 from offload.options import ProjectorOptions
+from specdec.decoding.drafting import without_images
+from specdec.options import OF_TEXT, DrafterName, PolicyName, SpecOptions
+from specdec.types import Decision, Draft
 from specoffload.chat.conversation import Content, Conversation
 from specoffload.chat.format import ChatFormat
 from specoffload.config.options import DiskRoom, Options
@@ -289,6 +297,20 @@ def test_bad_projectors_end_the_start_in_one_sentence(models: Path, tmp_path: Pa
         Session(config_of(Options(model=model, mmproj=tmp_path / "none.gguf", device="cpu")))
 
 
+def test_a_model_that_aborts_on_images_is_refused_at_the_start(models: Path) -> None:
+    model, projector = write_mtp(models, "glm4moe"), models / "glm4moe-mmproj.gguf"
+    write_projector(projector, "qwen2.5vl_merger", read_facts(model).number("embedding_length"))
+    words = ["-m", str(model), "--mmproj", str(projector), "--device", "cpu", "-p", "x", "-n", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "specoffload", "run", *words, "-c", "512", "-no-cnv"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"specoffload: cannot open {model}, the library stopped at an assertion")
+    assert "does not support multimodal" in last
+
+
 def test_without_a_projector_images_are_refused_in_llama_servers_words(models: Path) -> None:
     with (
         opened("qwen2vl", models, "cpu", projector=None) as engine,
@@ -332,3 +354,48 @@ def test_the_smallest_and_the_longest_images_are_answered(models: Path) -> None:
         for size in ((1, 1), (200, 1), (1, 200), (3, 600)):
             prompt = session.image_prompt(("a", png(*size), "b"), add_special=True)
             assert len(answer(session, prompt)[0]) == 12
+
+
+@pytest.mark.parametrize("drafters", [(DrafterName.MTP,), (*OF_TEXT, DrafterName.MTP)])
+@pytest.mark.parametrize("architecture", ["qwen35moe", "mimo2"])
+def test_drafts_by_the_models_own_layers_and_the_text_change_no_text_with_images(
+    architecture: str, drafters: tuple[DrafterName, ...], models: Path
+) -> None:
+    model = write_mtp(models, architecture)
+    n_embd = read_facts(model).number("embedding_length")
+    projector = write_projector(
+        models / f"mtp-{architecture}-mmproj.gguf", "qwen2.5vl_merger", n_embd
+    )
+    found, n_drafted = [], []
+    for names in (drafters, (DrafterName.NONE,)):
+        options = Options(
+            model=model, mmproj=projector, device="cpu", ctx_size=1024, threads=1,
+            threads_batch=1, use_profile=False,
+            spec=SpecOptions(drafters=names, policy=PolicyName.FIXED),
+        )  # fmt: skip
+        with Session(replace(config_of(options), parallel=2)) as session:
+            # The text repeats what comes before the image, so drafters of text look behind it.
+            with_image = session.image_prompt(
+                ("Look at ", png(150, 90, 1), " now. Look at "), add_special=True
+            )
+            span = image_spans(with_image)[0]
+            # The second prompt differs from the first one right after the image.
+            changed = ImagePrompt([*with_image[: span.end], 7, 8, 9], with_image.images)
+            longer = GenerateOptions(n_predict=48, ignore_eos=True)
+            answers = [answer(session, p, longer) for p in (with_image, changed, with_image)]
+            found.append([tokens for tokens, _ in answers])
+            n_drafted.append(sum(stats.n_drafted for _, stats in answers))
+    assert found[0] == found[1]
+    assert n_drafted[0] > 0 == n_drafted[1]
+
+
+def test_a_draft_that_copies_an_image_is_cut_before_it() -> None:
+    decision = Decision(4, "of a test")
+    draft = Draft((5, 6, -9, 7), (0.9, 0.8, 0.7, 0.6), "ngram", decision, ((8, 0.1),))
+    assert without_images(draft).tokens == (5, 6)
+    assert without_images(draft).dropped == ()
+    later = Draft((5, 6), (0.9, 0.8), "ngram", decision, ((7, 0.5), (-9, 0.1), (8, 0.1)))
+    assert without_images(later).tokens == (5, 6)
+    assert without_images(later).dropped == ((7, 0.5),)
+    whole = Draft((5, 6), (0.9, 0.8), "ngram", decision)
+    assert without_images(whole) is whole
