@@ -412,6 +412,19 @@ def test_a_stop_ends_waiting_and_running_requests(start: Start) -> None:
     assert sorted(answer.status_code for answer in answers) == [200, 503]
 
 
+def test_unknown_paths_and_the_description_of_all_routes(start: Start) -> None:
+    server = start()
+    for path in ("/favicon.ico", "/v1/nothing?model=one"):
+        status, message, kind = error_of(http.get(server.url + path))
+        assert (status, kind) == (404, "not_found_error"), message
+    assert error_of(http.put(server.url + "/completion"))[0] in (400, 405)
+    paths = http.get(server.url + "/openapi.json").json()["paths"]
+    assert {"/models/load", "/v1/chat/completions", "/v1/messages", "/v1/models"} <= set(paths)
+    erased = http.post(server.url + "/slots/0?action=erase&model=one")
+    assert erased.status_code == 200, erased.text
+    assert server.statuses() == {"one": "loaded", "two": "unloaded"}
+
+
 def test_a_body_that_is_no_object_gets_400(start: Start) -> None:
     server = start()
     for data in (b"", b"[1]", b"{", b'{"model": 3}'):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.routing import BaseRoute
 
 from specoffload import __version__
 from specoffload.chat.conversation import ChatSettings
@@ -112,7 +114,7 @@ def bare_app() -> FastAPI:
     # No /docs, because its page loads scripts from another host. No redirects, because they would
     # go to the name in the client's Host header.
     app = FastAPI(docs_url=None, redoc_url=None, redirect_slashes=False, responses=_REFUSED)
-    app.openapi = functools.cache(lambda: _describe(app))  # type: ignore[method-assign]
+    app.openapi = functools.cache(lambda: describe(app.routes))  # type: ignore[method-assign]
     _add_error_handlers(app)
     return app
 
@@ -170,14 +172,14 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, unforeseen)
 
 
-def _describe(app: FastAPI) -> dict[str, Any]:
+def describe(routes: Sequence[BaseRoute]) -> dict[str, Any]:
     """Return the OpenAPI document of all routes but the chat page's."""
     document = get_openapi(
         title="specoffload",
         version=__version__,
         description="Errors have llama-server's types. Parameters without effect are named in the "
         "header X-Ignored-Parameters.",
-        routes=app.routes,
+        routes=routes,
     )
     document["components"]["securitySchemes"] = {
         "bearer": {"type": "http", "scheme": "bearer"},

@@ -9,30 +9,38 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
 from fastapi import APIRouter, FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Match
 from starlette.types import Message, Receive, Scope, Send
 
 from offload.errors import NotSupported
 from specoffload import __version__
 from specoffload.server.access import AccessRules
 from specoffload.server.api.answers import Json, problem_response, server_sent
-from specoffload.server.api.app import bare_app, guard
+from specoffload.server.api.app import bare_app, create_app, describe, guard
 from specoffload.server.api.body import invalid, read_json
 from specoffload.server.api.kept import STREAM_ID, KeptStreams, streams_router
+from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.messages import Problem, RequestFailed, unavailable
 from specoffload.server.log import add_words
 from specoffload.server.page import add_page
 from specoffload.server.router.pool import Entry, Model, ModelPool, Wish
+from specoffload.session.generation import OnProgress
+
+if TYPE_CHECKING:  # the API process has no engine
+    from specoffload.session.session import Session
 
 _MOST_BYTES = 64 * 2**20  # limit of a body, as for one model
 _MOST_BYTES_AT_ONCE = 2 * _MOST_BYTES
@@ -71,8 +79,17 @@ def create_router(
     app.include_router(streams_router(streams))
     if has_page:
         add_page(app)
-    app.mount("/", _Routed(pool, streams, autoload=autoload))  # whatever has no route above
+    # The routes of every model's application. No request reaches this one.
+    of_models = create_app(EngineClient(_never), has_page=False, streams=streams).routes
+    own = {getattr(route, "path", "") for route in app.routes}
+    described = [*app.routes, *(r for r in of_models if getattr(r, "path", "") not in own)]
+    app.openapi = functools.cache(lambda: describe(described))  # type: ignore[method-assign]
+    app.mount("/", _Routed(pool, streams, of_models, autoload=autoload))
     return app
+
+
+def _never(on_progress: OnProgress) -> Session:
+    raise AssertionError("this engine is never started")
 
 
 # ---- routes about the models
@@ -302,15 +319,30 @@ async def _read(receive: Receive) -> bytes:
 
 
 class _Routed:
-    """Answers every request that has no route of its own through its model's application."""
+    """Answers every request that has no route of its own through its model's application.
 
-    def __init__(self, pool: ModelPool, streams: KeptStreams, *, autoload: bool) -> None:
+    `routes` are those of the models' applications. Other paths get 404, whatever model they name.
+    """
+
+    def __init__(
+        self,
+        pool: ModelPool,
+        streams: KeptStreams,
+        routes: Sequence[BaseRoute],
+        *,
+        autoload: bool,
+    ) -> None:
         self._pool, self._streams, self._autoload = pool, streams, autoload
+        self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            answer = _Forward(self._pool, self._streams, autoload=self._autoload)
-            await answer(scope, receive, send)
+        if scope["type"] != "http":
+            return
+        inner = _inner(scope)
+        if all(route.matches(inner)[0] is Match.NONE for route in self._routes):
+            raise HTTPException(404)
+        answer = _Forward(self._pool, self._streams, autoload=self._autoload)
+        await answer(scope, receive, send)
 
 
 class _Forward(Response):
@@ -338,7 +370,7 @@ class _Forward(Response):
         try:
             if has_body:
                 body = await _read(receive)
-                found = read_json(bytearray(body))
+                found = read_json(bytearray(body)) if body else {}
             model = self._model(_name_in(found) or query.get("model", [""])[0])
             autoload = self._autoload
             if asked := query.get("autoload"):
