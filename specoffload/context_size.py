@@ -20,7 +20,6 @@ from offload.store.store import room_now
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
 from specoffload.planning import Planned, Planner
-from specoffload.session.draft_opening import draft_bytes
 from specoffload.session.opening import disk_rate, rope_of, target_options
 
 # Mix of the request by which contexts are compared if no mix is known. It has more prompt tokens
@@ -164,7 +163,7 @@ class _InRam:
         facts, config = self._facts, replace(self._config, ctx_size=n_ctx)
         options = target_options(config)
         options = replace(options, kv_offload=True)  # all of it is in RAM
-        taken_bytes = context_memory(facts, options).total_bytes + draft_bytes(config)
+        taken_bytes = context_memory(facts, options).total_bytes + options.streaming.reserve_bytes
         taken_bytes += mtp_context_bytes(facts, options) if options.mtp else 0
         machine = TYPICAL
         compute_s = float(cpu_s(machine, self._work, Sharing(), 1))

@@ -252,7 +252,7 @@ def _uses(planned: Planned) -> list[tuple[str, int, str]]:
             plan.working.device_bytes,
             "of layers that stream",
         ),
-        ("draft model, EAGLE-3 file and projector", planned.request.reserve_bytes, ""),
+        ("draft model, projector", planned.request.reserve_bytes, ""),
         *_mtp_rows(plan),
         *(
             (f"cache: {pool.name}", pool.size_bytes, f"{pool.n_slots} of {pool.n_pieces}")

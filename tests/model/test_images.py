@@ -25,6 +25,7 @@ from offload.ggml.library.lib import library
 from offload.ggml.mtmd import ImagePrompt
 from offload.images.building import image_library
 from offload.images.decoding import decoded_files
+from offload.images.place import projector_bytes
 from offload.images.place_tokens import image_spans
 from offload.model_file import read_facts
 from offload.options import ProjectorOptions
@@ -36,6 +37,7 @@ from specoffload.chat.format import ChatFormat
 from specoffload.config.options import DiskRoom, Options
 from specoffload.session.chat import answer as chat_answer
 from specoffload.session.generation import GenerateOptions
+from specoffload.session.opening import target_options
 from specoffload.session.session import Session
 
 PARTS = ("Look at ", png(150, 90, 1), " and ", png(60, 200, 2), " now tell me")
@@ -276,6 +278,17 @@ def test_a_chat_with_an_image_is_answered(models: Path) -> None:
         assert said(png(150, 90, 8)) == (n_prompt, said(png(150, 90, 8))[1])
         with pytest.raises(BadRequest, match="image 1 of 1 cannot be read"):
             said(b"no image")
+
+
+def test_plans_count_the_projector_where_it_computes(models: Path) -> None:
+    model, projector = model_with_projector("qwen2vl", models)
+    for device, counted in (("cpu", True), ("sim", False)):
+        config = config_of(Options(model=model, mmproj=projector, device=device, ctx_size=512))
+        options = target_options(config)
+        assert options.projector is not None
+        assert options.projector.why_on_cpu == "no GPU computes"
+        wanted = projector_bytes(projector.stat().st_size) if counted else 0
+        assert options.streaming.reserve_bytes == wanted
 
 
 # -- files
