@@ -81,11 +81,21 @@ def create_router(
         add_page(app)
     # The routes of every model's application. No request reaches this one.
     of_models = create_app(EngineClient(_never), has_page=False, streams=streams).routes
-    own = {getattr(route, "path", "") for route in app.routes}
-    described = [*app.routes, *(r for r in of_models if getattr(r, "path", "") not in own)]
-    app.openapi = functools.cache(lambda: describe(described))  # type: ignore[method-assign]
+    own_routes = [*app.routes]
+    app.openapi = functools.cache(  # type: ignore[method-assign]
+        lambda: _with(describe(of_models), describe(own_routes))
+    )
     app.mount("/", _Routed(pool, streams, of_models, autoload=autoload))
     return app
+
+
+def _with(document: Json, more: Json) -> Json:
+    """Return an OpenAPI document with the paths of another one, which takes precedence."""
+    schemas = document["components"].get("schemas", {}) | more["components"].get("schemas", {})
+    return document | {
+        "paths": document["paths"] | more["paths"],
+        "components": document["components"] | more["components"] | {"schemas": schemas},
+    }
 
 
 def _never(on_progress: OnProgress) -> Session:
