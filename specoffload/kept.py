@@ -87,6 +87,7 @@ class KeptRun:
         return ""
 
 
+CACHE_IN_RAM = "a KV cache in RAM that batches copy from"  # its value: the batch, or None
 _LABELS = {"flash-attn": "flash attention", "ubatch": "--ubatch-size", "min-batch": "--min-batch"}
 
 
@@ -100,6 +101,8 @@ def _setting_words(name: str, mine: Sequence[str], theirs: Sequence[str]) -> str
     had, has = (dict(part.rpartition(" ")[::2] for part in parts) for parts in (mine, theirs))
     if ("streamed" in had) != ("streamed" in has):
         return f"the kept run had {'' if 'streamed' in had else 'no '}weights streamed to the GPU"
+    if (CACHE_IN_RAM in had) != (CACHE_IN_RAM in has):
+        return f"the kept run had the KV cache {'in RAM' if CACHE_IN_RAM in had else 'on the GPU'}"
     both = [part for part in had if part in has and had[part] != has[part]]
     if not both:
         return "the kept run had other layouts or devices"
@@ -387,6 +390,8 @@ def settings_of(target: Engine, fixed: MinBatch | None) -> dict[str, str]:
     o, plan = target.options, target.plan
     parts = [f"flash-attn {o.flash_attn}", f"ubatch {o.n_ubatch}"]
     parts += [layout] if (layout := target.repacking.setting) else []
+    if not o.kv_offload:
+        parts.append(f"{CACHE_IN_RAM} {None if plan is None else plan.attention_batch}")
     if plan is not None:
         s = o.streaming
         parts += [

@@ -32,7 +32,7 @@ from specdec.options import AcceptRule, DrafterName, PolicyName
 from specoffload.config.options import DraftEngine
 from specoffload.config.resolution import Config
 from specoffload.config.speculation import drafts_by_text_alone, ignored, why_without_rows
-from specoffload.kept import Kept, KeptFile, place_words, thread_words
+from specoffload.kept import CACHE_IN_RAM, Kept, KeptFile, place_words, thread_words
 from specoffload.kept_machine import layouts_of, links_of, load_disk
 from specoffload.session.draft_opening import draft_bytes
 from specoffload.session.generation import OnProgress, ignore
@@ -335,7 +335,7 @@ def ubatch_settings(config: Config) -> dict[str, str]:
     return {
         "device": place_words(choices),
         "memory": str(memory or "what is free"),
-        "context": str(config.ctx_size),
+        "context": str(config.ctx_size) + (", in RAM" if config.kv_offload is False else ""),
         "mix": "usual" if streaming.mix is None else str(streaming.mix),
         "build": library_build(),
     }
@@ -352,7 +352,9 @@ def _decodes(kept: Kept, config: Config) -> tuple[MeasuredDecode, ...]:
     return tuple(
         MeasuredDecode(run.sharing, run.table.best(1)[1])
         for run in kept.runs
-        if run.table.is_measured and place.items() <= run.settings.items()
+        if run.table.is_measured
+        and place.items() <= run.settings.items()
+        and CACHE_IN_RAM not in run.settings.get("plan", "")  # attention takes another time then
     )
 
 

@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mtp_parts import steps_of
 from numpy.typing import NDArray
 from resolved import config_of
 from test_slots import SPECS, model, open_slots, together
 
 import offload.plan.devices
 from lab.synth import write_preset
+from lab.synth.mtp import write_mtp
 from offload.engine import Engine, EngineOptions
 from offload.ggml.graph import Graph
 from offload.ggml.pydevice import WrappedStream
@@ -195,3 +197,36 @@ def test_conversations_go_on_after_a_restart(kind: str, models: Path, tmp_path: 
         fresh = together(session, longer, request)
     assert [answer.tokens for answer in again] == [answer.tokens for answer in fresh]
     assert all(answer.stats.n_from_disk >= 299 for answer in again)
+
+
+@pytest.mark.parametrize("types", [("q8_0", "q8_0"), ("q8_0", "f16"), ("f32", "f32")])
+def test_caches_of_all_types_may_be_in_ram(
+    types: tuple[str, str], models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload.plan.devices, "attention_crossover", lambda *_: 4)
+    path = models / "ram-cache-types.gguf"
+    write_preset("qwen3-30b-a3b", path, seed=3, n_embd=256, n_ff_exp=256)
+    found = {}
+    for place in (True, False):
+        opened = options(path, kv_offload=place)
+        with Engine(path, replace(opened, type_k=types[0], type_v=types[1])) as engine:
+            found[place] = logits(engine, n_batches=12)
+    assert np.array_equal(found[True], found[False])
+
+
+@pytest.mark.parametrize("architecture", ["glm4moe", "qwen35moe", "deepseek2"])
+def test_own_layers_draft_the_same(
+    architecture: str, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload.plan.devices, "attention_crossover", lambda *_: 3)
+    path = write_mtp(models, architecture)
+    found = {}
+    for place in (True, False):
+        opened = EngineOptions(
+            device="sim", min_batch=MinBatch(1, 1), n_ctx=1024, n_sequences=2, mtp=True,
+            flash_attn="on", n_threads=1, n_threads_batch=1, kv_offload=place,
+        )  # fmt: skip
+        with Engine(path, opened) as engine:
+            found[place] = [*steps_of(engine)]
+    assert found[True] == found[False]
+    assert len(found[True]) > 10

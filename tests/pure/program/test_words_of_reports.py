@@ -23,7 +23,7 @@ from specoffload.commands.plan_screen import rounded
 from specoffload.commands.profile import show_table
 from specoffload.config.resolution import Config, demo_file
 from specoffload.errors import UsageError
-from specoffload.kept import KeptRun
+from specoffload.kept import CACHE_IN_RAM, KeptRun
 from specoffload.models.local import CachedModel, models_below
 from specoffload.session.statistics import GenerationStats
 
@@ -74,6 +74,11 @@ def test_a_kept_run_is_compared_by_what_differs() -> None:
     assert words == "the kept run had weights streamed to the GPU"
     moved = kept.difference({"plan": "flash-attn auto, ubatch 512, repacked"}, kept.sharing)
     assert moved == "the kept run had other layouts or devices"
+    in_ram = f"flash-attn on, ubatch 64, {CACHE_IN_RAM} 3"
+    words = KeptRun({"plan": in_ram}).difference({"plan": "flash-attn on, ubatch 64"}, kept.sharing)
+    assert words == "the kept run had the KV cache in RAM"
+    words = kept.difference({"plan": in_ram}, kept.sharing)
+    assert words == "the kept run had the KV cache on the GPU"
     assert "threads '1/1', not '2/2'" in KeptRun({"threads": "1/1"}).difference(
         {"threads": "2/2"}, kept.sharing
     )
