@@ -27,11 +27,11 @@ from offload.notes import Note, NoteKind
 from offload.plan.cache_place import CachePlace, faster_place
 from offload.plan.context import (
     ContextOptions,
-    cache_in_ram,
     check_cache_types,
     context_memory,
     no_cache_in_ram,
     trained_context,
+    with_cache_in_ram,
 )
 from offload.plan.devices import Division, divide, plan_parts
 from offload.plan.min_batch import MinBatch
@@ -80,7 +80,7 @@ def _decided(facts: ModelFacts, found: Found, wanted: Wanted) -> Layout:
     )
     n_ctx = wanted.context.n_ctx or trained_context(facts, wanted.context.rope)
     context = replace(wanted.context, n_ctx=n_ctx, flash_attn=flash_attn)
-    wanted, context, notes = _with_cache(facts, found, wanted, context)
+    wanted, context = _with_cache(facts, found, wanted, context)
     complaint = ""
     if wanted.mtp:
         complaint = mtp_complaint(facts) or ("" if found.has_mtp else _NO_MTP)
@@ -95,7 +95,7 @@ def _decided(facts: ModelFacts, found: Found, wanted: Wanted) -> Layout:
     )
     layout = Layout(
         facts, (), context, wanted.min_batch, loads_mtp,
-        splits=wanted.splits, repack=wanted.repack, row_complaint=complaint, notes=notes,
+        splits=wanted.splits, repack=wanted.repack, row_complaint=complaint,
     )  # fmt: skip
     if found.workers:
         layout = _with_workers(layout, found, wanted, request)
@@ -110,26 +110,25 @@ def _decided(facts: ModelFacts, found: Found, wanted: Wanted) -> Layout:
 
 def _with_cache(
     facts: ModelFacts, found: Found, wanted: Wanted, context: ContextOptions
-) -> tuple[Wanted, ContextOptions, tuple[str, ...]]:
-    """Return what is wanted with a context that can be, and notes on a flag without effect.
+) -> tuple[Wanted, ContextOptions]:
+    """Return what is wanted with a context that can be.
 
     Raises BadRequest if the KV cache cannot be in RAM.
     """
     streams = found.devices[0].kind.streams and wanted.wraps
     may_choose = wanted.chooses_cache and streams and not found.workers
-    may_choose &= context.flash_attn != "off" and not no_cache_in_ram(facts)
-    wanted, notes = replace(wanted, chooses_cache=may_choose), ()
+    may_choose &= not no_cache_in_ram(facts, context)
+    wanted = replace(wanted, chooses_cache=may_choose)
     if context.kv_offload:
-        return wanted, context, notes
+        return wanted, context
     if found.workers:
         raise BadRequest(
             "--no-kv-offload: the KV cache would cross the network for every token; leave the flag "
             "or --rpc out"
         )
-    if not streams:
-        return wanted, replace(context, kv_offload=True), notes
-    flash_attn = cache_in_ram(facts, context.flash_attn)
-    return wanted, replace(context, flash_attn=flash_attn), notes
+    if not streams:  # all of the context is in RAM
+        return wanted, replace(context, kv_offload=True)
+    return wanted, with_cache_in_ram(facts, context)
 
 
 def _with_cache_place(layout: Layout, found: Found, wanted: Wanted, request: PlanRequest) -> Layout:
@@ -148,8 +147,7 @@ def _with_cache_place(layout: Layout, found: Found, wanted: Wanted, request: Pla
     streams = divided is None or any(part.plan.streamed for part in divided[0].parts)
     counted = any(device.is_counted(wanted) for device in found.devices)
     if wanted.chooses_cache and streams and counted:
-        ram = replace(context, kv_offload=False)
-        ram = replace(ram, flash_attn=cache_in_ram(facts, ram.flash_attn))
+        ram = with_cache_in_ram(facts, context)
         with suppress(DoesNotFit):
             there = _divided(facts, found, wanted, _beside_cache(facts, request, ram))
             on_device = None if divided is None else CachePlace(divided[0], context)

@@ -292,29 +292,31 @@ def check_cache_types(facts: ModelFacts, type_k: str, type_v: str, flash_attn: s
     return flash_attn
 
 
-def cache_in_ram(facts: ModelFacts, flash_attn: str) -> str:
-    """Return the value of `flash_attn` for a context whose KV cache is in RAM.
+def with_cache_in_ram(facts: ModelFacts, spec: ContextOptions) -> ContextOptions:
+    """Return the context with its KV cache in RAM, and with flash attention.
 
-    It is "on". Otherwise the library multiplies with whole caches, in buffers that grow with the
-    square of the context. Raises BadRequest if the model or `flash_attn` does not allow it.
+    Raises BadRequest if the model or `spec` does not allow it.
     """
-    what = "--no-kv-offload"
-    if why := no_cache_in_ram(facts):
-        raise BadRequest(f"{what}: {why}; leave the flag out")
-    if flash_attn == "off":
-        raise BadRequest(f"{what}: a KV cache in RAM needs flash attention (-fa on)")
-    return "on"
+    if why := no_cache_in_ram(facts, spec):
+        raise BadRequest(f"--no-kv-offload: {why}")
+    return replace(spec, kv_offload=False, flash_attn="on")
 
 
-def no_cache_in_ram(facts: ModelFacts) -> str:
-    """Return why this model's KV cache cannot be in RAM, as a clause; "" if it can."""
-    name = facts.architecture
+def no_cache_in_ram(facts: ModelFacts, spec: ContextOptions) -> str:
+    """Return why the KV cache cannot be in RAM, and what to change; "" if it can.
+
+    Without flash attention, the library multiplies with whole caches, in buffers that grow with the
+    square of the context.
+    """
+    name, out = facts.architecture, "leave the flag out"
     if name in WITHOUT_FLASH_ATTENTION:
-        return f"the library computes {name} without flash attention, which a cache in RAM needs"
+        return f"the library computes {name} without flash attention, which it needs; {out}"
     if name in _SPARSE or name == _COMPRESSED:
-        return (
-            f"{name} chooses the keys that it reads by an indexer, whose caches stay on the device"
-        )
+        return f"{name} chooses keys by an indexer, whose caches stay on the device; {out}"
+    if spec.flash_attn == "off":
+        return "a KV cache in RAM needs flash attention (-fa on)"
+    if "f32" in (spec.type_k, spec.type_v):
+        return "flash attention would cast a whole f32 cache for each batch; use -ctk f16 -ctv f16"
     return ""
 
 

@@ -509,8 +509,8 @@ def _fastest(
 def _context_words(facts: ModelFacts, request: PlanRequest) -> str:
     """Return how the context can take less device memory, as the end of a sentence."""
     context = request.context
-    may_move = context is not None and context.kv_offload and context.flash_attn != "off"
-    return _SMALLER_CONTEXT + (_CACHE_IN_RAM if may_move and not no_cache_in_ram(facts) else "")
+    may_move = context is not None and context.kv_offload and not no_cache_in_ram(facts, context)
+    return _SMALLER_CONTEXT + (_CACHE_IN_RAM if may_move else "")
 
 
 def _unlimited(model: Model, request: PlanRequest) -> Choice:

@@ -199,7 +199,7 @@ def test_conversations_go_on_after_a_restart(kind: str, models: Path, tmp_path: 
     assert all(answer.stats.n_from_disk >= 299 for answer in again)
 
 
-@pytest.mark.parametrize("types", [("q8_0", "q8_0"), ("q8_0", "f16"), ("f32", "f32")])
+@pytest.mark.parametrize("types", [("q8_0", "q8_0"), ("q8_0", "f16"), ("bf16", "bf16")])
 def test_caches_of_all_types_may_be_in_ram(
     types: tuple[str, str], models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

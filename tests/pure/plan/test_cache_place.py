@@ -198,7 +198,8 @@ def test_attention_is_priced_where_it_is_fastest(
 @pytest.mark.parametrize(
     ("title", "context", "words"),
     [
-        ("DeepSeek-V3.2", {}, "deepseek32 chooses the keys that it reads by an indexer"),
+        ("DeepSeek-V3.2", {}, "deepseek32 chooses keys by an indexer"),
+        ("Qwen3-235B-A22B", {"type_k": "f32"}, "would cast a whole f32 cache"),
         ("Qwen3-235B-A22B", {"flash_attn": "off"}, "needs flash attention"),
     ],
 )
