@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import base64
 import ctypes as C
+import io
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from image_parts import KINDS, model_with_projector, png
 from numpy.typing import NDArray
 from resolved import config_of
@@ -360,6 +365,34 @@ def test_pixels_are_those_of_the_file() -> None:
     (bitmap,) = decoded_files([file], image_library().decoder)
     wanted = np.random.default_rng(4).integers(0, 256, (5, 21), np.uint8)
     assert (bitmap.width, bitmap.height, bitmap.pixels) == (7, 5, wanted.tobytes())
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "GIF", "BMP", "PNG"])
+def test_files_of_each_type_are_decoded(kind: str) -> None:
+    """Pillow decodes the same file; JPEG decoders round differently."""
+    pixels = np.add.outer(np.arange(60) * 3, np.arange(80) * 2).astype(np.uint8)
+    file = io.BytesIO()
+    PIL.Image.fromarray(pixels).convert("RGB").save(file, kind)
+    (bitmap,) = decoded_files([file.getvalue()], image_library().decoder)
+    wanted = np.asarray(PIL.Image.open(file).convert("RGB")).astype(int)
+    found = np.frombuffer(bitmap.pixels, np.uint8).reshape(wanted.shape).astype(int)
+    assert np.abs(found - wanted).max() <= (4 if kind == "JPEG" else 0)
+
+
+@given(st.sampled_from(["JPEG", "GIF", "BMP", "PNG"]), st.data())
+@settings(deadline=None)
+def test_a_damaged_file_is_decoded_or_refused_in_one_sentence(
+    kind: str, data: st.DataObject
+) -> None:
+    file = io.BytesIO()
+    PIL.Image.fromarray(np.arange(48 * 3, dtype=np.uint8).reshape(6, 8, 3)).save(file, kind)
+    damaged = bytearray(file.getvalue())
+    for _ in range(data.draw(st.integers(1, 8))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    end = data.draw(st.integers(1, len(damaged)))
+    with suppress(BadRequest):
+        (bitmap,) = decoded_files([bytes(damaged[:end])], image_library().decoder)
+        assert len(bitmap.pixels) == 3 * bitmap.width * bitmap.height > 0
 
 
 def test_the_smallest_and_the_longest_images_are_answered(models: Path) -> None:
