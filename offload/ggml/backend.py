@@ -145,11 +145,13 @@ class RouterIds:
         # The last layer has no tokens if no logits are wanted.
         self.size_bytes = ((n_tokens - 1) * stride + n_used) * 4 if n_tokens else 0
         self._shape = n_tokens, stride
+        self.is_pinned = False
         self.needed_bytes = 4 * n_tokens * stride
         self.lie_in(np.zeros(self.needed_bytes, np.uint8))
 
-    def lie_in(self, memory: NDArray[np.uint8]) -> None:
+    def lie_in(self, memory: NDArray[np.uint8], *, is_pinned: bool = False) -> None:
         """Keep the values in `memory`, which has `needed_bytes` bytes. Earlier values are lost."""
+        self.is_pinned = is_pinned
         raw = memory.view(np.int32).reshape(self._shape)
         self.position: int = raw.ctypes.data
         self.values = raw[:, : self.tensor.shape[0]]

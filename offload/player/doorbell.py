@@ -14,9 +14,10 @@ has the spare row.
 from __future__ import annotations
 
 import ctypes as C
+import statistics
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -42,6 +43,9 @@ _MOST_ROWS_BYTES = 512 << 10
 # split layer).
 _SAVES_S = 20e-6
 _FORGETS = 1 / 8  # share of the average that each decode replaces
+FIRST_TRIAL, _LONGEST_PERIOD = 64, 4096  # decodes before the other way is timed
+_UNTIMED, _COMPARED = 6, 8  # decodes of a trial: graphs are captured in the first ones
+_FASTER = 0.98  # share of a decode's time that another way must not exceed
 # The first decodes of a graph capture it, load kernels and take memory. Such calls may wait for all
 # streams, so no stream may wait for the host meanwhile. ggml frees what was not used for 10 s.
 _CAREFUL_DECODES = 4
@@ -64,6 +68,11 @@ def waits_inside(types: Iterable[str], n_tokens: int) -> bool:
     if n_tokens == 1:
         return not _NOT_QUANTISED.isdisjoint(types)
     return n_tokens > _MOST_TOKENS or not _MANY_TOKENS.issuperset(types)
+
+
+# Under a virtual clock: addresses of functions in place of the host's loads and stores of words
+# (`see` and `tell` in player.c), which would take no virtual time.
+virtual_words: tuple[int | None, int | None] = None, None
 
 
 class CannotRing(Exception):
@@ -103,7 +112,7 @@ class Doorbell:
             backend_wait=C.cast(lib.ggml_backend_event_wait, C.c_void_p),
             stream=self._stream.address, routed=event_of(routed), landed=event_of(landed),
             backend_routed=routed, backend_landed=landed, rung=rung, answered=answered,
-            n_ahead=_LAYERS_AHEAD,
+            n_ahead=_LAYERS_AHEAD, see=virtual_words[0], tell=virtual_words[1],
         )  # fmt: skip
         self.watchdog = Watchdog(self.struct, device.name)
 
@@ -178,6 +187,9 @@ class RingEntry:
         """`steps`: all steps of the graph. Raises CannotRing, DoesNotFit."""
         for step in steps:
             assert step.split is not None
+            assert step.ids is not None
+            if not (step.ids.is_pinned and step.split.host.is_pinned):
+                raise CannotRing("not all memory is pinned, so a copy may wait or come too early")
             weights = step.split.weights.sources[: len(step.readers)]
             if waits_inside({weight.type for weight in weights}, step.n_tokens):
                 raise CannotRing("the backend may wait for the device")
@@ -236,21 +248,56 @@ class RingEntry:
 
 
 class RingChoice:
-    """Whether a doorbell pays for decodes of one batch size.
+    """Whether decodes of one batch size ring, or wait in each layer. Pure.
 
-    With a doorbell no missing expert is streamed, so the slower side of a layer may take longer.
+    The faster way is taken. Now and then, the other way is timed for some decodes, and compared
+    with the decodes just before them. With a doorbell no missing expert is streamed, so the slower
+    side of a layer may take longer. If it takes too much longer by the measured costs, the decodes
+    wait.
     """
 
     def __init__(self) -> None:
         self._left_s = 0.0  # average seconds by which a layer takes longer
-
-    def saw(self, n_layers: int, left_s: float) -> None:
-        """Add a decode: seconds by which its layers take longer if no expert is streamed."""
-        self._left_s += _FORGETS * (left_s / n_layers - self._left_s)
+        self._rings = True  # the way that was faster
+        self._until_trial = self._period = FIRST_TRIAL  # decodes
+        self._times: deque[float] = deque(maxlen=_COMPARED)  # of the last decodes in that way
+        self._trial: list[float] | None = None  # times of decodes in the other way
 
     @property
     def pays(self) -> bool:
-        return self._left_s < _SAVES_S
+        """True if the next decode should ring."""
+        return self._left_s < _SAVES_S and self._rings == (self._trial is None)
+
+    def saw(self, n_layers: int, left_s: float, decode_s: float, *, rang: bool) -> None:
+        """Add a decode.
+
+        `left_s`: seconds by which its layers take longer if no expert is streamed. `rang`: whether
+        it ran without a wait.
+        """
+        self._left_s += _FORGETS * (left_s / n_layers - self._left_s)
+        if self._left_s >= _SAVES_S:
+            self._trial = None
+            return
+        if rang != (self._rings == (self._trial is None)):
+            return  # it could not be computed in the way that was to be timed
+        if self._trial is None:
+            self._times.append(decode_s)
+            self._until_trial -= 1
+            if self._until_trial <= 0 and len(self._times) == _COMPARED:
+                self._trial = []
+            return
+        self._trial.append(decode_s)
+        if len(self._trial) == _UNTIMED + _COMPARED:
+            self._compare(self._trial[_UNTIMED:])
+
+    def _compare(self, others: Sequence[float]) -> None:
+        self._trial = None
+        if statistics.median(others) < _FASTER * statistics.median(self._times):
+            self._rings, self._period = not self._rings, FIRST_TRIAL
+        else:
+            self._period = min(2 * self._period, _LONGEST_PERIOD)
+        self._times.clear()
+        self._until_trial = self._period
 
 
 def _moving(step: CutStep) -> tuple[int, int, int]:

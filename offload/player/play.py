@@ -258,7 +258,9 @@ class GraphPlayer:
         program.streamed = counts.n_pairs_streamed > 0
         self.native_s += counts.native_s
         if not player.whole and program.may_ring:
-            self._choice(program).saw(len(program.layers), counts.left_s)
+            self._choice(program).saw(
+                len(program.layers), counts.left_s, decode_s, rang=counts.layers_rung > 0
+            )
         if program.may_go_ahead and not player.whole and not counts.layers_rung:
             self._seen(program).saw(
                 len(program.layers), counts.layers_missed, counts.layers_repeated,

@@ -74,6 +74,7 @@ class HostGraph:
         inputs_at = form.pairs.placed_bytes(most)
         size_bytes, others_bytes = form.pairs.host_bytes(most, gathers=gathers)
         pinned = device.pinned_memory(size_bytes)
+        self.is_pinned = pinned is not None
         self.results = pinned or cpu.allocate(size_bytes, "rows of experts")
         self._inputs = HostRows(self.results, inputs_at, most, n_in, "f32")
         sizes = [4 * n_in * most * gathers, 4 * most, *[4 * most for _ in form.scales]]

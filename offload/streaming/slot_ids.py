@@ -64,7 +64,7 @@ class IdExchange:
                 n_read, n_sent = step.ids.needed_bytes, step.ids_bytes
                 memory = None
                 if len(pinned) >= n_read + n_sent:
-                    step.ids.lie_in(pinned[:n_read])
+                    step.ids.lie_in(pinned[:n_read], is_pinned=True)
                     memory, pinned = pinned[n_read : n_read + n_sent], pinned[n_read + n_sent :]
                 step.slot_ids = SlotIds(step.ids.tensor, buffer, offset, memory)
             offset += aligned(step.ids_bytes)

@@ -1,9 +1,9 @@
-"""Prices a split layer in virtual time: with today's wait of the host, and with a doorbell.
+"""Prices a split layer in virtual time: with a wait of the host, and with a doorbell.
 
-Both ways run on the stand-in for CUDA, under its clock (docs/gpu.md). Today's way is the program
-itself: the real player, libllama and ggml-cuda. The other way does not exist yet. A prototype
-(doorbell.c) makes its calls of the CUDA runtime in their order, and its device computes as long in
-each layer as it was seen to compute today.
+Both ways run on the stand-in for CUDA, under its clock (docs/gpu.md). They are the program itself:
+the real player, libllama and ggml-cuda. Prototypes (doorbell.c) make calls of the CUDA runtime in
+the order of these ways, and of ways that were not built. Their device computes as long in each
+layer as it was seen to compute in the program if it waits.
 
     scripts/lab/run split-price --write    time all rows, keep them, and write docs/gpu.md
     scripts/lab/run split-price --page     only write docs/gpu.md again, from the kept rows
@@ -89,8 +89,9 @@ class Price:
     """A layer's virtual seconds in each way, for one token. `scale` multiplies LATENCIES.
 
     `n_host`: experts that the CPU computes; AHEAD: none, and the player computes layers ahead.
-    `copied_s` is the prototype of today's way, by which `today_s` checks the prototype. In the ways
-    named `pinned`, kernels write and read pinned memory in place of copies.
+    `today_s` and `built_s` are the program, with a wait and with a doorbell. `copied_s` and
+    `doorbell_s` are their prototypes. In the ways named `pinned`, kernels write and read pinned
+    memory in place of copies.
 
     `bound_s`: what no order of a layer's work can beat, the device's work before the experts and
     then the longer one of device and CPU. `rest_s`: a decode's time outside of split layers.
@@ -102,6 +103,7 @@ class Price:
     scale: float
     n_layers: int
     today_s: float
+    built_s: float
     copied_s: float | None  # None: today nothing is placed if the CPU computes nothing
     pinned_s: float | None
     doorbell_s: float
@@ -254,6 +256,24 @@ class Today:
                 return
         raise RuntimeError(f"the CPU does not compute {n_host} experts in each layer")
 
+    def built_s(self, n_decodes: int = 15) -> float:
+        """Seconds of a layer that runs without a wait, in the median decode."""
+        found = []
+        for n in range(n_decodes + 5):  # the first decodes are careful
+            self._timeline.graphs()
+            _decode(self._engine, self.TOKEN)
+            graphs = self._timeline.graphs()
+            if len(graphs) != 2 * self.n_layers + 1:
+                raise RuntimeError(f"{len(graphs)} graphs in a decode of {self.n_layers} layers")
+            if n >= 5:
+                found.append((graphs[-2][0] - graphs[3][0]) / (self.n_layers - 2))
+        return statistics.median(found)
+
+    def rings(self, value: bool) -> None:
+        """Let split layers run without a wait, or not."""
+        assert self._engine.hybrid is not None
+        self._engine.hybrid.switch.rings = value
+
     def layers(self, n_host: int, n_decodes: int = 15) -> Layers:
         """The median decode, each layer of which waits for its ids."""
         found = []
@@ -392,11 +412,15 @@ def prototype_s(
 
 
 def use_experts_time() -> None:
-    """Let the CPU's experts take the priced machine's time instead of this processor's."""
-    from offload.player import play
+    """Let the CPU's experts take the priced machine's time instead of this processor's, and let the
+    doorbell's words take virtual time."""
+    from offload.player import doorbell, play
 
-    compute: Any = C.CDLL(None).standin_compute
-    play.calls().compute = C.cast(compute, C.c_void_p).value
+    library: Any = C.CDLL(None)
+    play.calls().compute = C.cast(library.standin_compute, C.c_void_p).value
+    see, tell = library.standin_see_word, library.standin_write_word
+    doorbell.FIRST_TRIAL = 1 << 30  # measured times choose no way
+    doorbell.virtual_words = C.cast(see, C.c_void_p).value, C.cast(tell, C.c_void_p).value
 
 
 def set_latencies(scale: float = 1.0) -> None:
@@ -436,13 +460,19 @@ def _rows(library: C.CDLL, work: Any, shape: Shape, today: Today) -> Iterator[Pr
             set_rate("host_expert_s", expert_s)
             if not nth:
                 today.fill(n_host)
+            today.rings(True)
+            built_s = today.built_s()
+            today.rings(False)
             with _each_layer_waits():
                 found = today.layers(n_host)
             if n_host:
                 device[card, scale] = found
             host_s = HOST_GRAPH_S + n_host * expert_s if n_host else 0.0
             row = _price(library, machine, work, today, device[card, scale], host_s)
-            row = replace(row, card=card, scale=scale, n_host=str(n_host), today_s=found.period_s)
+            row = replace(
+                row, card=card, scale=scale, n_host=str(n_host), today_s=found.period_s,
+                built_s=built_s,
+            )  # fmt: skip
             yield row
             if not n_host and shape.goes_ahead:
                 yield replace(row, n_host=AHEAD, today_s=today.ahead_s(found))
@@ -471,7 +501,7 @@ def _price(
         return prototype_s(library, way, device, host_s, *sizes, is_pinned=is_pinned)
 
     return Price(
-        "", "", "", 1.0, int(work.n_expert_layers), 0.0,
+        "", "", "", 1.0, int(work.n_expert_layers), 0.0, 0.0,
         copied_s=layer_s(WAITING, is_pinned=False) if host_s else None,
         pinned_s=layer_s(WAITING, is_pinned=True) if host_s else None,
         doorbell_s=layer_s(DOORBELL, is_pinned=False),
@@ -486,9 +516,9 @@ def _price(
 
 def table(rows: Sequence[Price]) -> str:
     heads = (
-        "model", "card", "on the CPU", "bound", "today", "its prototype", "pinned", "doorbell",
-        "pinned doorbell", "decode, ms", "saved: pinned", "doorbell", "pinned doorbell",
-        "the same, slow",
+        "model", "card", "on the CPU", "bound", "waiting", "its prototype", "pinned", "doorbell",
+        "its prototype", "pinned doorbell", "decode, ms", "saved: doorbell", "pinned",
+        "doorbell's prototype", "pinned doorbell", "doorbell, slow",
     )  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     titles = [shape.title for shape in SHAPES]
@@ -499,11 +529,12 @@ def table(rows: Sequence[Price]) -> str:
     )
     for row in by_place:
         other = slow[row.model, row.card, row.n_host]
-        times = (row.bound_s, row.today_s, row.copied_s, row.pinned_s, row.doorbell_s,
+        times = (row.bound_s, row.today_s, row.copied_s, row.pinned_s, row.built_s, row.doorbell_s,
                  row.pinned_doorbell_s)  # fmt: skip
         saved = (
-            row.saved_share(row.pinned_s), row.saved_share(row.doorbell_s),
-            row.saved_share(row.pinned_doorbell_s), other.saved_share(other.pinned_doorbell_s),
+            row.saved_share(row.built_s), row.saved_share(row.pinned_s),
+            row.saved_share(row.doorbell_s), row.saved_share(row.pinned_doorbell_s),
+            other.saved_share(other.built_s),
         )  # fmt: skip
         cells = (row.model, row.card, row.n_host, *map(_us, times), f"{1e3 * row.decode_s:.3g}",
                  *map(_percent, saved))  # fmt: skip

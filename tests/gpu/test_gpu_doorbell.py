@@ -24,7 +24,7 @@ from offload.costs.measuring import measure_split
 from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed
-from offload.ggml.backend import Stream
+from offload.ggml.backend import Device, Stream
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.player import doorbell, play
 from offload.split.switch import ByCosts, all_on_device, stay
@@ -168,6 +168,25 @@ def test_a_driver_without_words_keeps_the_wait(
     with Engine(many, opened(cuda, streaming)) as engine:
         _, rung = decoded(engine, (1,), 3)
     assert max(rung[1]) == 0
+
+
+def test_memory_that_is_not_pinned_keeps_the_wait(
+    cuda: DeviceChoice, many: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy from pageable memory would take its bytes before the CPU has computed them."""
+    found = []
+    pinned = Device.pinned_memory
+    for most_bytes in (1 << 30, 1 << 19, 4096, 0):
+        monkeypatch.setattr(
+            Device, "pinned_memory",
+            lambda device, n, most=most_bytes: pinned(device, n) if n <= most else None,
+        )  # fmt: skip
+        streaming = slots_for(many, "half", hybrid=True, splitter=stay)
+        with Engine(many, opened(cuda, streaming)) as engine:
+            got, rung = decoded(engine, (1,))
+        assert_same(cuda, got, found[0] if found else got)
+        found.append(got)
+        assert (max(rung[1]) > 0) == (most_bytes == 1 << 30)
 
 
 _ARGUMENTS = {

@@ -25,7 +25,12 @@ def test_the_whole_call_passes_with_small_models(tmp_path: Path) -> None:
     assert passed >= {"imports", "link", "equality", "decode", "split", "prefill"}, statuses
     assert report["link"]["why_not_pinned"] == ""
     assert all(row["kl_worst"] == 0.0 for row in report["equality"])
-    assert all(row["n_repairs"] > 0 for row in report["equality"] if row["way"] != "CPU")
+    ways = ("streamed", "split")
+    assert all(row["n_repairs"] > 0 for row in report["equality"] if row["way"] in ways)
+    assert all(row["layers_rung"] > 0 for row in report["equality"] if row["way"] == "doorbell")
+    turns = [row for row in report["decode"] if "waiting_s" in row]
+    assert turns
+    assert all(row["layers_rung"] > 0 for row in turns)
     assert all(row["same"] for row in report["decode"] if "same" in row)
     assert len(report["link"]["words"]) == 5, report["link"].get("why_no_words")
     assert all(row["taken_s"] > 0.0 for row in report["link"]["words"])
