@@ -7,8 +7,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import httpx
@@ -16,10 +16,19 @@ import httpx
 PATIENCE_S = 1800.0
 
 
-@contextmanager
-def serving(model: str, *flags: str) -> Iterator[httpx.Client]:
+def serving(model: str, *flags: str) -> AbstractContextManager[httpx.Client]:
     """Serve a model until the block ends. Yields a client of the server, which is ready."""
-    command = [sys.executable, "-m", "specoffload", "serve", "-m", model, "--port", "0", *flags]
+    return _serving("-m", model, *flags)
+
+
+def serving_all(models: Sequence[str], *flags: str) -> AbstractContextManager[httpx.Client]:
+    """Serve several models, of which requests name one. Yields a client of the server."""
+    return _serving(*models, *flags)
+
+
+@contextmanager
+def _serving(*words: str) -> Iterator[httpx.Client]:
+    command = [sys.executable, "-m", "specoffload", "serve", "--port", "0", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         url = next(line for line in server.stdout if "listening on" in line).split()[-1]
