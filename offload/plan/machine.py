@@ -105,6 +105,13 @@ class Machine:
     # Launches of one pass over a group of experts: gathering, products and what lies between them,
     # and writing the results. Not measured on a GPU: eight kernels of 5 us each.
     per_pass_s: float = 40e-6
+    # The host's time of a layer in passes, on the stand-in's virtual clock with one of two busy
+    # cores of an AMD EPYC (docs/gpu.md). The device waits for the first two: until its first
+    # launch after the router's ids. The other two bound the layer's time.
+    per_passes_begin_s: float = 650e-6
+    per_launch_begin_s: float = 22e-6  # for each launch of the layer
+    per_copied_expert_s: float = 65e-6
+    per_launch_s: float = 200e-6  # tables and submitting of up to `MOST_PAIRS` pairs
     # The same for several tokens. Their graph is new, so kernels are launched one by one after the
     # wait, and Python guesses experts before each layer.
     per_batch_wait_s: float = 200e-6
@@ -664,7 +671,11 @@ def _in_passes_s(
     is_ahead = pieces >= AHEAD_OF_ROUTER * work.n_experts
     ahead_s = np.where(is_ahead, np.minimum(dense_s, ring * one_s), 0.0)
     last_s = compute_s / n_passes  # the last group is computed after all copies
-    return np.maximum(copy_s - ahead_s + last_s, compute_s) + machine.per_batch_wait_s
+    n_launches = n_pairs / MOST_PAIRS
+    host_s = missing * machine.per_copied_expert_s + n_launches * machine.per_launch_s
+    begin_s = machine.per_passes_begin_s + n_launches * machine.per_launch_begin_s
+    busy_s = np.maximum(np.maximum(copy_s - ahead_s + last_s, compute_s), host_s)
+    return busy_s + begin_s + machine.per_batch_wait_s
 
 
 def _in_chunks_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:

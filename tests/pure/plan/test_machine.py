@@ -23,6 +23,7 @@ from offload.plan.machine import (
     streamed_s,
     vram_seen,
 )
+from offload.plan.min_batch import VERIFY_MOST
 
 # Numbers from the header of DeepSeek-R1 as Q4_K_M.
 R1 = ModelWork(
@@ -43,7 +44,9 @@ def test_more_tokens_never_take_less_time(n: int, more: int) -> None:
     waits_s = R1.n_expert_layers * TYPICAL.per_batch_wait_s
     for side, saved_s in ((cpu_s, 0.0), (streamed_s, 2 * waits_s)):
         later_s = side(TYPICAL, R1, RING, n + more)
-        assert side(TYPICAL, R1, RING, n) <= later_s * (1 + 1e-9) + saved_s
+        # Passes, which larger batches have, compute a group of experts while the next is copied.
+        gain = 0.02 if n <= VERIFY_MOST < n + more else 1e-9
+        assert side(TYPICAL, R1, RING, n) <= later_s * (1 + gain) + saved_s
 
 
 def test_a_token_on_the_cpu_is_bound_by_its_memory() -> None:
