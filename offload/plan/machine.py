@@ -93,7 +93,9 @@ class Machine:
     gpu_flops: float = 40e12  # products of prompts
     per_layer_s: float = 60e-6  # launches of a layer's kernels
     per_switch_s: float = 100e-6  # one change from the device to the CPU and back
-    per_split_s: float = 150e-6  # submitting, waiting for and adding both parts of a split layer
+    # Submitting both parts of a split layer and adding them. On the virtual clock a layer with a
+    # doorbell took 14 to 58 µs, and one that waits for the host 28 to 98 µs (docs/gpu.md).
+    per_split_s: float = 60e-6
     # In these times the device waits for the host. They were seen with one host, a Xeon, on the
     # stand-in's virtual clock (docs/gpu.md). A faster processor may need less.
     per_decode_s: float = 200e-6  # before a decode's first kernel, and after its last one
