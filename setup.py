@@ -9,7 +9,7 @@ from setuptools.command.build_ext import build_ext
 
 sys.path.insert(0, str(Path(__file__).parent))
 from offload.errors import LibraryMismatch  # noqa: E402
-from offload.player.building import GRAPHS, SOURCE, compile_player, library_name  # noqa: E402
+from offload.ggml.player_building import GRAPHS, SOURCE, compile_player, library_name  # noqa: E402
 
 
 class BuildPlayer(build_ext):
@@ -36,6 +36,6 @@ class AnyPython(bdist_wheel):
 
 sources = [str(path.relative_to(Path(__file__).parent)) for path in (SOURCE, GRAPHS)]
 setup(
-    ext_modules=[Extension("offload.player.player", sources)],
+    ext_modules=[Extension("offload.ggml.player_lib", sources)],
     cmdclass={"build_ext": BuildPlayer, "bdist_wheel": AnyPython},
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from offload.errors import DeviceUnavailable
 from offload.ggml.backend import Device, all_devices
-from offload.plan.units import parse_bytes, parse_rate, parse_seconds
+from offload.units import parse_bytes, parse_rate, parse_seconds
 
 
 @dataclass(frozen=True)

@@ -28,57 +28,57 @@ from offload.ggml.library.lib import mtmd_binding, prepare
 from offload.ggml.library.log import opening, spare_cells
 from offload.ggml.memory import AnonymousMemory
 from offload.ggml.model import Model, ModelPlacement
-from offload.ggml.mtmd import ImagePrompt, Projector
 from offload.ggml.native_build import may_repack, missing_in_build
 from offload.ggml.ram_cache import RamCache
 from offload.ggml.row_context import MtpContext, RowContext
 from offload.ggml.threads import CpuTeam, has_openmp
 from offload.images.building import ImageLibrary, image_library
 from offload.images.decoding import NO_IMAGES, Bitmap, decoded_files
-from offload.layout.decision import decide
-from offload.layout.host import DRAFT_MODEL, PROMPTS, ROUTERS
-from offload.layout.layout import DeviceLayout, Layout
-from offload.layout.probing import Here, probe
+from offload.images.mtmd import ImagePrompt, Projector
+from offload.mla import chosen_crossover
 from offload.model import ModelFacts, TensorEntry, is_experts
 from offload.model_file import check_writes, model_hash, read_facts
 from offload.notes import Note, NoteKind
 from offload.options import EngineOptions
-from offload.plan.context import (
+from offload.plan.decision import decide
+from offload.plan.devices import joined
+from offload.plan.host import DRAFT_MODEL, PROMPTS, ROUTERS
+from offload.plan.layout import DeviceLayout, Layout
+from offload.plan.placement import Plan, workload_of
+from offload.plan.ranges import shares_of
+from offload.plan.repacking import Repacking, choose_layouts
+from offload.plan.row_draft import eagle_ubatch, loading_complaint
+from offload.plan.tables import lookup_tables
+from offload.probe import Here, probe
+from offload.remote.devices import RemotePart, open_remote
+from offload.remote.watch import Watch, watching
+from offload.routing.next_experts import Embeddings, NextExperts, read_routers
+from offload.routing.routing import RoutingRecorder
+from offload.schedule.slots import StreamCounters
+from offload.schedule.switch import HybridSwitch, stay
+from offload.sequences.decoding import NativeExperts, decoder, image_decoder, row_step
+from offload.sequences.eagle import open_eagle
+from offload.sequences.row_draft import RowDraft
+from offload.sequences.sequences import MemoryTraits, Sequences
+from offload.sequences.text import ModelText
+from offload.store.expert_memory import ExpertMemory
+from offload.store.memory_budget import IN_DECODES
+from offload.store.store import READING, OnProgress, Store
+from offload.store.table_rows import TableRows
+from offload.stream.building import ExecutorBuilder
+from offload.stream.device import BatchRules, ModelDevices, StreamingDevice
+from offload.stream.parts import Part, lend_buffers, size_slots
+from offload.stream.split_path import Hybrid, Pace
+from offload.threads.engine_threads import EngineThreads
+from offload.threads.numa_plan import NOT_OURS, NumaPlan, PagePlacer
+from offload.times.context import (
     MTP_UBATCH,
     ContextOptions,
     forgetting_window,
     most_state_bytes,
     pooling_of,
 )
-from offload.plan.devices import joined
-from offload.plan.min_batch import NEVER, MinBatch, by_device
-from offload.plan.placement import Plan, workload_of
-from offload.plan.ranges import shares_of
-from offload.plan.repacking import Repacking, choose_layouts
-from offload.plan.row_draft import eagle_ubatch, loading_complaint
-from offload.plan.tables import lookup_tables
-from offload.remote.devices import RemotePart, open_remote
-from offload.remote.watch import Watch, watching
-from offload.routing.next_experts import Embeddings, NextExperts, read_routers
-from offload.routing.routing import RoutingRecorder
-from offload.schedule.slots import StreamCounters
-from offload.sequences.decoding import NativeExperts, decoder, image_decoder, row_step
-from offload.sequences.eagle import open_eagle
-from offload.sequences.row_draft import RowDraft
-from offload.sequences.sequences import MemoryTraits, Sequences
-from offload.sequences.text import ModelText
-from offload.split.path import Hybrid, Pace
-from offload.split.switch import HybridSwitch, stay
-from offload.store.expert_memory import ExpertMemory
-from offload.store.memory_budget import IN_DECODES
-from offload.store.store import READING, OnProgress, Store
-from offload.store.table_rows import TableRows
-from offload.streaming.building import ExecutorBuilder
-from offload.streaming.device import BatchRules, ModelDevices, StreamingDevice
-from offload.streaming.mla import chosen_crossover
-from offload.streaming.parts import Part, lend_buffers, size_slots
-from offload.threads.engine_threads import EngineThreads
-from offload.threads.numa_plan import NOT_OURS, NumaPlan, PagePlacer
+from offload.times.min_batch import NEVER, MinBatch, by_device
 
 __all__ = ["Engine", "EngineOptions"]
 _HOST_NAME = "SPEC_HOST"
@@ -674,7 +674,7 @@ class Engine(ModelText):
         """Set the thresholds from which streamed weights are computed on the device.
 
         If `is_measured`, `value` comes from decodes on all devices, and each device gets thresholds
-        of its own (`offload.plan.min_batch.by_device`).
+        of its own (`offload.times.min_batch.by_device`).
 
         Thresholds apply to graphs built from now on. libllama reuses the previous decode's graph
         while batches have the same number of tokens and the same number of rows of logits.

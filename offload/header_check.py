@@ -2,7 +2,7 @@
 
 Whoever plans or opens a model reads its header through `offload.model_file.read_facts`, which calls
 this first. So the plan's formulas get whole numbers from 0 on, and lists of at most one entry per
-layer. The library checks more when it loads a model (`offload.ggml.load_check`).
+layer. The library checks more when it loads a model (`offload.load_check`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload.ggml.load_check import check_loads
+from offload.load_check import check_loads
 from offload.model import ModelFacts
 from offload.model_file import check_writes
 from offload.plan.row_draft import ARCHITECTURE as EAGLE

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from offload.layout.found import Wanted
-from offload.layout.layout import Layout
-from offload.layout.probing import Asked, MeasureLinks
-from offload.plan.context import ContextOptions
-from offload.plan.min_batch import MinBatch
+from offload.plan.found import Wanted
+from offload.plan.layout import Layout
 from offload.plan.repacking import MeasureLayouts
+from offload.probe import Asked, MeasureLinks
 from offload.remote.address import RemoteOptions
 from offload.store.store import StoreOptions, watched
-from offload.streaming.options import StreamingOptions
+from offload.stream.options import StreamingOptions
 from offload.threads.numa_plan import NumaPlan
+from offload.times.context import ContextOptions
+from offload.times.min_batch import MinBatch
 
 
 @dataclass(frozen=True)

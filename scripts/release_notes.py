@@ -20,7 +20,7 @@ _LOG = "docs/log.md"
 _ENTRY = re.compile(r"^\+- \*\*(.+?)\*\* \((\d{4}-\d{2}-\d{2})")
 _FEW = 30  # changes that the notes of a first release show
 # Files that only one of two wheels has: what scripts/wheel adds, and names of the build.
-_ADDED = re.compile(r"^(llama_cpp/|specoffload\.libs/|[^/]+\.dist-info/|offload/player/libplayer-)")
+_ADDED = re.compile(r"^(llama_cpp/|specoffload\.libs/|[^/]+\.dist-info/|offload/ggml/libplayer-)")
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from specoffload.config.options import (
 from specoffload.config.speculation import measuring_only, remark
 from specoffload.config.typer_commands import HELP_ALL, add_command, show_all_flags
 from specoffload.errors import KNOWN, UsageError, meaning_of
-from specoffload.session.generation import AskedOptions
+from specoffload.generation.generation import AskedOptions
 
 if TYPE_CHECKING:
     from specoffload.commands.serve import ServedAs

@@ -21,24 +21,24 @@ import psutil
 from pydantic import TypeAdapter, ValidationError
 
 from numa.tune import TuneResult
-from offload.costs.table import CostTable
 from offload.ggml.native_build import library_build
 from offload.model import ModelFacts
 from offload.model_file import model_hash
-from offload.plan.machine import Sharing
 from offload.plan.repacking import LayoutTimes
 from offload.plan.ubatch_search import UbatchTrial
 from offload.plan.workload import TokenMix
 from offload.routing.routing import LEAST_TOKENS, N_KEPT, SHARES, CountedHits, counted_hits
-from offload.split.division import DeviceCosts, MeasuredCosts
+from offload.schedule.division import DeviceCosts, MeasuredCosts
+from offload.times.machine import Sharing
+from offload.times.table import CostTable
 from specdec.costs.calibration import Bins
 from specdec.whole_file import read_text, whole_file
 
 if TYPE_CHECKING:
     from offload.device import DeviceChoice
     from offload.engine import Engine
-    from offload.plan.min_batch import MinBatch
     from offload.routing.routing import RoutingRecorder
+    from offload.times.min_batch import MinBatch
 
 MACHINE_FILE = "machine.json"
 LEAST_MIX_TOKENS = 4096  # tokens counted over all runs before plans use their mix

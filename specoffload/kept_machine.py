@@ -19,7 +19,7 @@ from offload.ggml.native_build import library_build
 from offload.notes import Note, NoteKind
 from offload.plan.repacking import LayoutTimes, WeightKind
 from offload.store.disk_speed import DEPTHS, disk_of, disk_speed
-from offload.streaming.link_speed import link_speeds
+from offload.stream.link_speed import link_speeds
 from specoffload.errors import UsageError
 from specoffload.kept import KeptDisk, KeptFile, KeptLinks, today
 

@@ -19,9 +19,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from offload.plan.units import plural as plural
-from specoffload.session.logits_log import TRACE
-from specoffload.session.statistics import GenerationStats
+from offload.units import plural as plural
+from specoffload.generation.logits_log import TRACE
+from specoffload.generation.statistics import GenerationStats
 
 Frame = Callable[[tuple[int, int]], RenderableType]  # takes a terminal's (columns, rows)
 

@@ -9,7 +9,7 @@ from offload.errors import DoesNotFit
 from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
-from offload.streaming.options import StreamingOptions
+from offload.stream.options import StreamingOptions
 
 ON_GPU = 999  # for `n_gpu_layers`: the dense weights of all layers stay resident
 

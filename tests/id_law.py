@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from offload.ggml import player as api
 from offload.ggml.backend import SlotIds, copy_now
-from offload.player import native as api
-from offload.player import play
-from offload.player.program import Program
-from offload.streaming.slot_ids import IdExchange
+from offload.stream import play
+from offload.stream.program import Program
+from offload.stream.slot_ids import IdExchange
 from offload.worker import split_costs
 
 _SET = C.CFUNCTYPE(None, C.c_void_p, C.c_void_p, C.c_void_p, C.c_size_t, C.c_size_t)

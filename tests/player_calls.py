@@ -11,9 +11,9 @@ import pytest
 from offload.engine import Engine
 from offload.ggml.backend import Stream
 from offload.ggml.graph import Graph
-from offload.player.play import GraphPlayer, calls
-from offload.player.program import Program
-from offload.split.cpu_side import HostGraph
+from offload.stream.cpu_side import HostGraph
+from offload.stream.play import GraphPlayer, calls
+from offload.stream.program import Program
 
 COMPUTE = C.CFUNCTYPE(C.c_int, C.c_void_p, C.c_void_p)
 SET = C.CFUNCTYPE(None, C.c_void_p, C.c_void_p, C.c_void_p, C.c_size_t, C.c_size_t)

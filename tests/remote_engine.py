@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.engine import Engine, EngineOptions
-from offload.plan.min_batch import MinBatch
 from offload.remote.address import RemoteOptions
+from offload.times.min_batch import MinBatch
 
 BATCHES = (1, 5, 40, 3, 64, 1)
 NO_WORKERS = RemoteOptions()

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from lab.split import all_host
 from offload.engine import Engine, EngineOptions
-from offload.plan.min_batch import NEVER, MinBatch
-from offload.split.division import HOST, SplitCosts
-from offload.split.switch import ByCosts, Splitter, all_on_device
-from offload.streaming.options import StreamingOptions
+from offload.schedule.division import HOST, SplitCosts
+from offload.schedule.switch import ByCosts, Splitter, all_on_device
+from offload.stream.options import StreamingOptions
+from offload.times.min_batch import NEVER, MinBatch
 
 __all__ = ["SPLITTERS", "all_host", "at_random", "logits_of", "sim_options", "split_streaming"]
 

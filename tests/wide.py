@@ -55,12 +55,12 @@ LONG = frozenset(
         "model/test_worker_operations.py::test_the_record_has_what_clients_send_and_nothing_else",
         "pure/chat/test_schema_suite.py::test_closed_objects_allow_nothing_that_the_schema_forbids",
         "pure/chat/test_schema_suite.py::test_the_page_has_the_outcomes",
-        "pure/costs/test_corrections.py::test_prices_stay_near_the_true_times_for_100_000_decodes",
+        "pure/times/test_corrections.py::test_prices_stay_near_the_true_times_for_100_000_decodes",
         "pure/plan/test_chosen_plans.py::test_every_machine_card_and_context",
         "pure/speculation/test_replayed_drafters.py::test_all_drafters_together_are_near_the_best_of_them_alone",  # noqa: E501
         "pure/speculation/test_simulation.py::test_the_default_is_first_among_all_policies",
         "pure/speculation/test_tree_growth.py::test_replayed_trees_gain_where_batches_are_nearly_free_and_lose_nowhere",  # noqa: E501
-        "pure/streaming/test_page_size.py::test_weights_are_read_and_given_back_in_pages_of_the_system",  # noqa: E501
+        "pure/stream/test_page_size.py::test_weights_are_read_and_given_back_in_pages_of_the_system",  # noqa: E501
         "server/test_attack.py::test_an_attack_is_noticed_by_nobody_else",
         "server/test_lost_workers.py::test_a_lost_worker_of_ours_costs_one_request",
         "server/test_lost_workers.py::test_a_worker_that_hangs_in_the_middle_of_an_answer_is_lost",
@@ -172,9 +172,9 @@ SAMPLED = {
     "pure/chat/test_schema_suite.py::test_no_schema_is_enforced_wrongly_without_a_word": 40,
     "pure/chat/test_sent_back.py::test_any_parts_of_an_answer_are_taken_back": 60,
     "pure/chat/test_tool_schemas.py::test_what_cannot_be_followed_is_left_out_of_optional_calls": 40,  # noqa: E501
-    "pure/costs/test_learner.py::test_after_the_rates_change_the_best_way_is_soon_found_and_little_is_lost": 1,  # noqa: E501
-    "pure/costs/test_search.py::test_a_first_start_is_within_a_tenth_of_exhaustive_measurement": 1,
-    "pure/costs/test_search.py::test_a_slow_machines_first_start_leaves_the_policy_what_the_whole_curve_would": 2,  # noqa: E501
+    "pure/times/test_learner.py::test_after_the_rates_change_the_best_way_is_soon_found_and_little_is_lost": 1,  # noqa: E501
+    "pure/times/test_search.py::test_a_first_start_is_within_a_tenth_of_exhaustive_measurement": 1,
+    "pure/times/test_search.py::test_a_slow_machines_first_start_leaves_the_policy_what_the_whole_curve_would": 2,  # noqa: E501
     "pure/house/test_nothing_tested.py::test_a_run_in_which_no_test_passes_is_not_a_success": 8,
     "pure/memory_nodes/test_numa_place.py::test_every_weight_is_read_locally_with_small_pages_and_with_huge_ones_where_they_fit": 8,  # noqa: E501
     "pure/speculation/test_decoding_loop.py::test_members_come_and_go_and_each_writes_its_own_plain_text": 4,  # noqa: E501
@@ -185,8 +185,8 @@ SAMPLED = {
     "pure/speculation/test_same_size.py::test_the_default_is_no_slower_than_the_best_fixed_setting": 3,  # noqa: E501
     "pure/speculation/test_spec_accept.py::test_a_sampled_model_draft_keeps_the_distribution_through_the_loop": 1,  # noqa: E501
     "pure/speculation/test_spec_accept.py::test_the_first_two_tokens_are_distributed_as_without_a_draft": 2,  # noqa: E501
-    "pure/split/test_player_programs.py::test_a_wrong_table_stops_the_program_or_does_no_harm": 4,
-    "pure/split/test_player_programs.py::test_late_experts_that_are_not_the_layers_stop_the_program": 2,  # noqa: E501
+    "pure/stream/test_player_programs.py::test_a_wrong_table_stops_the_program_or_does_no_harm": 4,
+    "pure/stream/test_player_programs.py::test_late_experts_that_are_not_the_layers_stop_the_program": 2,  # noqa: E501
     "server/test_damaged_weights.py::test_logits_that_are_no_numbers_are_one_sentence_and_no_text": 5,  # noqa: E501
     "server/test_first_byte.py::test_the_header_and_the_role_do_not_wait_for_the_first_token": 2,
     "server/test_lost_workers.py::test_a_lost_worker_costs_one_request": 1,

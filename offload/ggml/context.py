@@ -20,8 +20,8 @@ from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import library
 from offload.ggml.model import Model, making
 from offload.ggml.ram_cache import RamCache
-from offload.plan.context import POOLINGS, ROPE_SCALINGS, ContextOptions, RopeOptions
-from offload.plan.min_batch import VERIFY_MOST
+from offload.times.context import POOLINGS, ROPE_SCALINGS, ContextOptions, RopeOptions
+from offload.times.min_batch import VERIFY_MOST
 
 _CTX_PADDING = 256
 FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}

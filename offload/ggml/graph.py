@@ -29,7 +29,7 @@ from offload.model import layer_of
 GRAPH = abi.ggml_cgraph
 _LOOKED_AHEAD = 32  # padding nodes after a list, because backends that fuse look past its end
 # Preparing a graph reads its nodes, their sources, and chains of up to four more sources that are
-# computed elsewhere (an expert's scale has that many, offload/split/cpu_side.py).
+# computed elsewhere (an expert's scale has that many, offload/stream/cpu_side.py).
 _LEVELS = 6
 # Our uids never equal ggml's, which count from 1, and none is used twice. Data cached by uid is
 # therefore never applied to a later graph at the same address.

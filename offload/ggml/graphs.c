@@ -5,7 +5,7 @@
  * They ask Python (`ask`) only about products with weights in our host memory, and remember its answers while
  * `remembers` is set.
  *
- * Like the player (offload/player/player.c), the file links against nothing but libc. Python passes the offsets of
+ * Like the player (offload/ggml/player.c), the file links against nothing but libc. Python passes the offsets of
  * fields in ggml's structs. Every field of a struct is 8 bytes wide. offload/ggml/native.py mirrors the structs.
  */
 #include <stdbool.h>

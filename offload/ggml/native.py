@@ -11,7 +11,7 @@ from typing import Any
 from offload.errors import LibraryMismatch
 from offload.ggml.library import abi, log
 from offload.ggml.library.lib import library
-from offload.player.building import SOURCE, compile_player
+from offload.ggml.player_building import SOURCE, compile_player
 
 _P, _N = C.c_void_p, C.c_int64
 _N_KEY = 16

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from offload.ggml.context import ABORTED, Batch, Context
 from offload.ggml.library.callback import Pending
 from offload.ggml.model import Model
-from offload.plan.context import ContextOptions
+from offload.times.context import ContextOptions
 
 Rows = NDArray[np.float32]
 _MTP_CONTEXT = 1  # LLAMA_CONTEXT_TYPE_MTP

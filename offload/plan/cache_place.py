@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from offload.model import ModelFacts
-from offload.plan.context import ContextOptions, context_memory
 from offload.plan.devices import DevicePart, Division
-from offload.plan.disk import DiskUse
-from offload.plan.machine import with_context, with_prompt
 from offload.plan.placement import Model
-from offload.plan.units import size_words
+from offload.times.context import ContextOptions, context_memory
+from offload.times.disk import DiskUse
+from offload.times.machine import with_context, with_prompt
+from offload.units import size_words
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from offload.plan.lending import n_lent_slots
-from offload.plan.machine import Real, Sharing
 from offload.plan.weights import Array, Parts, ring_slots
+from offload.times.machine import Real, Sharing
 
 _MOST = 20_000  # most numbers of each kind that are listed, for all ranges together
 _FEWEST_STEPS = 8  # steps between these numbers, however many ranges there are

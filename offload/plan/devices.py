@@ -14,7 +14,6 @@ from itertools import pairwise
 
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, layer_of
-from offload.plan.machine import attention_crossover, model_work, with_context
 from offload.plan.placement import Model, Plan, PlanRequest, make_plan
 from offload.plan.range_times import DeviceRoom, hand_over_s, ubatches
 from offload.plan.ranges import LayerRange
@@ -23,6 +22,7 @@ from offload.plan.sharing import SMALL_UBATCHES
 from offload.plan.slot_layout import SlotLayout, SlotPool, WeightGroup
 from offload.plan.weights import spread
 from offload.plan.working import WorkingMemory
+from offload.times.machine import attention_crossover, model_work, with_context
 
 LEAST_GAIN = 1.05  # least speed-up over the best single device for which `auto` uses several
 

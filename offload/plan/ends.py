@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.plan.machine import Machine, ModelWork, Sharing, best_s, expected_hits, prefill_s
+from offload.times.machine import Machine, ModelWork, Sharing, best_s, expected_hits, prefill_s
 
 LEAST_GAIN = 1.1  # times as fast as the plan's decodes, from which the other end is worth a line
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from offload.plan.min_batch import VERIFY_MOST
 from offload.plan.slot_layout import SlotPool
-from offload.plan.units import plural
+from offload.times.min_batch import VERIFY_MOST
+from offload.units import plural
 
 Real = Any  # a number, or an array of numbers
 _ALIGNMENT = 256  # strictest alignment of any device's buffers, in bytes

@@ -11,8 +11,11 @@ import math
 from dataclasses import dataclass, replace
 
 from offload.model import ModelFacts
-from offload.plan.context import ContextOptions, context_memory
-from offload.plan.machine import (
+from offload.plan.sharing import SMALL_UBATCHES, UBATCHES
+from offload.plan.weights import device_bytes
+from offload.routing.routing import HitCurve
+from offload.times.context import ContextOptions, context_memory
+from offload.times.machine import (
     Machine,
     ModelWork,
     Sharing,
@@ -23,9 +26,6 @@ from offload.plan.machine import (
     streamed_s,
     with_prompt,
 )
-from offload.plan.sharing import SMALL_UBATCHES, UBATCHES
-from offload.plan.weights import device_bytes
-from offload.routing.routing import HitCurve
 
 
 @dataclass(frozen=True)

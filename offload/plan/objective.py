@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.plan.disk import DiskUse
-from offload.plan.machine import Machine, ModelWork, Real, Sharing, best_s, even, prefill_s
 from offload.plan.workload import PlannedWork
+from offload.times.disk import DiskUse
+from offload.times.machine import Machine, ModelWork, Real, Sharing, best_s, even, prefill_s
 
 EVEN_WEIGHT = 0.5  # prior probability that a text uses all experts equally often
 MOST_LOSS = 0.05  # share of the best plan's speed that a plan may lose at the low end of hits

@@ -20,24 +20,8 @@ import numpy as np
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, TensorEntry, is_experts, layer_of
 from offload.plan.candidates import Limits
-from offload.plan.context import (
-    DEFAULT_UBATCH,
-    ContextOptions,
-    context_memory,
-    no_cache_in_ram,
-)
 from offload.plan.ends import Speeds, hit_words, other_end, speeds_of
 from offload.plan.lending import BufferSizes, Lending, SlotTail, lending_of
-from offload.plan.machine import (
-    TYPICAL,
-    LayersWork,
-    Machine,
-    ModelWork,
-    Sharing,
-    modelled_crossover,
-    with_prompt,
-)
-from offload.plan.min_batch import VERIFY_MOST
 from offload.plan.objective import MeasuredDecode, Objective, Seconds
 from offload.plan.row_draft import MtpPlan, plan_mtp
 from offload.plan.sharing import (
@@ -49,12 +33,28 @@ from offload.plan.sharing import (
     sized,
 )
 from offload.plan.slot_layout import SlotLayout, slot_layout
-from offload.plan.units import plural
 from offload.plan.weights import Parts, Weights, device_bytes, least_slots
 from offload.plan.working import WorkingMemory, working_memory
 from offload.plan.workload import DECODING, USUAL, PlannedWork, TokenMix
 from offload.routing.routing import HitCurve, UnionCurve
 from offload.schedule.passes import group_size
+from offload.times.context import (
+    DEFAULT_UBATCH,
+    ContextOptions,
+    context_memory,
+    no_cache_in_ram,
+)
+from offload.times.machine import (
+    TYPICAL,
+    LayersWork,
+    Machine,
+    ModelWork,
+    Sharing,
+    modelled_crossover,
+    with_prompt,
+)
+from offload.times.min_batch import VERIFY_MOST
+from offload.units import plural
 
 MARGIN_BYTES = 1 << 30  # default of llama.cpp's --fit-target
 # Bytes that stay free on a GPU, whatever --vram says. cuBLAS's workspaces, CUDA graphs and kernels

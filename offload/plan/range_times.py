@@ -16,7 +16,11 @@ from numpy.typing import NDArray
 
 from offload.model import ModelFacts
 from offload.plan.candidates import candidates
-from offload.plan.context import (
+from offload.plan.placement import Model, PlanRequest
+from offload.plan.row_draft import plan_mtp
+from offload.plan.sharing import best_way
+from offload.plan.weights import LayerSums, Parts
+from offload.times.context import (
     DEFAULT_UBATCH,
     ContextOptions,
     caching_layers,
@@ -24,7 +28,7 @@ from offload.plan.context import (
     layer_attention_work,
     layer_context_bytes,
 )
-from offload.plan.machine import (
+from offload.times.machine import (
     TYPICAL,
     Machine,
     Part,
@@ -33,10 +37,6 @@ from offload.plan.machine import (
     prompt_context,
     streamed_s,
 )
-from offload.plan.placement import Model, PlanRequest
-from offload.plan.row_draft import plan_mtp
-from offload.plan.sharing import best_way
-from offload.plan.weights import LayerSums, Parts
 
 _TIE = 1e-6  # share of the streamed bytes' link time, added to prefer less streaming in ties
 _NO_LIMIT = 2.0**60  # bytes of device memory without a limit

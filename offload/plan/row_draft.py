@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from offload.model import ModelFacts, TensorEntry, is_experts, layer_of
-from offload.plan.context import ContextOptions, context_memory, mtp_context_bytes
-from offload.plan.machine import Machine, ModelWork, Part
 from offload.plan.weights import device_bytes
+from offload.times.context import ContextOptions, context_memory, mtp_context_bytes
+from offload.times.machine import Machine, ModelWork, Part
 
 # Architectures whose MTP layers the supported version of llama.cpp can compute: first those with
 # graphs of one layer, then those with graphs of several. The library aborts if a file has more

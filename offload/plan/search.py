@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.model import ModelFacts
-from offload.plan.machine import Real
 from offload.plan.placement import PlanRequest
 from offload.plan.range_times import Array, DeviceRoom, RangeTimes, Stages, hand_over_s, ubatches
 from offload.plan.ranges import LayerRange
 from offload.plan.sharing import SMALL_UBATCHES
+from offload.times.machine import Real
 
 
 def overlap_s(front_s: Real, last_s: Real, n_ubatches: int) -> Real:

@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.plan.candidates import Candidates, Limits, candidates
-from offload.plan.disk import DiskUse
-from offload.plan.machine import Machine, ModelWork, Real, Sharing
 from offload.plan.objective import MeasuredDecode, Objective, Seconds, by_measured
 from offload.plan.slot_layout import SlotLayout
 from offload.plan.weights import Weights, least_slots, ring_slots
+from offload.times.disk import DiskUse
+from offload.times.machine import Machine, ModelWork, Real, Sharing
 
 UBATCHES = (512, 1024, 2048, 4096, 8192)
 _NOTHING: Mapping[int, int] = {}

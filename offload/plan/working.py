@@ -1,8 +1,8 @@
 """Computes the memory that streamed layers take beside slots and the context's buffers. Pure.
 
-A prompt's layers are computed in passes, which gather rows of pairs (offload/streaming/passes.py).
-The CPU computes other pairs in host memory, of prompts (offload/split/prompt_side.py) and of small
-batches (offload/split/cpu_side.py). The sizes follow from the file's header.
+A prompt's layers are computed in passes, which gather rows of pairs (offload/stream/passes.py).
+The CPU computes other pairs in host memory, of prompts (offload/stream/prompt_side.py) and of small
+batches (offload/stream/cpu_side.py). The sizes follow from the file's header.
 `tests/model/test_working_memory.py` compares them with what runs allocate.
 """
 

@@ -15,16 +15,16 @@ from offload.ggml.hostbuffer import CpuBufferType
 from offload.ggml.library.callback import Pending
 from offload.ggml.model import ModelPlacement
 from offload.ggml.rpc import RemoteWeights
-from offload.layout.layout import Layout
 from offload.model import ModelFacts
-from offload.plan.context import ContextOptions, context_memory
 from offload.plan.devices import layer_words
+from offload.plan.layout import Layout
 from offload.plan.ranges import LayerRange, shares_of
 from offload.remote.address import Address
 from offload.remote.hello import LayersAsked, ask_for
 from offload.remote.offers import Offer
 from offload.remote.passage import devices_of
 from offload.store.store import OnProgress
+from offload.times.context import ContextOptions, context_memory
 
 _HEAD = r"^(output|token_embd)\.weight$"  # a model without an output matrix uses its embeddings
 

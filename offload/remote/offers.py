@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from offload.errors import DeviceUnavailable, WorkerUnavailable
 from offload.ggml import rpc
 from offload.ggml.backend import Device
-from offload.layout.found import FoundDevice, Kind
-from offload.plan.machine import Machine
+from offload.plan.found import FoundDevice, Kind
 from offload.remote.address import Address, RemoteOptions
 from offload.remote.hello import WorkerFacts, check, status_of
 from offload.remote.passage import devices_of
 from offload.remote.probe import greet
 from offload.remote.watch import peers_of
+from offload.times.machine import Machine
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from offload.ggml.graph import Graph
 from offload.ggml.memory import AnonymousMemory
 from offload.ggml.rewriting import host_copy
 from offload.ggml.tensor import Buffer, Tensor, host_bytes, new_tensor
-from offload.plan.machine import Machine
+from offload.times.machine import Machine
 
 _WIDTH = 8192  # rows and columns of the f16 matrix, which has more bytes than caches of GPUs hold
 _MATRIX_BYTES, _COLUMN_BYTES = 2 * _WIDTH * _WIDTH, 4 * _WIDTH

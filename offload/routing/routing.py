@@ -91,7 +91,7 @@ class LayerRouting:
     __slots__ = ("counts", "rows")
 
     def __init__(self, n_used: int) -> None:
-        # The player (offload/player) adds tokens to these arrays too.
+        # The player (offload/stream/play.py) adds tokens to these arrays too.
         self.rows = np.zeros((N_KEPT, n_used), np.int16)
         self.counts = np.zeros(2, np.int64)  # end of the last token in `rows`, number of tokens
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offload.alignment import aligned
-from offload.plan.min_batch import VERIFY_MOST
 from offload.schedule.passes import MOST_HOST_PAIRS, MOST_PAIRS
+from offload.times.min_batch import VERIFY_MOST
 
 _NUMBER_BYTES = 4  # of an f32 of a row, and of an i32 of a table
 _LEAST_HOST_PAIRS = 256  # pairs of a prompt that the CPU has memory for, at least

@@ -173,7 +173,8 @@ class IllegalMove(AssertionError):
 class PoolSlots:
     """The slots of one pool. Other modules read the fields; only this class writes them.
 
-    The player (offload/player) reads the arrays too. It writes `last_use` when it uses slots.
+    The player (offload/stream/play.py) reads the arrays too. It writes
+    `last_use` when it uses slots.
     """
 
     __slots__ = ("_least_experts", "_of_group", "counts", "free", "last_use", "loading", "n_own",

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.ggml.context import Context
-from offload.ggml.mtmd import Projector
 from offload.ggml.row_context import RowContext
+from offload.images.mtmd import Projector
 from offload.routing.next_experts import NextExperts, Rows
 from offload.routing.routing import MOST_TOKENS, RoutingGuess, RoutingRecorder
 from offload.sequences.row_draft import Step
@@ -25,7 +25,7 @@ from offload.sequences.sequences import Decode, DecodeImage
 from offload.store.expert_memory import ExpertMemory
 from offload.store.memory_budget import IN_DECODES
 from offload.store.table_rows import TableRows
-from offload.streaming.device import StreamingDevice
+from offload.stream.device import StreamingDevice
 from offload.threads.engine_threads import EngineThreads
 
 

@@ -16,9 +16,9 @@ from offload.ggml.model import Model, ModelPlacement
 from offload.ggml.row_context import EagleContext
 from offload.model import ModelFacts
 from offload.model_file import read_facts
-from offload.plan.context import ContextOptions
 from offload.plan.row_draft import eagle_complaint, target_layers
 from offload.sequences.text import vocabulary_difference
+from offload.times.context import ContextOptions
 
 
 def open_eagle(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.errors import BadModel
-from offload.store.layout import PAGE_BYTES
+from offload.plan.store_layout import PAGE_BYTES
 from offload.store.reading import OpenFile
 
 _REMOTE = ("nfs", "cifs", "smb", "fuse.sshfs", "9p", "ceph", "glusterfs", "lustre", "virtiofs")

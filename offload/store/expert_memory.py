@@ -23,15 +23,15 @@ from itertools import chain
 
 from offload.errors import DeviceFailed, DoesNotFit, ModelChanged
 from offload.ggml.memory import HostRange
-from offload.plan.context import DEFAULT_UBATCH
-from offload.plan.machine import TYPICAL
+from offload.plan.store_layout import ExpertMatrices, Spot, largest_experts
 from offload.routing.routing import MOST_TOKENS
 from offload.store.expert_pages import ExpertPages, Leave
 from offload.store.expert_reading import Batch, ExpertReaders
-from offload.store.layout import ExpertMatrices, Spot, largest_experts
 from offload.store.memory_budget import MemoryBudget, MemoryLimits
 from offload.store.reading import OpenFile, ReadCounters, Workers
 from offload.store.residency import Piece, Residency, bytes_of
+from offload.times.context import DEFAULT_UBATCH
+from offload.times.machine import TYPICAL
 
 N_READERS = 8
 _LEAST_TIMED_BYTES = 64 << 20  # bytes read from which their rate counts as measured

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from numa.errors import PlacementRefused
 from offload.ggml.memory import HostRange
-from offload.store.layout import PAGE_BYTES, ExpertMatrices, Spot
+from offload.plan.store_layout import PAGE_BYTES, ExpertMatrices, Spot
 from offload.store.residency import Piece
 
 _MOST_MAPPINGS = 65_530  # the kernel's default limit for a process

@@ -9,8 +9,8 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 
 from offload.errors import ModelChanged
+from offload.plan.store_layout import PAGE_BYTES, Chunk
 from offload.store.disk_speed import HeldDisk
-from offload.store.layout import PAGE_BYTES, Chunk
 from offload.store.reading import FileReaders, OpenFile
 from offload.store.residency import Piece
 

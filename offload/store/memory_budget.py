@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from offload.layout.host import CONTEXT, DRIVER, INPUTS, LOGITS, PINNED, SLOTS, too_little_words
+from offload.plan.host import CONTEXT, DRIVER, INPUTS, LOGITS, PINNED, SLOTS, too_little_words
 
 MemoryBytes = Callable[[], int]
 StalledS = Callable[[], float | None]  # seconds for which programs waited; None: unknown

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from offload.errors import BadModel, ModelChanged
 from offload.ggml.memory import HostRange
-from offload.store.layout import PAGE_BYTES, Chunk
+from offload.plan.store_layout import PAGE_BYTES, Chunk
 
 _POLL_S = 0.05
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)  # answers of file systems without direct reads

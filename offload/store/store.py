@@ -33,12 +33,9 @@ from offload.errors import BadModel, DoesNotFit
 from offload.ggml.hostbuffer import mapping_without_reading
 from offload.ggml.library.callback import Pending
 from offload.ggml.memory import HasAddress, HostRange, Pinner, ReservedAddresses
-from offload.layout.host import ExpertLimits
 from offload.model import LOOKED_UP, ModelFacts, TensorEntry, WeightPlace, is_experts
-from offload.plan.units import size_words
-from offload.store.expert_memory import ExpertMemory, ExpertPlaces
-from offload.store.expert_pages import Leave
-from offload.store.layout import (
+from offload.plan.host import ExpertLimits
+from offload.plan.store_layout import (
     PAGE_BYTES,
     Run,
     Spot,
@@ -47,8 +44,11 @@ from offload.store.layout import (
     expert_matrices,
     plan_layout,
 )
+from offload.store.expert_memory import ExpertMemory, ExpertPlaces
+from offload.store.expert_pages import Leave
 from offload.store.memory_budget import MemoryLimits
 from offload.store.reading import OpenFile, ReadAhead, ReadCounters, Readers, Workers
+from offload.units import size_words
 
 READING = "reading weights"
 OnProgress = Callable[[str, float], None]  # gets a step's name and the fraction that is done

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.plan.store_layout import PAGE_BYTES
 from offload.plan.tables import UNKNOWN, LookupTable, Tokens
-from offload.store.layout import PAGE_BYTES
 from offload.store.reading import OpenFile
 
 _MOST_AT_ONCE = 64  # reads that are begun on the calling thread; each takes a few microseconds

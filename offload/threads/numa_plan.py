@@ -14,7 +14,7 @@ from numa.place import Candidate, PlacedWeight, Strategy, placement_for
 from numa.threads import Team, plan_threads
 from numa.topology import Topology
 from offload.model import TensorEntry, is_experts
-from offload.store.layout import StoreLayout
+from offload.plan.store_layout import StoreLayout
 
 if TYPE_CHECKING:
     from numa.memory import PlacedMemory

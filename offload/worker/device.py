@@ -16,8 +16,8 @@ from offload.ggml.graph import Graph
 from offload.ggml.library import abi
 from offload.ggml.pydevice import WrappedStream
 from offload.ggml.threads import check
-from offload.split.measuring import SplitSides
-from offload.streaming.device import BatchRules, PlannedSlots, StreamingDevice
+from offload.stream.device import BatchRules, PlannedSlots, StreamingDevice
+from offload.stream.split_measuring import SplitSides
 from offload.worker.graph_check import IdRange
 from offload.worker.ids import check_ids
 from offload.worker.weights import NamedWeights

@@ -24,21 +24,21 @@ from offload.ggml.native_build import library_build
 from offload.ggml.pydevice import WrappedStream
 from offload.ggml.rpc import check_built, serve_devices
 from offload.ggml.threads import CpuTeam, ThreadPool
-from offload.layout.decision import decide_part
-from offload.layout.found import Found
-from offload.layout.probing import found_device
+from offload.mla import chosen_crossover
 from offload.model_file import read_facts
 from offload.options import EngineOptions
-from offload.plan.min_batch import MinBatch
+from offload.plan.decision import decide_part
+from offload.plan.found import Found
+from offload.probe import found_device
 from offload.remote.hello import Admit, Count, LayersAsked, WorkerState
-from offload.split.division import DeviceCosts
-from offload.split.path import Hybrid, Pace
-from offload.split.switch import ByCosts, HybridSwitch
+from offload.schedule.division import DeviceCosts
+from offload.schedule.switch import ByCosts, HybridSwitch
 from offload.store.store import OnProgress, Store, StoreOptions, room_now, watched
-from offload.streaming.building import ExecutorBuilder
-from offload.streaming.device import BatchRules
-from offload.streaming.mla import chosen_crossover
-from offload.streaming.options import StreamingOptions
+from offload.stream.building import ExecutorBuilder
+from offload.stream.device import BatchRules
+from offload.stream.options import StreamingOptions
+from offload.stream.split_path import Hybrid, Pace
+from offload.times.min_batch import MinBatch
 from offload.worker.device import WorkerDevice, WorkerEvents
 from offload.worker.door import LOOPBACK, Door
 from offload.worker.split_costs import ExpertLayer, measure_split_layer, words_of

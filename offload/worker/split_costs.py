@@ -16,8 +16,9 @@ from offload.ggml.graph import Graph
 from offload.ggml.memory import AnonymousMemory
 from offload.ggml.tensor import Buffer, Tensor, host_bytes, new_tensor
 from offload.model import layer_of
-from offload.split.division import HOST, DeviceCosts, MeasuredCosts
-from offload.split.measuring import (
+from offload.schedule.division import HOST, DeviceCosts, MeasuredCosts
+from offload.schedule.switch import ByCosts, HybridSwitch, all_on_device
+from offload.stream.split_measuring import (
     LinkTimes,
     Measured,
     SplitSides,
@@ -26,7 +27,6 @@ from offload.split.measuring import (
     on_host,
     on_link,
 )
-from offload.split.switch import ByCosts, HybridSwitch, all_on_device
 
 _N_TOKENS = (1, 8)
 _ROUNDS = 3  # graphs of each size, which fill the slots

@@ -110,7 +110,7 @@ def import_all() -> list[str]:
 def draft(setting: Setting) -> bool:
     """Measure the draft in torch beside libllama's. Raises LeftOut without torch."""
     from offload.errors import DeviceUnavailable
-    from specoffload.session.draft_opening import check_device, torch_name
+    from specoffload.opening.draft import check_device, torch_name
 
     on_gpu = setting.choice.on_gpu
     try:

@@ -24,11 +24,11 @@ from offload.engine import Engine, EngineOptions
 from offload.errors import OffloadError
 from offload.model import ModelFacts
 from offload.model_file import read_facts
-from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import PlanRequest, make_plan
-from offload.player import doorbell
-from offload.split.switch import stay
-from offload.streaming.options import StreamingOptions
+from offload.schedule.switch import stay
+from offload.stream import doorbell
+from offload.stream.options import StreamingOptions
+from offload.times.min_batch import NEVER, MinBatch
 from specoffload.bench.paths import Llama
 
 SHARES = (1.0, 0.95, 0.5)  # of the experts, in slots

@@ -26,11 +26,11 @@ from timed_parts import LeftOut
 
 from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
-from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import PlanRequest, make_plan
-from offload.player import play
-from offload.split.switch import stay
-from offload.streaming.options import StreamingOptions
+from offload.schedule.switch import stay
+from offload.stream import play
+from offload.stream.options import StreamingOptions
+from offload.times.min_batch import NEVER, MinBatch
 
 SIZES = (1, 4, 9, 16)  # tokens of a batch
 QUANTS = ("q4_K", "q3_K")

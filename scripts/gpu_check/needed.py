@@ -120,7 +120,7 @@ def no_compiler() -> list[str]:
     named = shlex.split(os.environ.get("CC", ""))
     if any(map(shutil.which, named[:1] or ["cc", "gcc", "clang"])):
         return []
-    if list((ROOT / "offload/player").glob("libplayer-*")):
+    if list((ROOT / "offload/ggml").glob("libplayer-*")):
         return []
     return ["a C compiler is missing (cc, gcc or clang): the player is compiled at its first use"]
 

@@ -38,7 +38,7 @@ from specoffload.bench.paths import Llama
 from specoffload.config.command_line import read_command_line
 from specoffload.config.environment import Environment, read_host
 from specoffload.config.resolution import resolve
-from specoffload.session.draft_model import real_text
+from specoffload.opening.draft_model import real_text
 from specoffload.session.session import Session
 
 AIM, NEVER_LOSES = 1.2, 0.97  # multiples of the best rival's speed; of the speed of --hybrid off

@@ -18,9 +18,9 @@ from setting import Setting
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed
 from offload.model_file import read_facts
-from offload.plan.min_batch import MinBatch
-from offload.plan.units import parse_bytes
-from offload.streaming.options import StreamingOptions
+from offload.stream.options import StreamingOptions
+from offload.times.min_batch import MinBatch
+from offload.units import parse_bytes
 from specoffload.bench.paths import Llama
 
 # DeepSeek-V3's widths with fewer layers and experts: the experts of 7 layers are 11 GB at q4_K.

@@ -23,7 +23,7 @@ from offload.engine import Engine
 from offload.errors import OffloadError
 from offload.model import ModelFacts
 from offload.model_file import read_facts
-from offload.plan.machine import TYPICAL, Machine, vram_seen
+from offload.times.machine import TYPICAL, Machine, vram_seen
 from specoffload.config.hardware_parts import CARDS
 
 _LEAST_S = 45.0  # to write the model and time one setup

@@ -31,12 +31,12 @@ from lab.synth.mixtures import (
 from offload.engine import Engine, EngineOptions
 from offload.errors import OffloadError
 from offload.model_file import read_facts
-from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.row_draft import MTP_ARCHITECTURES
-from offload.split.division import HOST
-from offload.split.switch import Splitter, all_on_device
-from offload.streaming.options import StreamingOptions
+from offload.schedule.division import HOST
+from offload.schedule.switch import Splitter, all_on_device
+from offload.stream.options import StreamingOptions
+from offload.times.min_batch import NEVER, MinBatch
 
 ON_GPU = 999  # for `n_gpu_layers`: the dense weights of all layers stay resident
 PAGE = ROOT / "docs" / "models.md"

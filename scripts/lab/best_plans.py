@@ -20,9 +20,9 @@ from lab.synth.published import published_facts
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts
 from offload.plan.candidates import candidates
-from offload.plan.context import ContextOptions
 from offload.plan.placement import Model, Plan, PlanRequest, make_plan
 from offload.plan.sharing import UBATCHES
+from offload.times.context import ContextOptions
 
 N_CTX = 8192
 ANSWERS, PROMPTS = 0.95, 0.90  # shares of the best plan's speed that a default plan should have

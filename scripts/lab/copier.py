@@ -22,8 +22,8 @@ from typing import Any
 
 from offload.ggml.memory import AnonymousMemory, HostRange, copy_bytes
 from offload.ggml.tensor import Tensor, host_bytes
-from offload.layout.host import RING_BYTES
-from offload.streaming.copying import PART_BYTES, BounceCopier, Transfer
+from offload.plan.host import RING_BYTES
+from offload.stream.copying import PART_BYTES, BounceCopier, Transfer
 
 
 class FreeEvent:

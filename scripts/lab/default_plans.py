@@ -19,9 +19,12 @@ from lab.plans import README_TITLES
 from lab.synth.published import published_facts
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts
-from offload.plan.context import ContextOptions
 from offload.plan.llama_cpp import cache_s, cache_split, llama_starts, n_cpu_moe
-from offload.plan.machine import (
+from offload.plan.placement import Plan, PlanRequest, make_plan
+from offload.plan.sharing import UBATCHES
+from offload.plan.workload import DECODING, USUAL, TokenMix
+from offload.times.context import ContextOptions
+from offload.times.machine import (
     Machine,
     ModelWork,
     Sharing,
@@ -34,9 +37,6 @@ from offload.plan.machine import (
     prefill_s,
     with_prompt,
 )
-from offload.plan.placement import Plan, PlanRequest, make_plan
-from offload.plan.sharing import UBATCHES
-from offload.plan.workload import DECODING, USUAL, TokenMix
 
 CARDS_GIB = (12, 16, 24, 32)
 N_CTX = 4096

@@ -40,7 +40,7 @@ from specdec.drafters.model import ModelDrafter
 from specdec.policies.throughput import Throughput
 from specoffload import report
 from specoffload.config.resolution import demo_file, demo_prompts
-from specoffload.session.draft_model import measure_step
+from specoffload.opening.draft_model import measure_step
 
 N_TEXTS, N_TOKENS = 8, 64  # texts in each of the two sets, and tokens of a text
 _STEP_MS = 4.0  # T(1) to which decodes of the target are held

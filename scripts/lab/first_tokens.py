@@ -14,11 +14,11 @@ import typer
 
 from lab import ROOT, filled
 from offload.engine import Engine, EngineOptions
-from offload.plan.min_batch import MinBatch
 from offload.routing.routing import counted_unions, expected_union
-from offload.streaming.options import StreamingOptions
+from offload.stream.options import StreamingOptions
+from offload.times.min_batch import MinBatch
 from specoffload.config.resolution import demo_file
-from specoffload.session.draft_model import real_text
+from specoffload.opening.draft_model import real_text
 
 PAGE = ROOT / "docs" / "background.md"
 N_TOKENS = 512

@@ -20,8 +20,11 @@ from lab.synth import write_preset
 from lab.synth.routing import drawn_text
 from offload.engine import Engine, EngineOptions
 from offload.model import ModelFacts, layer_of
-from offload.plan.context import ContextOptions
-from offload.plan.machine import (
+from offload.plan.placement import PlanRequest, make_plan
+from offload.plan.search import overlap_s
+from offload.stream.options import StreamingOptions
+from offload.times.context import ContextOptions
+from offload.times.machine import (
     Machine,
     Sharing,
     model_work,
@@ -29,10 +32,7 @@ from offload.plan.machine import (
     with_context,
     with_prompt,
 )
-from offload.plan.min_batch import MinBatch
-from offload.plan.placement import PlanRequest, make_plan
-from offload.plan.search import overlap_s
-from offload.streaming.options import StreamingOptions
+from offload.times.min_batch import MinBatch
 
 MODEL: dict[str, Any] = {"size": "full", "n_layer": 16, "n_vocab": 16384, "quant": "q4_K"}
 FEW: dict[str, Any] = {"n_layer": 8, "n_expert": 32}

@@ -38,10 +38,10 @@ from lab.disk import lab_model
 from lab.synth.routing import drawn_text
 from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
-from offload.plan.min_batch import NEVER, MinBatch
 from offload.store.expert_memory import ExpertMemory
 from offload.store.store import StoreOptions
-from offload.streaming.options import StreamingOptions
+from offload.stream.options import StreamingOptions
+from offload.times.min_batch import NEVER, MinBatch
 
 _WARM_TOKENS = 48  # tokens decoded before the first measured one, which fill memory
 _BALANCES = (0.5, 1.0, 2.0)  # times of the disk, in times of the computation

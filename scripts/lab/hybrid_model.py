@@ -20,10 +20,14 @@ from lab import ROOT, filled
 from lab.published import UNPINNED_SHARE
 from lab.synth.published import published_facts
 from offload.model import ModelFacts
-from offload.plan.context import ContextOptions
-from offload.plan.guessed_hits import hit_rate
 from offload.plan.llama_cpp import cache_split, lru_cache, n_cpu_moe
-from offload.plan.machine import (
+from offload.plan.placement import Plan, PlanRequest, make_plan
+from offload.plan.sharing import UBATCHES
+from offload.plan.workload import DECODING
+from offload.routing.routing import HALF_LIFE_STEPS, SHARES, HitCurve, recorded_hits
+from offload.times.context import ContextOptions
+from offload.times.guessed_hits import hit_rate
+from offload.times.machine import (
     Machine,
     ModelWork,
     Sharing,
@@ -34,10 +38,6 @@ from offload.plan.machine import (
     model_work,
     streamed_s,
 )
-from offload.plan.placement import Plan, PlanRequest, make_plan
-from offload.plan.sharing import UBATCHES
-from offload.plan.workload import DECODING
-from offload.routing.routing import HALF_LIFE_STEPS, SHARES, HitCurve, recorded_hits
 from specoffload.config.hardware import PRESETS
 
 GIB = 1 << 30

@@ -21,9 +21,9 @@ from specdec.options import OF_TEXT, DrafterName
 from specoffload.config.environment import read_host
 from specoffload.config.options import Options
 from specoffload.config.resolution import Config, demo_file, demo_prompts, resolve
-from specoffload.session.generation import GenerateOptions
+from specoffload.generation.generation import GenerateOptions
+from specoffload.generation.statistics import GenerationStats
 from specoffload.session.session import Session
-from specoffload.session.statistics import GenerationStats
 
 SETS: dict[str, tuple[DrafterName, ...]] = {
     "nothing": (DrafterName.NONE,),

@@ -27,12 +27,12 @@ from offload.engine import Engine, EngineOptions
 from offload.ggml.graph import Graph
 from offload.ggml.library.lib import library
 from offload.ggml.pydevice import WrappedStream
-from offload.plan.min_batch import MinBatch
-from offload.player.play import GraphPlayer, calls
-from offload.split.division import SplitCosts
-from offload.split.switch import ByCosts, all_on_device
-from offload.streaming.device import StreamingDevice
-from offload.streaming.options import StreamingOptions
+from offload.schedule.division import SplitCosts
+from offload.schedule.switch import ByCosts, all_on_device
+from offload.stream.device import StreamingDevice
+from offload.stream.options import StreamingOptions
+from offload.stream.play import GraphPlayer, calls
+from offload.times.min_batch import MinBatch
 
 N_LAYERS = 40
 LEAST_WARM, MOST_WARM = 5, 100  # decodes that fill the slots

@@ -34,9 +34,9 @@ from lab.simulation import DraftTrace, Simulated, simulate
 from lab.synth.published import published_facts
 from offload.model import ModelFacts
 from offload.plan.llama_cpp import lru_cache, n_cpu_moe
-from offload.plan.machine import Machine, ModelWork, best_s, cpu_s, model_work, streamed_s
 from offload.plan.row_draft import MtpLayer, plan_mtp
 from offload.routing.routing import HALF_LIFE_STEPS, HitCurve, UnionCurve
+from offload.times.machine import Machine, ModelWork, best_s, cpu_s, model_work, streamed_s
 from specdec.costs.profile import CostProfile
 from specdec.policies.rules import Fixed
 from specdec.policies.throughput import Throughput

@@ -47,8 +47,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDERS = (
     "offload/schedule",
-    "offload/split",
-    "offload/costs",
+    "offload/times",
     "offload/plan",
     "specdec/policies",
     "specoffload/server/engine",

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from lab.synth import write_preset
-from offload.costs.measuring import decode_s
 from offload.engine import Engine, EngineOptions
+from offload.measuring import decode_s
 from offload.model_file import read_facts
-from offload.plan.min_batch import MinBatch
 from offload.plan.placement import PlanRequest, make_plan
 from offload.schedule.slots import StreamCounters
-from offload.streaming.options import StreamingOptions
+from offload.stream.options import StreamingOptions
+from offload.times.min_batch import MinBatch
 from specoffload import report
 from specoffload.bench.load import warn_of_load
 from specoffload.commands.bench import commit, machine

@@ -28,9 +28,9 @@ from pathlib import Path
 
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
-from offload.plan.min_batch import MinBatch
 from offload.remote.address import Address, RemoteOptions, parse_address
 from offload.remote.secret import Secret
+from offload.times.min_batch import MinBatch
 
 _SECRET = "a secret of this measurement"
 _UBATCH = 64

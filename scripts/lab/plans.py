@@ -15,15 +15,15 @@ from lab import ROOT, filled
 from lab.synth.published import PUBLISHED, published_facts
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts
-from offload.plan.context import ContextOptions
 from offload.plan.context_choice import RequestSeconds, choose_context
 from offload.plan.placement import MARGIN_BYTES, PlanRequest, make_plan
 from offload.plan.sharing import UBATCHES
 from offload.store.store import Room
+from offload.times.context import ContextOptions
 from specoffload.cli import app
 from specoffload.commands.plan_screen import rounded, speed_range, speed_words
-from specoffload.context_size import request_seconds
-from specoffload.planning import Planned
+from specoffload.opening.context_size import request_seconds
+from specoffload.opening.planning import Planned
 
 GIB = 1 << 30
 VRAM_GIB = (8, 12, 16, 24, 32, 48, 80)

@@ -8,7 +8,7 @@ the order of the work, and not this machine's kernels. Three ways are measured b
 
     cpu      the CPU computes all experts
     copy     all experts are copied to the device
-    step     CPU and device share each layer (offload/split/prompt_side.py)
+    step     CPU and device share each layer (offload/stream/prompt_side.py)
 
 If both sides work all the time, a step takes 1 / (1 / cpu + 1 / copy), which is `both`. `ratio` is
 step / both, and `best` is step divided by the faster one of the other ways. `division` is the time
@@ -27,12 +27,12 @@ import numpy as np
 
 from lab.overlap import bench
 from lab.split import all_host, shaped
-from offload.costs.measuring import decode_s
 from offload.engine import Engine, EngineOptions
-from offload.plan.min_batch import NEVER, MinBatch
-from offload.split.division import SplitCosts, split_pairs
-from offload.split.switch import ByCosts, Splitter, all_on_device
-from offload.streaming.options import StreamingOptions
+from offload.measuring import decode_s
+from offload.schedule.division import SplitCosts, split_pairs
+from offload.schedule.switch import ByCosts, Splitter, all_on_device
+from offload.stream.options import StreamingOptions
+from offload.times.min_batch import NEVER, MinBatch
 
 _SHAPE: dict[str, Any] = {
     "n_layer": 3,

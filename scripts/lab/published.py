@@ -22,8 +22,8 @@ import typer
 from lab import ROOT, filled
 from lab.synth.published import published_facts
 from offload.model import ModelFacts
-from offload.plan.context import ContextOptions
-from offload.plan.machine import (
+from offload.times.context import ContextOptions
+from offload.times.machine import (
     CORE_FLOPS,
     TYPICAL,
     Machine,

@@ -19,8 +19,11 @@ from lab.synth.shape import resolve
 from lab.synth.write import plan_shape, write_header_only
 from offload.model import ModelFacts, WeightPlace, is_experts
 from offload.model_file import read_facts
-from offload.plan.context import ContextOptions
-from offload.plan.machine import (
+from offload.plan.placement import PlanRequest, make_plan
+from offload.plan.sharing import UBATCHES
+from offload.plan.workload import DECODING
+from offload.times.context import ContextOptions
+from offload.times.machine import (
     TYPICAL,
     Machine,
     ModelWork,
@@ -34,9 +37,6 @@ from offload.plan.machine import (
     vram_seen,
     with_context,
 )
-from offload.plan.placement import PlanRequest, make_plan
-from offload.plan.sharing import UBATCHES
-from offload.plan.workload import DECODING
 
 PAGE = ROOT / "docs" / "background.md"
 TITLE = "Qwen3.8-Flash-Next"

@@ -25,7 +25,7 @@ from specdec.drafters.model import ModelDrafter
 from specdec.options import DrafterName, SpecOptions
 from specdec.policies.throughput import Throughput
 from specdec.types import Drafter, Round
-from specoffload.session.statistics import Tally
+from specoffload.generation.statistics import Tally
 
 N_VOCAB = 512
 N_ROUNDS = 4000

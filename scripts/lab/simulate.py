@@ -40,7 +40,7 @@ from specoffload.cli import config_of
 from specoffload.config.command_line import read_command_line
 from specoffload.config.options import RunOptions
 from specoffload.errors import KNOWN, UsageError
-from specoffload.session.generation import AskedOptions
+from specoffload.generation.generation import AskedOptions
 from specoffload.session.session import Session
 
 _ORACLE_LONGEST = 24

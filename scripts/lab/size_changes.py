@@ -29,10 +29,10 @@ from offload.device import devices
 from offload.engine import Engine, EngineOptions
 from offload.ggml.library.callback import calls_into_python
 from offload.model_file import read_facts
-from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import PlanRequest, make_plan
-from offload.split.switch import stay
-from offload.streaming.options import StreamingOptions
+from offload.schedule.switch import stay
+from offload.stream.options import StreamingOptions
+from offload.times.min_batch import NEVER, MinBatch
 
 SIZES = (1, 2, 3, 5, 9)
 N_TEXT = 16  # tokens before each batch

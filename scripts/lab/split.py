@@ -7,7 +7,7 @@ A copy over the link, an expert on the device and an expert on the CPU each take
 of the work and not this machine's kernels. A step takes at least the time of the slower side,
 
     cpu    = experts of the CPU x host
-    device = its experts and their copies, as offload/split/division.py expects at these rates
+    device = its experts and their copies, as offload/schedule/division.py expects at these rates
              + all else that a step computes
 
 and without overlap the sum of both sides' times. The device begins a product when all copies for
@@ -28,14 +28,14 @@ from numpy.typing import NDArray
 
 from lab.overlap import bench
 from lab.synth import write_preset
-from offload.costs.measuring import decode_s
 from offload.engine import Engine, EngineOptions
+from offload.measuring import decode_s
 from offload.model_file import read_facts
-from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import Plan, make_plan
-from offload.split.division import HOST, SplitCosts, expected, split_pairs
-from offload.split.switch import Splitter, all_on_device
-from offload.streaming.options import StreamingOptions
+from offload.schedule.division import HOST, SplitCosts, expected, split_pairs
+from offload.schedule.switch import Splitter, all_on_device
+from offload.stream.options import StreamingOptions
+from offload.times.min_batch import NEVER, MinBatch
 
 _SHAPE: dict[str, Any] = {
     "n_layer": 6,

@@ -130,8 +130,8 @@ class _Filling:
     n_host = 0
 
     def __call__(self, ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
-        from offload.split.division import HOST
-        from offload.split.switch import all_on_device
+        from offload.schedule.division import HOST
+        from offload.schedule.switch import all_on_device
 
         kinds = all_on_device(ids, resident)
         used = np.unique(ids)
@@ -212,10 +212,10 @@ class Today:
         from offload.device import devices
         from offload.engine import Engine, EngineOptions
         from offload.model_file import read_facts
-        from offload.plan.min_batch import NEVER, MinBatch
         from offload.plan.placement import PlanRequest, make_plan
-        from offload.split.switch import stay
-        from offload.streaming.options import StreamingOptions
+        from offload.schedule.switch import stay
+        from offload.stream.options import StreamingOptions
+        from offload.times.min_batch import NEVER, MinBatch
 
         path = folder / "price.gguf"
         write_preset(
@@ -414,7 +414,7 @@ def prototype_s(
 def use_experts_time() -> None:
     """Let the CPU's experts take the priced machine's time instead of this processor's, and let the
     doorbell's words take virtual time."""
-    from offload.player import doorbell, play
+    from offload.stream import doorbell, play
 
     library: Any = C.CDLL(None)
     play.calls().compute = C.cast(library.standin_compute, C.c_void_p).value
@@ -432,7 +432,7 @@ def set_latencies(scale: float = 1.0) -> None:
 def measure(folder: Path, wanted: Sequence[str] = ()) -> Iterator[Price]:
     """The rows of the table."""
     from lab.synth.published import published_facts
-    from offload.plan.machine import model_work
+    from offload.times.machine import model_work
 
     library = compile_doorbell(folder)
     use_experts_time()
@@ -482,7 +482,7 @@ def _each_layer_waits() -> Any:
     """Let the player compute no layer ahead, as in decodes in which many layers lack experts."""
     from unittest.mock import patch
 
-    from offload.player.ahead import Waits
+    from offload.stream.layers_ahead import Waits
 
     return patch.object(Waits, "choose", lambda self, n_layers: 1)
 

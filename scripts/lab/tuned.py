@@ -32,7 +32,7 @@ from specoffload.commands.tune import tune_all
 from specoffload.config.command_line import read_command_line
 from specoffload.config.environment import read_environment, read_host
 from specoffload.config.resolution import Config, resolve
-from specoffload.session.generation import GenerateOptions
+from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
 
 UBATCHES = (256, 512, 1024, 2048)

@@ -98,7 +98,7 @@ def use_card(preset: str) -> Any:
 
     The fixed times of kernels, copies and calls stay those of clock.hpp.
     """
-    from offload.plan.machine import ATTENTION_SHARE, PROMPT_ATTENTION
+    from offload.times.machine import ATTENTION_SHARE, PROMPT_ATTENTION
     from specoffload.config.hardware import PRESETS
 
     machine = PRESETS[preset].machine
@@ -301,9 +301,9 @@ def _steps(path: Path, case: OverlapCase, way: str, n: int) -> tuple[float, floa
     """Return the median seconds of `n` steps after warm-up, and a step's copied bytes."""
     from offload.engine import Engine, EngineOptions
     from offload.model_file import read_facts
-    from offload.plan.min_batch import MinBatch
     from offload.plan.placement import PlanRequest, make_plan
-    from offload.streaming.options import StreamingOptions
+    from offload.stream.options import StreamingOptions
+    from offload.times.min_batch import MinBatch
 
     layers: dict[str, Any] = {"n_gpu_layers": 0} if case.is_dense else {"n_cpu_moe": 999}
     whole = make_plan(read_facts(path), PlanRequest(**layers))

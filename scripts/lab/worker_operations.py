@@ -33,9 +33,9 @@ from offload.engine import Engine, EngineOptions
 from offload.errors import BadModel, OffloadError
 from offload.ggml.node_table import NodeTable, is_packed, operations, type_name
 from offload.ggml.tensor import type_number
-from offload.plan.min_batch import MinBatch
 from offload.sequences.row_draft import RowDraft
-from offload.streaming.device import StreamingDevice
+from offload.stream.device import StreamingDevice
+from offload.times.min_batch import MinBatch
 
 RECORD = ROOT / "scripts" / "lab" / "worker_operations.json"
 DENSE = (

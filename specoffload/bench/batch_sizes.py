@@ -10,8 +10,8 @@ from time import perf_counter
 
 from offload.engine import Engine
 from offload.model import is_experts
+from specoffload.opening.draft_model import real_text
 from specoffload.report import bytes_text, plural
-from specoffload.session.draft_model import real_text
 from specoffload.session.session import SEQUENCE
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens

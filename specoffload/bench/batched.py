@@ -19,7 +19,7 @@ from specoffload.bench.llama_bench import markdown
 from specoffload.config.resolution import Config
 from specoffload.config.speculation import SpecConfig
 from specoffload.errors import UsageError
-from specoffload.session.draft_model import real_text
+from specoffload.opening.draft_model import real_text
 from specoffload.session.session import Session
 
 # llama-batched-bench's columns, in its order. In JSONL, the keys of `_conditions` precede them.

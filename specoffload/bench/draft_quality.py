@@ -37,7 +37,7 @@ from specdec.policies.throughput import Throughput
 from specdec.types import Policy, Round
 from specoffload import report
 from specoffload.config.resolution import demo_prompts
-from specoffload.session.draft_model import DraftModel
+from specoffload.opening.draft_model import DraftModel
 from specoffload.session.session import SEQUENCE
 
 _N_TOKENS = 48  # tokens written after each prompt

@@ -15,10 +15,10 @@ import numpy as np
 from offload.engine import Engine
 from specdec.costs.profile import CostProfile
 from specdec.policies.rules import Fixed
-from specoffload.session.generation import GenerateOptions
+from specoffload.generation.generation import GenerateOptions
+from specoffload.generation.statistics import GenerationStats
 from specoffload.session.session import SEQUENCE, Session
-from specoffload.session.speculation import Speculation
-from specoffload.session.statistics import GenerationStats
+from specoffload.speculation.speculation import Speculation
 
 SPLIT = 8  # tokens per batch of `split_text`
 N_DRAFT = 4  # tokens per verified draft

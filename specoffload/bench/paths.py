@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from offload.errors import DeviceFailed, OffloadError
-from specoffload.session.generation import GenerateOptions
+from specoffload.generation.generation import GenerateOptions
+from specoffload.generation.statistics import GenerationStats
 from specoffload.session.session import SEQUENCE, Session
-from specoffload.session.statistics import GenerationStats
 
 _CHILD = "offload.ggml.library.untouched"
 _CLOSE_PATIENCE_S = 30.0

@@ -18,10 +18,10 @@ from specdec.options import PolicyName, SpecOptions
 from specdec.policies.rules import Fixed
 from specdec.types import Draft, DraftRequest, Round
 from specoffload.bench.paths import total
-from specoffload.session.generation import GenerateOptions
+from specoffload.generation.generation import GenerateOptions
+from specoffload.generation.statistics import GenerationStats
 from specoffload.session.session import Session
-from specoffload.session.speculation import DraftingParts, Speculation
-from specoffload.session.statistics import GenerationStats
+from specoffload.speculation.speculation import DraftingParts, Speculation
 
 NO_DRAFTS = "no drafts"
 DEFAULT = str(PolicyName.THROUGHPUT)

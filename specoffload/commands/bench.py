@@ -20,18 +20,18 @@ from typing import Any
 
 import psutil
 
-from offload.costs.measuring import streamed_kinds
-from offload.costs.table import CostTable
 from offload.device import choose_device, has_gpu
 from offload.ggml.context import FLASH_ATTN
 from offload.ggml.native_build import may_repack
+from offload.measuring import streamed_kinds
 from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.notes import NoteKind, kind_of
-from offload.plan.context import DEFAULT_UBATCH, ContextOptions, context_memory
 from offload.plan.context_choice import LEAST_CTX
 from offload.plan.placement import LEAST_FREE_BYTES
-from offload.streaming.options import free_bytes
+from offload.stream.options import free_bytes
+from offload.times.context import DEFAULT_UBATCH, ContextOptions, context_memory
+from offload.times.table import CostTable
 from specdec.options import DrafterName
 from specoffload import report
 from specoffload.bench.drafts import (
@@ -65,9 +65,9 @@ from specoffload.commands.models import type_name
 from specoffload.commands.profile import measuring_config, show_table, ways_as_data
 from specoffload.config.options import BenchOptions
 from specoffload.config.resolution import Config, demo_prompts
-from specoffload.session.opening import with_usable_drafters
+from specoffload.generation.statistics import GenerationStats
+from specoffload.opening.target import with_usable_drafters
 from specoffload.session.session import Session
-from specoffload.session.statistics import GenerationStats
 
 N_PROMPTS = 4
 _LEAST_REPETITIONS = 3

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.table import Table
 
-from offload.plan.context import DEFAULT_UBATCH
+from offload.times.context import DEFAULT_UBATCH
 from specdec.options import MOST_DRAFTED, PolicyName
 from specoffload import report
 from specoffload.bench.batch_sizes import SizeSeen, sizes_seen

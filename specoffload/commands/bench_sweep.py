@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from offload.errors import OffloadError
-from offload.plan.context import DEFAULT_UBATCH
+from offload.times.context import DEFAULT_UBATCH
 from specoffload import report
 from specoffload.bench.llama_bench import Row, RowWriter, row_of
 from specoffload.bench.load import warn_of_load
@@ -18,7 +18,7 @@ from specoffload.commands.bench import on_some_device, row_conditions, with_benc
 from specoffload.config.options import BenchOptions
 from specoffload.config.resolution import Config
 from specoffload.errors import UsageError
-from specoffload.session.draft_model import real_text
+from specoffload.opening.draft_model import real_text
 from specoffload.session.session import SEQUENCE, Session
 
 _N_WARM_UP = 8  # tokens that are written before the timed repetitions

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from offload.device import has_gpu
 from offload.engine import Engine
-from offload.plan.min_batch import MinBatch
+from offload.times.min_batch import MinBatch
 from offload.trace.report import report as trace_report
 from offload.trace.trace import NO_TRACE, Trace
 from specoffload import report
@@ -32,9 +32,9 @@ from specoffload.config.environment import Environment, read_host
 from specoffload.config.options import Options
 from specoffload.config.resolution import Config, resolve
 from specoffload.config.speculation import NO_DRAFTS
-from specoffload.session.generation import GenerateOptions, OnProgress, Piece, ignore
+from specoffload.generation.generation import GenerateOptions, OnProgress, Piece, ignore
+from specoffload.generation.statistics import GenerationStats
 from specoffload.session.session import Session
-from specoffload.session.statistics import GenerationStats
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _PLOT_ROWS = 2

@@ -18,9 +18,9 @@ from specoffload import report
 from specoffload.config.environment import Environment
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
-from specoffload.context_size import planned_with_context
 from specoffload.models.local import CachedModel, cached_models, models_below
-from specoffload.planning import Planned
+from specoffload.opening.context_size import planned_with_context
+from specoffload.opening.planning import Planned
 
 
 def show_models(

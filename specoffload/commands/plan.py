@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from offload.plan.machine import expected_hits
-from offload.plan.min_batch import NEVER
 from offload.plan.placement import Plan
 from offload.plan.weights import ring_slots
 from offload.routing.routing import UNION_SIZES
+from offload.times.machine import expected_hits
+from offload.times.min_batch import NEVER
 from specoffload import report
 from specoffload.commands.plan_screen import show_plan, streamed_layers
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
-from specoffload.context_size import ContextCost, planned_contexts
-from specoffload.planning import Planned
+from specoffload.opening.context_size import ContextCost, planned_contexts
+from specoffload.opening.planning import Planned
 
 
 def plan_config(

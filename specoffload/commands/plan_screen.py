@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from offload.costs.table import PAYS, CostTable, Way
-from offload.layout.tables import HostTables
 from offload.model import is_experts, layer_of
+from offload.plan.host_tables import HostTables
 from offload.plan.llama_cpp import LlamaSpeeds
-from offload.plan.machine import even, expected_hits
-from offload.plan.min_batch import NEVER
 from offload.plan.placement import Plan
-from offload.plan.units import milliseconds, rate_words, size_words
+from offload.times.machine import even, expected_hits
+from offload.times.min_batch import NEVER
+from offload.times.table import PAYS, CostTable, Way
+from offload.units import milliseconds, rate_words, size_words
 from specoffload import report
 from specoffload.config.hardware import PRESETS, hardware_of
-from specoffload.context_size import Contexts
-from specoffload.planning import ACCEPTED, Planned
+from specoffload.opening.context_size import Contexts
+from specoffload.opening.planning import ACCEPTED, Planned
 
 _GIB = 1 << 30
 PLACES = {

@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from offload.costs.table import CostTable, Entry, Way
 from offload.model_file import read_facts
+from offload.times.table import CostTable, Entry, Way
 from specdec.costs.calibration import Calibration
 from specdec.costs.plot import MOST_RUNS, plot_profiles, plot_reliability
 from specdec.costs.profile import CostProfile
@@ -23,8 +23,8 @@ from specoffload.config.resolution import Config
 from specoffload.config.speculation import NO_DRAFTS, SpecConfig
 from specoffload.errors import UsageError
 from specoffload.kept import Kept, KeptFile
-from specoffload.session.draft_prices import curve_as_prices
 from specoffload.session.session import Session
+from specoffload.speculation.draft_prices import curve_as_prices
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 

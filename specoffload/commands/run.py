@@ -13,8 +13,8 @@ from specoffload.chat.conversation import Message
 from specoffload.config.options import ChatOptions, RunOptions
 from specoffload.config.resolution import Config
 from specoffload.errors import UsageError
+from specoffload.generation.generation import GenerateOptions, Piece
 from specoffload.models.names import read_name
-from specoffload.session.generation import GenerateOptions, Piece
 from specoffload.session.session import Session
 from specoffload.terminal.chat import limit_words
 from specoffload.terminal.command import answer_text, as_data, opened, say_how_it_went, with_bar

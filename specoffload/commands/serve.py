@@ -14,9 +14,9 @@ from specoffload.chat.conversation import ChatSettings
 from specoffload.config.options import ServeOptions
 from specoffload.config.resolution import DEMO_WORDS, Config
 from specoffload.errors import KNOWN
+from specoffload.generation.generation import GenerateOptions, OnProgress, ignore
 from specoffload.server.log import LogSettings, ServerLog
 from specoffload.server.run import serve
-from specoffload.session.generation import GenerateOptions, OnProgress, ignore
 
 if TYPE_CHECKING:
     from specoffload.session.session import Session

@@ -20,12 +20,12 @@ from numa.place import Candidate
 from numa.threads import plan_threads
 from numa.topology import Topology
 from numa.tune import TuneResult, search
-from offload.costs.measuring import decode_s, streamed_kinds
-from offload.costs.table import ranges
 from offload.engine import Engine
 from offload.errors import DoesNotFit
+from offload.measuring import decode_s, streamed_kinds
 from offload.model_file import read_facts
 from offload.threads.numa_plan import make_numa_plan
+from offload.times.table import ranges
 from specoffload import report
 from specoffload.bench.load import Load, Watch, warn_of_load
 from specoffload.commands.profile import forget_imported, measuring_config, show_table
@@ -34,8 +34,8 @@ from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import SpecConfig
 from specoffload.kept import KeptFile, today
 from specoffload.kept_machine import load_tuned, save_tuned
-from specoffload.session.costs import Thorough
 from specoffload.session.session import SEQUENCE, Session
+from specoffload.speculation.costs import Thorough
 
 SIZES = (1, 8)
 _REPEATS = 7

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from offload.costs.measuring import decode_s
 from offload.device import choose_device
 from offload.engine import Engine
 from offload.errors import DoesNotFit
+from offload.measuring import decode_s
 from offload.model_file import read_facts
 from offload.plan.placement import workload_of
 from offload.plan.sharing import UBATCHES
@@ -20,8 +20,8 @@ from specoffload.bench.load import Watch
 from specoffload.commands.profile import measuring_config
 from specoffload.config.resolution import Config
 from specoffload.kept import KeptFile, KeptUbatch, today
-from specoffload.session.draft_model import real_text
-from specoffload.session.opening import kept_for_plan, ubatch_settings
+from specoffload.opening.draft_model import real_text
+from specoffload.opening.target import kept_for_plan, ubatch_settings
 from specoffload.session.session import SEQUENCE, Session
 
 Row = tuple[str, str, str]  # what was searched, what was chosen, and why

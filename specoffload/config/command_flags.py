@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import get_args
 
-from offload.plan.context import POOLINGS
+from offload.times.context import POOLINGS
 from specoffload.chat.conversation import ReasoningFormat
 from specoffload.config.flag import (
     FALSE,
@@ -58,7 +58,7 @@ from specoffload.config.values import (
     VERBOSITY,
     WORKLOADS,
 )
-from specoffload.session.generation import AskedOptions
+from specoffload.generation.generation import AskedOptions
 
 
 def _only(*names: str) -> frozenset[str]:

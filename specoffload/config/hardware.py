@@ -14,8 +14,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from offload.plan.machine import CORE_FLOPS, TYPICAL, Machine, ram_seen, vram_seen
-from offload.plan.units import parse_bytes, parse_rate
+from offload.times.machine import CORE_FLOPS, TYPICAL, Machine, ram_seen, vram_seen
+from offload.units import parse_bytes, parse_rate
 from specdec.whole_file import read_text
 from specoffload.config.hardware_parts import CARDS, HOSTS, MACHINES, UNIFIED
 from specoffload.errors import UsageError
@@ -60,7 +60,7 @@ class Hardware(BaseModel):
 
 
 def _preset(gpu: str, host: str) -> Hardware:
-    """A machine with the rates that were seen on such parts (`offload.plan.machine`)."""
+    """A machine with the rates that were seen on such parts (`offload.times.machine`)."""
     vram_gib, vram_gbs, gpu_tflops = CARDS[gpu]
     ram_gib, ram_gbs, n_channels, n_sockets, n_cores, link_gbs = HOSTS[host]
     ram_rate, shared_rate = ram_seen(ram_gbs * 1e9, n_channels, n_sockets)

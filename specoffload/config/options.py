@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from numa.place import Strategy
-from offload.plan.min_batch import MinBatch
 from offload.plan.workload import TokenMix
 from offload.remote.address import DEFAULT_PATIENCE_S, Address
+from offload.times.min_batch import MinBatch
 from specdec.options import PolicyName, SpecOptions
 from specoffload.chat.conversation import ReasoningFormat
 

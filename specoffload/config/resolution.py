@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from offload.device import device_names
-from offload.plan.context import OWN, OWN_REQUIRED
-from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.sharing import UBATCHES
 from offload.remote.address import RemoteOptions, named_remotely
 from offload.remote.probe import reach
 from offload.remote.secret import Secret
-from offload.streaming.options import StreamingOptions
+from offload.stream.options import StreamingOptions
 from offload.threads.numa_plan import NumaPlan
+from offload.times.context import OWN, OWN_REQUIRED
+from offload.times.min_batch import NEVER, MinBatch
 from offload.trace.trace import NO_TRACE, Trace
 from specdec.options import DrafterName
 from specdec.whole_file import read_text

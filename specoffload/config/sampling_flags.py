@@ -15,7 +15,7 @@ from specoffload.config.values import (
     SAMPLER_NAMES,
     SEED,
 )
-from specoffload.session.generation import AskedOptions
+from specoffload.generation.generation import AskedOptions
 
 ANSWERS = frozenset({"run", "chat", "serve"})  # commands that generate text for a user
 

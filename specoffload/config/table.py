@@ -13,7 +13,7 @@ from __future__ import annotations
 from functools import partial
 
 from numa.place import Strategy
-from offload.plan.context import CACHE_TYPES, ROPE_SCALINGS
+from offload.times.context import CACHE_TYPES, ROPE_SCALINGS
 from specdec.options import (
     BY_P,
     MOST_DRAFTED,

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from offload.errors import BadRequest
-from offload.plan.min_batch import MinBatch
-from offload.plan.units import parse_bytes, parse_rate
 from offload.plan.workload import DECODING, TokenMix
 from offload.remote.address import Address, parse_addresses
 from offload.sampling.options import sampler_names
+from offload.times.min_batch import MinBatch
+from offload.units import parse_bytes, parse_rate
 from specdec.options import DRAFTER_ALIASES, DrafterName, PolicyName
 from specdec.whole_file import read_text
 from specoffload.config.flag import FALSE, TRUE, Kind, choice, whole

@@ -14,7 +14,7 @@ import sys
 from dataclasses import asdict
 
 from offload.errors import BadModel, OffloadError
-from offload.ggml.load_check import calling
+from offload.load_check import calling
 from offload.model_file import read_facts
 from offload.open_check import check_opens
 from specoffload import report

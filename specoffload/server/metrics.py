@@ -23,7 +23,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.metrics_core import Metric
 
-from specoffload.session.statistics import GenerationStats
+from specoffload.generation.statistics import GenerationStats
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 N_DRAFTED = "llamacpp:spec_decode_num_draft_tokens"

@@ -27,6 +27,7 @@ from specoffload import report
 from specoffload.chat.conversation import ChatSettings
 from specoffload.config.options import ServeOptions
 from specoffload.errors import UsageError
+from specoffload.generation.generation import GenerateOptions
 from specoffload.server.access import AccessRules, read_keys, read_origins
 from specoffload.server.api.app import create_app
 from specoffload.server.api.kept import KeptStreams
@@ -48,7 +49,6 @@ from specoffload.server.sockets import (
     Waiting,
     raise_descriptor_limit,
 )
-from specoffload.session.generation import GenerateOptions
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _EXIT_CODES: dict[int, int] = {signal.SIGINT: 130, signal.SIGHUP: 129}

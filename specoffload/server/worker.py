@@ -28,7 +28,7 @@ from offload.remote.hello import (
 )
 from offload.remote.passing import pass_on
 from offload.remote.probe import GREETING, greeting_answer
-from offload.split.division import DeviceCosts
+from offload.schedule.division import DeviceCosts
 from offload.worker.door import LOOPBACK
 from offload.worker.serving import Answer, Refusal, WorkerOptions, serve_layers
 from specoffload.kept import today

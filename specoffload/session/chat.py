@@ -14,7 +14,7 @@ from specoffload.chat.conversation import ChatSettings, Conversation, Delta
 from specoffload.chat.families import HARMONY_REASONING
 from specoffload.chat.format import ChatFormat, ChatPrompt
 from specoffload.chat.parser import AnswerForm
-from specoffload.session.generation import GenerateOptions, ModelCard, Piece
+from specoffload.generation.generation import GenerateOptions, ModelCard, Piece
 from specoffload.session.images import PromptImages
 
 if TYPE_CHECKING:  # the API process has no engine

@@ -15,21 +15,15 @@ from numpy.typing import NDArray
 
 from offload.engine import Engine
 from offload.errors import BadRequest, DeviceFailed, DoesNotFit, NotSupported
-from offload.ggml.mtmd import ImagePrompt
 from offload.ggml.native_build import library_build
 from offload.ggml.sampler import grammar_tokens
-from offload.layout.host import DRAFT_MODEL
+from offload.images.mtmd import ImagePrompt
 from offload.notes import Note, NoteKind, kind_of
+from offload.plan.host import DRAFT_MODEL
 from offload.plan.workload import TokenMix
 from specoffload import report
 from specoffload.config.resolution import Config
-from specoffload.context_size import with_context
-from specoffload.kept import HitKeeper, KeptFile
-from specoffload.kept_machine import measure_disk
-from specoffload.session.costs import SessionCosts, Thorough
-from specoffload.session.draft_model import DraftModel
-from specoffload.session.draft_opening import open_draft
-from specoffload.session.generation import (
+from specoffload.generation.generation import (
     GenerateOptions,
     ModelCard,
     OnProgress,
@@ -39,8 +33,13 @@ from specoffload.session.generation import (
     SlotResult,
     ignore,
 )
-from specoffload.session.infill import Fill, FillMarkers, fill_prompt
-from specoffload.session.opening import (
+from specoffload.generation.statistics import StepTrace
+from specoffload.kept import HitKeeper, KeptFile
+from specoffload.kept_machine import measure_disk
+from specoffload.opening.context_size import with_context
+from specoffload.opening.draft import open_draft
+from specoffload.opening.draft_model import DraftModel
+from specoffload.opening.target import (
     kept_for_plan,
     open_target,
     with_imported_costs,
@@ -49,13 +48,14 @@ from specoffload.session.opening import (
     without_gpu_flags,
     without_text_on_cpu,
 )
-from specoffload.session.speculation import Speculation, drafts_anything
+from specoffload.session.infill import Fill, FillMarkers, fill_prompt
 from specoffload.session.startup_lines import startup_lines
-from specoffload.session.statistics import StepTrace
 from specoffload.slots.batcher import Batcher
 from specoffload.slots.prompt_files import PromptFolder, made_folder
 from specoffload.slots.request import Request
 from specoffload.slots.slot import change_slot
+from specoffload.speculation.costs import SessionCosts, Thorough
+from specoffload.speculation.speculation import Speculation, drafts_anything
 
 SEQUENCE = 0
 KEEPING = "prompts are written to the disk"  # the step of closing that reports progress

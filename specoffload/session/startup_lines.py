@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offload.costs.measuring import streamed_kinds
-from offload.costs.table import ranges
 from offload.engine import Engine
+from offload.measuring import streamed_kinds
 from offload.notes import Note, NoteKind
+from offload.times.table import ranges
 from specoffload.config.resolution import Config
-from specoffload.session.draft_model import DraftModel
-from specoffload.session.speculation import Speculation
+from specoffload.opening.draft_model import DraftModel
+from specoffload.speculation.speculation import Speculation
 
 
 def startup_lines(

@@ -15,17 +15,16 @@ from time import perf_counter
 from offload.engine import Engine
 from offload.errors import BadRequest, DecodeStopped, DoesNotFit
 from offload.ggml.sampler import SamplerChain
-from offload.layout.host import PROMPTS
+from offload.plan.host import PROMPTS
 from offload.sampling.answers import AnswerSampler, LimitedReasoning, LimitedSampler
 from offload.sampling.options import checked
 from specdec.decoding.acceptance import Acceptance, MatchAcceptance
 from specdec.decoding.loop import DecodingLoop, Step
 from specdec.decoding.member import BatchMember
 from specdec.types import Round
-from specoffload.session.draft_model import DraftModel
-from specoffload.session.generation import GenerateOptions, Piece, SlotInfo
-from specoffload.session.speculation import Speculation
-from specoffload.session.statistics import EngineCounts
+from specoffload.generation.generation import GenerateOptions, Piece, SlotInfo
+from specoffload.generation.statistics import EngineCounts
+from specoffload.opening.draft_model import DraftModel
 from specoffload.slots.choosing import SIMILAR, common
 from specoffload.slots.pool import SlotPool
 from specoffload.slots.prompt_files import PromptFolder
@@ -33,6 +32,7 @@ from specoffload.slots.prompt_share import PromptShare
 from specoffload.slots.request import Answer, PromptLogprobs, Request
 from specoffload.slots.slot import Slot
 from specoffload.slots.stopping import StopScanner
+from specoffload.speculation.speculation import Speculation
 
 
 class Batcher:

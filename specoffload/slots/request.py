@@ -22,8 +22,8 @@ from offload.sequences.text import TextStream
 from specdec.decoding.member import BatchMember
 from specdec.policies.rules import DraftBounds
 from specdec.types import IsEnd, Round
-from specoffload.session.generation import FinishReason, GenerateOptions, Piece
-from specoffload.session.statistics import EngineCounts, GenerationStats, Tally
+from specoffload.generation.generation import FinishReason, GenerateOptions, Piece
+from specoffload.generation.statistics import EngineCounts, GenerationStats, Tally
 from specoffload.slots.slot import Slot
 from specoffload.slots.stopping import StopScanner
 

@@ -21,7 +21,7 @@ from offload.errors import BadRequest, DeviceFailed, NotWritten
 from offload.sequences.sequences import Checkpoint, Sequences
 from specdec.types import Target
 from specdec.whole_file import read_whole, whole_file
-from specoffload.session.generation import SlotAction, SlotResult
+from specoffload.generation.generation import SlotAction, SlotResult
 from specoffload.slots.choosing import common
 
 # A saved sequence: magic, version, number of tokens; then the tokens, the state and a checksum.

@@ -28,8 +28,8 @@ from specoffload.chat.conversation import (
     Reasoning,
 )
 from specoffload.errors import UsageError
-from specoffload.session.generation import GenerateOptions, Piece
-from specoffload.session.statistics import GenerationStats
+from specoffload.generation.generation import GenerateOptions, Piece
+from specoffload.generation.statistics import GenerationStats
 from specoffload.terminal.screen import show_answer
 
 if TYPE_CHECKING:

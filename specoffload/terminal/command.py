@@ -13,8 +13,8 @@ from specoffload.chat.conversation import Conversation, Delta, Message
 from specoffload.chat.format import ChatFormat
 from specoffload.config.options import ChatOptions
 from specoffload.config.resolution import DEMO_WORDS, Config, chat_settings
+from specoffload.generation.generation import GenerateOptions, Piece
 from specoffload.session.chat import answer, format_of, missing_template_words
-from specoffload.session.generation import GenerateOptions, Piece
 from specoffload.session.session import Session
 from specoffload.terminal.chat import Keyboard, Talk, converse, limit_words
 from specoffload.terminal.screen import show_answer

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from specoffload import report
 from specoffload.chat.conversation import Content, Delta, Reasoning
-from specoffload.session.generation import Piece
+from specoffload.generation.generation import Piece
 
 _FENCE = re.compile(r" {0,3}(```+|~~~+)")
 

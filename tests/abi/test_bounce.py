@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from offload.errors import DeviceFailed
 from offload.ggml.memory import AnonymousMemory, HostRange
 from offload.ggml.tensor import host_bytes
-from offload.streaming import copying
-from offload.streaming.copying import BounceCopier, Transfer
+from offload.stream import copying
+from offload.stream.copying import BounceCopier, Transfer
 
 PART = 64
 

@@ -13,7 +13,7 @@ from offload.ggml.backend import Device, Stream
 from offload.ggml.graph import Graph
 from offload.ggml.tensor import Buffer, Relocation, Tensor, new_tensor
 from offload.ggml.threads import cpu_device
-from offload.split.ahead import Behind, Ordered, Orderer
+from offload.stream.nodes_ahead import Behind, Ordered, Orderer
 
 _N = 8
 _ROW_BYTES = 256

@@ -14,7 +14,7 @@ from on_gpu import Logits, logits_of, options
 from lab.synth import write_preset
 from offload.device import DeviceChoice, devices
 from offload.ggml.library.lib import library
-from offload.player import doorbell
+from offload.stream import doorbell
 
 
 @pytest.fixture(scope="session")

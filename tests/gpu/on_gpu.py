@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
-from offload.plan.min_batch import MinBatch
-from offload.streaming.options import StreamingOptions
+from offload.stream.options import StreamingOptions
+from offload.times.min_batch import MinBatch
 
 Logits = NDArray[np.float32]
 

@@ -16,9 +16,9 @@ from on_gpu import Logits, assert_close, options, slots_for
 from lab.synth import write_preset
 from offload.device import DeviceChoice
 from offload.engine import Engine
-from offload.plan.min_batch import NEVER, MinBatch
-from offload.player import play
-from offload.split.switch import Splitter, all_on_device, stay
+from offload.schedule.switch import Splitter, all_on_device, stay
+from offload.stream import play
+from offload.times.min_batch import NEVER, MinBatch
 
 SIZES = (9, 12, 16, 17, 1, 4)  # tokens of a batch; 9 are more than vector kernels take
 # Rows are whole blocks of k-quants and of iq1_m. 17 tokens do not use all experts. If they did, a

@@ -16,8 +16,8 @@ from on_gpu import Logits, assert_same, options, slots_for
 from lab.synth import write_preset
 from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
-from offload.plan.min_batch import NEVER, MinBatch
-from offload.split.switch import all_on_device
+from offload.schedule.switch import all_on_device
+from offload.times.min_batch import NEVER, MinBatch
 
 PRESETS = (
     "deepseek-v2-lite",

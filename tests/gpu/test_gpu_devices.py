@@ -17,7 +17,7 @@ from on_gpu import assert_same, logits, options
 from lab.synth import write_preset
 from offload.device import DeviceChoice, devices
 from offload.engine import Engine
-from offload.streaming.options import StreamingOptions
+from offload.stream.options import StreamingOptions
 
 
 def poses_of(gpu: DeviceChoice) -> tuple[str, str, str]:

@@ -20,15 +20,15 @@ import pytest
 from on_gpu import Logits, assert_same, options, slots_for
 
 from lab.synth import write_preset
-from offload.costs.measuring import measure_split
 from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed
 from offload.ggml.backend import Device, Stream
-from offload.plan.min_batch import NEVER, MinBatch
-from offload.player import doorbell, play
-from offload.split.switch import ByCosts, all_on_device, stay
-from offload.streaming.options import StreamingOptions
+from offload.measuring import measure_split
+from offload.schedule.switch import ByCosts, all_on_device, stay
+from offload.stream import doorbell, play
+from offload.stream.options import StreamingOptions
+from offload.times.min_batch import NEVER, MinBatch
 
 SHAPE = {"n_embd": 256, "n_ff_exp": 256, "n_expert": 64}
 ROUNDS = 7  # the first ones are careful, and capture graphs

@@ -29,12 +29,12 @@ from offload.errors import DoesNotFit
 from offload.ggml.library.lib import library
 from offload.ggml.memory import HostRange
 from offload.model_file import read_facts
-from offload.plan.min_batch import MinBatch
 from offload.plan.placement import PlanRequest, make_plan
-from offload.split.switch import Splitter, all_on_device, stay
+from offload.schedule.switch import Splitter, all_on_device, stay
 from offload.store.store import StoreOptions
-from offload.streaming.copying import BounceCopier
-from offload.streaming.options import StreamingOptions
+from offload.stream.copying import BounceCopier
+from offload.stream.options import StreamingOptions
+from offload.times.min_batch import MinBatch
 from offload.trace.trace import NO_TRACE
 
 # The first test compiles the shaders, which takes a software driver minutes.
@@ -268,7 +268,7 @@ def test_copies_through_the_pinned_ring_give_the_same(
     if async_gpu.device.pinned_memory(4096) is None:
         pytest.skip(f"{async_gpu.name} has no pinned memory of its own")
     # Buffers much smaller than a matrix, so that each copy goes around the ring.
-    monkeypatch.setattr("offload.streaming.building.RING_BYTES", 3 * 4096)
+    monkeypatch.setattr("offload.stream.building.RING_BYTES", 3 * 4096)
     monkeypatch.setattr(BounceCopier.__init__, "__defaults__", (NO_TRACE, 4096))
     with Engine(
         moe, options(async_gpu, slots_for(moe, "half", bounce=True, depth=depth))

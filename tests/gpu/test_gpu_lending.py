@@ -15,8 +15,8 @@ from lab.synth import write_preset
 from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
 from offload.schedule.slots import StreamCounters
-from offload.split.switch import all_on_device, stay
-from offload.streaming.options import StreamingOptions
+from offload.schedule.switch import all_on_device, stay
+from offload.stream.options import StreamingOptions
 
 SIZES = (1, 1, 1, 2, 5, 17, 70, 200, 256, 400)
 WAYS: dict[str, dict[str, Any]] = {

@@ -21,7 +21,7 @@ from offload.device import DeviceChoice
 from offload.ggml.backend import StreamEvent, copy_now
 from offload.ggml.memory import HostRange
 from offload.ggml.tensor import host_bytes, new_tensor
-from offload.streaming.copying import DeviceCopier, Transfer
+from offload.stream.copying import DeviceCopier, Transfer
 
 
 class LateCopies:

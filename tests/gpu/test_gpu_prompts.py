@@ -15,8 +15,8 @@ from offload.device import DeviceChoice, devices
 _PROMPTS = """
 import sys
 from offload.engine import Engine, EngineOptions
-from offload.plan.min_batch import MinBatch
-from offload.streaming.options import StreamingOptions
+from offload.times.min_batch import MinBatch
+from offload.stream.options import StreamingOptions
 path, device, streams = sys.argv[1:]
 options = EngineOptions(
     device=device, n_ctx=2048, n_batch=2048, n_ubatch=256, n_outputs=8, min_batch=MinBatch(1, 1),

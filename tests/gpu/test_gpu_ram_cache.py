@@ -16,8 +16,8 @@ from lab.synth import write_preset
 from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
-from offload.plan.context import context_memory
-from offload.split.switch import all_on_device, stay
+from offload.schedule.switch import all_on_device, stay
+from offload.times.context import context_memory
 
 SIZES = (1, 1, 1, 2, 5, 17, 70, 130)
 PRESETS = {"plain": "qwen3-30b-a3b", "latent": "deepseek-v3", "recurrent": "qwen3.5-35b-a3b"}

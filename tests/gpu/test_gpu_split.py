@@ -13,18 +13,18 @@ from on_gpu import BATCHES, Logits, assert_close, assert_same, logits, logits_of
 
 from lab.split import all_host
 from lab.synth import write_preset
-from offload.costs.measuring import measure_split
 from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
 from offload.ggml.graph import Graph
 from offload.ggml.tensor import Relocation
+from offload.measuring import measure_split
 from offload.model_file import read_facts
-from offload.plan.min_batch import NEVER, MinBatch
+from offload.schedule.division import HOST
 from offload.schedule.schedule import Schedule
-from offload.split.ahead import Ahead, Behind, Ordered, Orderer
-from offload.split.division import HOST
-from offload.split.prompt_side import PromptSide
-from offload.split.switch import ByCosts, Splitter, all_on_device, stay
+from offload.schedule.switch import ByCosts, Splitter, all_on_device, stay
+from offload.stream.nodes_ahead import Ahead, Behind, Ordered, Orderer
+from offload.stream.prompt_side import PromptSide
+from offload.times.min_batch import NEVER, MinBatch
 
 
 def halves(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:

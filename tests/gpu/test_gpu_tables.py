@@ -15,9 +15,9 @@ from lab.synth.tables import ARCHITECTURES, write_with_table
 from offload.device import DeviceChoice
 from offload.engine import Engine
 from offload.model_file import read_facts
+from offload.plan.store_layout import PAGE_BYTES
 from offload.plan.tables import LookupTable, lookup_tables
 from offload.plan.weights import device_bytes
-from offload.store.layout import PAGE_BYTES
 from offload.store.reading import OpenFile
 from offload.store.store import StoreOptions
 

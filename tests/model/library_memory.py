@@ -15,12 +15,12 @@ from offload.ggml.library.callback import Pending
 from offload.ggml.memory import AnonymousMemory
 from offload.ggml.model import Model, ModelPlacement
 from offload.model_file import read_facts
-from offload.plan.context import ContextOptions
-from offload.plan.min_batch import MinBatch
 from offload.plan.placement import make_plan
-from offload.streaming.building import ExecutorBuilder
-from offload.streaming.device import BatchRules, StreamingDevice
-from offload.streaming.options import StreamingOptions
+from offload.stream.building import ExecutorBuilder
+from offload.stream.device import BatchRules, StreamingDevice
+from offload.stream.options import StreamingOptions
+from offload.times.context import ContextOptions
+from offload.times.min_batch import MinBatch
 
 _MIB = 1 << 20
 _CACHE = re.compile(r"size = +([\d.]+) MiB .*K \(")

@@ -20,19 +20,19 @@ from budgets import ON_GPU, budget
 from numpy.typing import NDArray
 from resolved import config_of
 
-from offload.costs.search import Wanted
-from offload.costs.table import CostTable, Entry
 from offload.engine import Engine
 from offload.ggml.sampler import SamplerChain
 from offload.sampling.options import checked
-from offload.streaming.options import StreamingOptions
+from offload.stream.options import StreamingOptions
+from offload.times.search import Wanted
+from offload.times.table import CostTable, Entry
 from specdec.costs.profile import CostProfile
 from specdec.types import Round
 from specoffload.config.options import Toggle
 from specoffload.config.resolution import demo_file
-from specoffload.session.generation import FinishReason, GenerateOptions
+from specoffload.generation.generation import FinishReason, GenerateOptions
+from specoffload.generation.statistics import GenerationStats
 from specoffload.session.session import SEQUENCE, Session
-from specoffload.session.statistics import GenerationStats
 
 N_CTX = 1024
 N_PREDICT = 24
@@ -98,9 +98,9 @@ def let_batches_be_cheap(patch: pytest.MonkeyPatch) -> None:
                 table.add(way, n, Entry(seconds, n_timed=1))
         return 0.0
 
-    patch.setattr("specoffload.session.costs.measure", measured)
-    patch.setattr("specoffload.session.costs.SessionCosts.learns", False)
-    patch.setattr("specoffload.session.draft_prices.step_by_depth_s", lambda *_: {0: 1e-6})
+    patch.setattr("specoffload.speculation.costs.measure", measured)
+    patch.setattr("specoffload.speculation.costs.SessionCosts.learns", False)
+    patch.setattr("specoffload.speculation.draft_prices.step_by_depth_s", lambda *_: {0: 1e-6})
 
 
 def open_session(

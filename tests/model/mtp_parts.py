@@ -16,16 +16,16 @@ from test_slots import open_slots
 
 from offload.engine import Engine
 from offload.model_file import read_facts
-from offload.plan.context import ContextOptions
 from offload.plan.row_draft import plan_mtp
-from offload.streaming.options import StreamingOptions
+from offload.stream.options import StreamingOptions
+from offload.times.context import ContextOptions
 from specdec.decoding.drafting import ChainDrafting
 from specdec.decoding.loop import DecodingLoop
 from specdec.decoding.member import BatchMember
 from specdec.drafters.rows import RowDrafter
 from specdec.drafters.synthetic import SyntheticAcceptance
 from specdec.policies.rules import Fixed
-from specoffload.session.generation import GenerateOptions
+from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
 
 LONGEST = 6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
-from specoffload.planning import Planned, Planner
+from specoffload.opening.planning import Planned, Planner
 
 
 def planned_for(config: Config, own: PlanOptions) -> Planned:

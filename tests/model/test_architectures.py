@@ -26,9 +26,9 @@ from lab.synth.mixtures import (
 )
 from offload.errors import BadModel
 from offload.model_file import read_facts
-from offload.plan.context import ContextOptions, context_memory
+from offload.times.context import ContextOptions, context_memory
 from pinned_release import pinned_version
-from specoffload.session.generation import GenerateOptions
+from specoffload.generation.generation import GenerateOptions
 
 IS_WHOLE = bool(os.environ.get("WHOLE_MATRIX"))
 N_SAMPLED = 5

@@ -14,7 +14,7 @@ from lab.synth.mtp import write_mtp
 from specoffload.bench.paths import Measured
 from specoffload.commands.bench_drafters import compared, drafters_of
 from specoffload.config.resolution import demo_file
-from specoffload.session.statistics import GenerationStats
+from specoffload.generation.statistics import GenerationStats
 
 
 def measured(tps: float, n_rounds: int) -> Measured:

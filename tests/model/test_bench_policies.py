@@ -24,7 +24,7 @@ from specdec.policies.throughput import Throughput
 from specoffload.bench.batch_sizes import sizes_seen
 from specoffload.bench.policies import DEFAULT, NO_DRAFTS, Seen, measure, settings_for
 from specoffload.config.resolution import demo_file
-from specoffload.session.generation import GenerateOptions
+from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
 
 SMALL = ["-n", "8", "-r", "1"]

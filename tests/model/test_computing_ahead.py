@@ -21,11 +21,11 @@ from offload.engine import Engine
 from offload.errors import DeviceFailed
 from offload.ggml.backend import Device
 from offload.ggml.library import abi
-from offload.player import play
-from offload.player.ahead import AheadEntry
 from offload.schedule.slots import StreamCounters
-from offload.split.switch import MOST_TOKENS, Splitter, all_on_device, stay
-from offload.streaming.options import StreamingOptions
+from offload.schedule.switch import MOST_TOKENS, Splitter, all_on_device, stay
+from offload.stream import play
+from offload.stream.layers_ahead import AheadEntry
+from offload.stream.options import StreamingOptions
 
 SPLITS = {"stay": stay, "all-device": all_on_device}
 
@@ -126,7 +126,7 @@ def test_prepared_graphs_share_the_host_memory_for_ids(
 
     choose(monkeypatch, 99)
     monkeypatch.setattr(Device, "pinned_memory", pinned_memory)
-    monkeypatch.setattr("offload.player.program.AheadEntry", made)
+    monkeypatch.setattr("offload.stream.program.AheadEntry", made)
     with Engine(tiny_moe, split_by(stay, tiny_moe, "half")) as engine:
         before = len(asked)
         for n in range(1, MOST_TOKENS + 1):

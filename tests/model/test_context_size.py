@@ -8,20 +8,20 @@ import pytest
 from resolved import config_of
 
 from lab.synth.published import published_facts
+from offload import probe as probing
 from offload.errors import DoesNotFit, WorkerUnavailable
-from offload.layout import probing
-from offload.plan.context import ContextOptions, context_memory
 from offload.plan.context_choice import RequestSeconds, choose_context
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.sharing import UBATCHES
 from offload.remote.address import Address
 from offload.remote.offers import Offer
 from offload.store.store import Room
+from offload.times.context import ContextOptions, context_memory
 from specoffload import context_size, planning
 from specoffload.config.hardware import PRESETS
 from specoffload.config.options import PlanOptions
-from specoffload.context_size import planned_with_context, request_seconds, with_context
-from specoffload.planning import Planned
+from specoffload.opening.context_size import planned_with_context, request_seconds, with_context
+from specoffload.opening.planning import Planned
 
 GIB = 1 << 30
 

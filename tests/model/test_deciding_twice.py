@@ -11,13 +11,13 @@ from pathlib import Path
 from lab.synth import write_preset
 from lab.synth.mtp import write_mtp
 from offload.engine import EngineOptions
-from offload.layout.decision import decide
-from offload.layout.layout import Layout
-from offload.layout.probing import probe
 from offload.model_file import read_facts
+from offload.plan.decision import decide
+from offload.plan.layout import Layout
 from offload.plan.weights import device_bytes
+from offload.probe import probe
 from offload.store.store import StoreOptions
-from offload.streaming.options import StreamingOptions
+from offload.stream.options import StreamingOptions
 
 KIB = 1 << 10
 _FREE = re.compile(r"\bfree_bytes=\d+")  # changes with what other programs do

@@ -23,11 +23,11 @@ from lab.synth import write_preset
 from numa.place import Strategy
 from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
-from offload.plan.min_batch import MinBatch
-from offload.split.switch import all_on_device
+from offload.schedule.switch import all_on_device
 from offload.store.store import StoreOptions
-from offload.streaming.options import StreamingOptions
-from specoffload.session.generation import GenerateOptions
+from offload.stream.options import StreamingOptions
+from offload.times.min_batch import MinBatch
+from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
 
 TWO: dict[str, Any] = {"device": "sim,sim", "tensor_split": (1.0, 1.0)}

@@ -16,20 +16,20 @@ from test_slots import answer_of, open_slots
 from lab.synth import write_preset
 from lab.synth.eagle import write_eagle, write_target
 from lab.synth.mtp import write_mtp
-from offload.costs.measuring import measure_split, use_split_costs
 from offload.device import choose_devices, devices
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceUnavailable, DoesNotFit
+from offload.measuring import measure_split, use_split_costs
 from offload.model import is_experts, layer_of
 from offload.model_file import read_facts
-from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.ranges import by_shares
 from offload.plan.weights import device_bytes
-from offload.split.switch import ByCosts, all_on_device, stay
-from offload.streaming.options import StreamingOptions
+from offload.schedule.switch import ByCosts, all_on_device, stay
+from offload.stream.options import StreamingOptions
+from offload.times.min_batch import NEVER, MinBatch
 from offload.trace.trace import COPY, Trace
-from specoffload.session.generation import GenerateOptions
+from specoffload.generation.generation import GenerateOptions
 
 # 70 exceeds the ubatch of 64, so that its second ubatch is short.
 BATCHES = (1, 5, 2, 40, 1, 3, 64, 4, 17, 70)
@@ -337,7 +337,7 @@ def test_a_start_makes_each_plan_once(models: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("offload.plan.devices.make_plan", counted)
     # The context counts on GPUs alone, and there is one ubatch to choose from where it does not.
-    monkeypatch.setattr("offload.layout.found.FoundDevice.is_counted", lambda *_: True)
+    monkeypatch.setattr("offload.plan.found.FoundDevice.is_counted", lambda *_: True)
     sizes = {"n_cpu_moe": 2, "device_bytes": 8 << 20}
     asked = replace(options("sim,sim", streaming=sizes), most_ubatch=512)
     with Engine(written("qwen3moe", models), asked) as engine:

@@ -22,33 +22,34 @@ from test_hybrid import BATCHES, PRESETS, Rows
 from lab.held import Decodes, compared, decode, slow_layers
 from lab.synth import write_preset
 from lab.synth.routing import drawn_text
+from offload import probe as probing
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed, DoesNotFit, ModelChanged
 from offload.ggml.memory import HostRange
-from offload.layout import decision, host, probing
-from offload.layout.found import Found, FoundDevice, Kind, Wanted
-from offload.layout.host import (
+from offload.model import ModelFacts
+from offload.model_file import read_facts
+from offload.plan import decision, host
+from offload.plan.found import Found, FoundDevice, Kind, Wanted
+from offload.plan.host import (
     DRAFT_MODEL,
     ExpertLimits,
     LaterBytes,
     later_bytes,
     limits_of_experts,
 )
-from offload.model import ModelFacts
-from offload.model_file import read_facts
-from offload.plan.context import context_memory
-from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import Plan
-from offload.plan.units import parse_rate
-from offload.player.play import GraphPlayer
 from offload.routing.next_experts import read_routers
-from offload.split.division import SplitCosts
-from offload.split.switch import ByCosts, Splitter, all_on_device, stay
+from offload.schedule.division import SplitCosts
+from offload.schedule.switch import ByCosts, Splitter, all_on_device, stay
 from offload.store import expert_memory
 from offload.store import store as store_module
 from offload.store.expert_memory import ExpertMemory
 from offload.store.store import Room, StoreOptions
-from offload.streaming.options import StreamingOptions
+from offload.stream.options import StreamingOptions
+from offload.stream.play import GraphPlayer
+from offload.times.context import context_memory
+from offload.times.min_batch import NEVER, MinBatch
+from offload.units import parse_rate
 
 # With these costs the CPU computes experts from the disk when they arrive, and the link copies
 # others.

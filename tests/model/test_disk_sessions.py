@@ -19,8 +19,8 @@ from lab.synth import write_preset
 from lab.synth.mtp import write_mtp
 from offload.ggml.memory import HostRange
 from offload.model_file import read_facts
-from offload.streaming.options import StreamingOptions
-from specoffload.session.generation import GenerateOptions
+from offload.stream.options import StreamingOptions
+from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
 
 N_STREAMS = 64

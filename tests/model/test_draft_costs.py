@@ -18,10 +18,10 @@ from specdec.policies.throughput import Throughput
 from specdec.policies.walk import Source
 from specoffload.commands.profile import measuring_config
 from specoffload.config.resolution import demo_file
-from specoffload.session.costs import SessionCosts
-from specoffload.session.draft_model import measure_layers
-from specoffload.session.generation import GenerateOptions
+from specoffload.generation.generation import GenerateOptions
+from specoffload.opening.draft_model import measure_layers
 from specoffload.session.session import Session
+from specoffload.speculation.costs import SessionCosts
 
 
 @pytest.fixture

@@ -32,9 +32,9 @@ from specoffload.config.resolution import (  # noqa: E402
     demo_prompts,
     resolve,
 )
-from specoffload.session.draft_opening import draft_bytes, faster_engine, open_draft  # noqa: E402
-from specoffload.session.generation import GenerateOptions  # noqa: E402
-from specoffload.session.opening import open_target  # noqa: E402
+from specoffload.generation.generation import GenerateOptions  # noqa: E402
+from specoffload.opening.draft import draft_bytes, faster_engine, open_draft  # noqa: E402
+from specoffload.opening.target import open_target  # noqa: E402
 from specoffload.session.session import Session  # noqa: E402
 
 pytestmark = pytest.mark.extra("torch")
@@ -246,7 +246,7 @@ def test_without_a_gpu_auto_is_libllama_with_the_reason() -> None:
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the draft's device look like CUDA, although libllama computes on the CPU."""
     place = replace(choose_device("cpu"), name="CUDA0", on_gpu=True)
-    monkeypatch.setattr("specoffload.session.draft_opening._place", lambda *_: place)
+    monkeypatch.setattr("specoffload.opening.draft._place", lambda *_: place)
 
 
 @pytest.mark.usefixtures("as_on_cuda")
@@ -260,9 +260,7 @@ def test_a_torch_without_cuda_is_the_reason(folder: Path) -> None:
 def test_without_torch_auto_says_so_and_torch_by_name_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        "specoffload.session.draft_opening.importlib.util.find_spec", lambda _: None
-    )
+    monkeypatch.setattr("specoffload.opening.draft.importlib.util.find_spec", lambda _: None)
     assert "libllama (the torch draft needs torch, which is not" in notes_of("--spec-policy fixed")
     with pytest.raises(DeviceUnavailable, match="not installed"):
         Session(config_of("--draft-engine torch --spec-policy fixed"))

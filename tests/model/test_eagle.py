@@ -25,14 +25,14 @@ from offload.engine import Engine, EngineOptions
 from offload.ggml.library.lib import library
 from offload.model_file import read_facts
 from offload.plan import weights
-from offload.plan.context import ContextOptions
-from offload.plan.min_batch import MinBatch
 from offload.plan.row_draft import eagle_bytes, eagle_complaint
-from offload.streaming.options import StreamingOptions
+from offload.stream.options import StreamingOptions
+from offload.times.context import ContextOptions
+from offload.times.min_batch import MinBatch
 from specdec.options import OF_TEXT
 from specoffload.config.options import PlanOptions
 from specoffload.errors import UsageError
-from specoffload.session.generation import GenerateOptions
+from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
 
 WAY_NAMES = {name: tuple(WAYS) for name in TARGETS} | {"llama": ("resident", "streamed")}

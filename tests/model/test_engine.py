@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest, DeviceUnavailable, DoesNotFit
-from offload.plan.min_batch import MinBatch
-from offload.streaming.device import StreamingDevice
-from offload.streaming.options import StreamingOptions
+from offload.stream.device import StreamingDevice
+from offload.stream.options import StreamingOptions
+from offload.times.min_batch import MinBatch
 
 ALWAYS = MinBatch(experts=1, dense=1)
 

@@ -67,7 +67,7 @@ def calls() -> dict[str, Calls]:
             its.note(frame, index)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("offload.costs.measuring.budget_s", lambda one_s, n_ways: 0.2)
+        patch.setattr("offload.measuring.budget_s", lambda one_s, n_ways: 0.2)
         sys.setprofile(note)
         threading.setprofile(note)
         try:

@@ -22,7 +22,7 @@ from offload.ggml import sampler
 from offload.ggml.sampler import grammar_tokens
 from offload.sampling.grammar import _LIMITS, Grammar, GrammarTokens, GrammarVocabulary, grammar_of
 from specoffload.config.speculation import NO_DRAFTS
-from specoffload.session.generation import GenerateOptions
+from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
 
 TOKEN = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])

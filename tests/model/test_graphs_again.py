@@ -19,10 +19,10 @@ from offload.ggml.library import abi
 from offload.ggml.library.callback import calls_into_python
 from offload.ggml.pydevice import WrappedStream
 from offload.ggml.tensor import TENSOR
-from offload.plan.min_batch import NEVER, MinBatch
-from offload.split.switch import all_on_device, stay
-from offload.streaming.device import StreamingDevice
-from offload.streaming.options import StreamingOptions
+from offload.schedule.switch import all_on_device, stay
+from offload.stream.device import StreamingDevice
+from offload.stream.options import StreamingOptions
+from offload.times.min_batch import NEVER, MinBatch
 
 SIZES = (1, 3, 5)
 WAYS = {

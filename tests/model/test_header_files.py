@@ -19,7 +19,7 @@ from offload.engine import Engine, EngineOptions
 from offload.errors import BadModel
 from offload.model import layer_of
 from offload.model_file import read_facts
-from specoffload.session.opening import with_usable_drafters
+from specoffload.opening.target import with_usable_drafters
 
 
 def plan_says(path: Path) -> str:

@@ -15,13 +15,13 @@ from budgets import ON_GPU, budget
 
 from offload.model_file import read_facts
 from offload.plan.workload import TokenMix
-from offload.streaming.options import StreamingOptions
+from offload.stream.options import StreamingOptions
 from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import NO_DRAFTS
+from specoffload.generation.generation import GenerateOptions
 from specoffload.kept import Kept, KeptFile
-from specoffload.session.generation import GenerateOptions
-from specoffload.session.opening import kept_for_plan, target_options
+from specoffload.opening.target import kept_for_plan, target_options
 from specoffload.session.session import Session
 
 TARGET = demo_file("target.gguf")

@@ -22,27 +22,27 @@ from player_calls import Compute, computing, host_graphs, played_layers, uploadi
 from splits import all_host, at_random, logits_of, sim_options, split_streaming
 
 from lab.synth import write_preset
-from offload.costs.measuring import measure_split, take_splits
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed
 from offload.ggml.backend import RouterIds, SlotIds, Stream
 from offload.ggml.graph import Graph
 from offload.ggml.library import abi
 from offload.ggml.memory import HostRange
+from offload.ggml.player import View
 from offload.ggml.tensor import Tensor
+from offload.measuring import measure_split, take_splits
 from offload.model_file import read_facts
 from offload.plan.placement import make_plan
-from offload.player.native import View
-from offload.player.play import GraphPlayer
-from offload.player.program import Program
+from offload.schedule.division import SplitCosts
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import StreamCounters
-from offload.split import path as path_module
-from offload.split.division import SplitCosts
-from offload.split.forms import NoForm
-from offload.split.switch import MOST_TOKENS, ByCosts, Splitter, all_on_device, stay
-from offload.streaming.copying import ThreadCopier, Transfer
-from offload.streaming.options import StreamingOptions
+from offload.schedule.switch import MOST_TOKENS, ByCosts, Splitter, all_on_device, stay
+from offload.stream import split_path as path_module
+from offload.stream.copying import ThreadCopier, Transfer
+from offload.stream.forms import NoForm
+from offload.stream.options import StreamingOptions
+from offload.stream.play import GraphPlayer
+from offload.stream.program import Program
 from offload.trace.trace import COUNTER, CPU, Trace
 
 Rows = NDArray[np.float32]

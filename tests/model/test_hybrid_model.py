@@ -20,9 +20,9 @@ from lab.plans import README_TITLES
 from lab.synth.published import published_facts
 from offload.model import ModelFacts
 from offload.plan.llama_cpp import expert_room_bytes, lru_cache
-from offload.plan.machine import best_s, hybrid_s, model_work
 from offload.plan.objective import Objective
 from offload.plan.workload import DECODING
+from offload.times.machine import best_s, hybrid_s, model_work
 from specoffload.config.options import Toggle
 
 ROOT = Path(__file__).parents[2]

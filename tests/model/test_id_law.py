@@ -23,11 +23,11 @@ from offload.device import choose_device
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed
 from offload.ggml.tensor import new_tensor
-from offload.player import play
-from offload.split import path as split_path
-from offload.split.switch import stay
-from offload.streaming.options import StreamingOptions
-from offload.streaming.slot_ids import IdExchange
+from offload.schedule.switch import stay
+from offload.stream import play
+from offload.stream import split_path as split_path
+from offload.stream.options import StreamingOptions
+from offload.stream.slot_ids import IdExchange
 from offload.worker import split_costs
 
 

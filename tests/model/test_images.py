@@ -27,9 +27,9 @@ from lab.synth.projector import write_projector
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadModel, BadRequest, DoesNotFit, NotSupported
 from offload.ggml.library.lib import library
-from offload.ggml.mtmd import ImagePrompt
 from offload.images.building import image_library
 from offload.images.decoding import decoded_files
+from offload.images.mtmd import ImagePrompt
 from offload.images.place import projector_bytes
 from offload.images.place_tokens import image_spans
 from offload.model_file import read_facts
@@ -40,9 +40,9 @@ from specdec.types import Decision, Draft
 from specoffload.chat.conversation import Content, Conversation
 from specoffload.chat.format import ChatFormat
 from specoffload.config.options import DiskRoom, Options
+from specoffload.generation.generation import GenerateOptions
+from specoffload.opening.target import target_options
 from specoffload.session.chat import answer as chat_answer
-from specoffload.session.generation import GenerateOptions
-from specoffload.session.opening import target_options
 from specoffload.session.session import Session
 
 PARTS = ("Look at ", png(150, 90, 1), " and ", png(60, 200, 2), " now tell me")

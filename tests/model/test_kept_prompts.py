@@ -11,7 +11,7 @@ from test_slots import KINDS, SPECS, Plain, draft_of, model, open_slots, texts_o
 
 from offload.errors import NotWritten
 from specoffload.config.options import DiskRoom
-from specoffload.session.generation import GenerateOptions
+from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
 
 OPTIONS = GenerateOptions(n_predict=6, ignore_eos=True)

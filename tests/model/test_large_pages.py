@@ -18,7 +18,7 @@ mmap.PAGESIZE = page_bytes or mmap.PAGESIZE
 
 import numa.sys as system
 from offload.plan import tables
-from offload.store import layout
+from offload.plan import store_layout as layout
 assert layout.PAGE_BYTES == tables._PAGE_BYTES == mmap.PAGESIZE
 
 advise, n_advised = system.advise, 0
@@ -30,9 +30,9 @@ def checked(address, *arguments):
 system.advise = checked
 
 from offload.engine import Engine, EngineOptions
-from offload.plan.min_batch import MinBatch
+from offload.times.min_batch import MinBatch
 from offload.store.store import StoreOptions
-from offload.streaming.options import StreamingOptions
+from offload.stream.options import StreamingOptions
 
 for ram_bytes in (None, int(sys.argv[3])):
     options = EngineOptions(

@@ -23,7 +23,7 @@ from specoffload.config.command_line import CommandLine, read_command_line
 from specoffload.config.environment import read_environment, read_host
 from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config, resolve
-from specoffload.session.generation import AskedOptions
+from specoffload.generation.generation import AskedOptions
 from specoffload.session.session import Session
 
 FILE = Path(__file__).parents[1] / "fixtures" / "launch_lines.txt"

@@ -15,13 +15,13 @@ from wide import examples
 
 from lab.synth.published import PUBLISHED, published_facts
 from offload.errors import DoesNotFit
-from offload.layout.decision import decide, decide_part
-from offload.layout.found import Found, FoundDevice, Kind, Wanted
-from offload.layout.layout import Layout
 from offload.model import ModelFacts, is_experts
-from offload.plan.context import ContextOptions, context_memory
-from offload.plan.machine import TYPICAL
+from offload.plan.decision import decide, decide_part
+from offload.plan.found import Found, FoundDevice, Kind, Wanted
+from offload.plan.layout import Layout
 from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, PlanRequest
+from offload.times.context import ContextOptions, context_memory
+from offload.times.machine import TYPICAL
 
 GIB = 1 << 30
 

@@ -22,7 +22,7 @@ from offload.plan.weights import device_bytes
 from specoffload.commands.plan import as_dict, plan_config
 from specoffload.config.options import PlanOptions, Ram, Toggle
 from specoffload.config.resolution import Config
-from specoffload.session.opening import kept_for_plan, open_target
+from specoffload.opening.target import kept_for_plan, open_target
 
 KIB = 1 << 10
 SHAPES = ("deepseek-v3", "qwen3-235b-a22b", "gpt-oss-120b")

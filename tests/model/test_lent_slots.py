@@ -25,14 +25,14 @@ from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.ggml.compute_buffer import ComputeBuffer
 from offload.model_file import read_facts
-from offload.plan.context import ContextOptions
-from offload.plan.min_batch import MinBatch
 from offload.plan.placement import make_plan
 from offload.plan.row_draft import plan_mtp
-from offload.player.play import GraphPlayer
 from offload.schedule.slots import StreamCounters
-from offload.split.switch import Splitter, all_on_device, stay
-from offload.streaming.options import StreamingOptions
+from offload.schedule.switch import Splitter, all_on_device, stay
+from offload.stream.options import StreamingOptions
+from offload.stream.play import GraphPlayer
+from offload.times.context import ContextOptions
+from offload.times.min_batch import MinBatch
 
 N_SEQUENCES = 3
 PRESETS = {"plain": "deepseek-v3", "recurrent": "qwen3.5-35b-a3b"}

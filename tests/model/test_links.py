@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from offload.device import DeviceChoice, choose_device
-from offload.streaming.link_speed import link_speeds
+from offload.stream.link_speed import link_speeds
 from specoffload import kept_machine
 from specoffload.kept import MACHINE_FILE
 from specoffload.kept_machine import link_lines, links_of

@@ -12,7 +12,7 @@ from lossless_parts import EXACT
 from test_slots import FIVE, SPECS, draft_of, model, open_slots, texts_of
 
 from offload.engine import Engine, EngineOptions
-from specoffload.session.generation import GenerateOptions
+from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
 from specoffload.slots.request import Request
 

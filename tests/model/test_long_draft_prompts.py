@@ -6,7 +6,7 @@ import pytest
 import resolved
 
 from specoffload.config.resolution import demo_prompts
-from specoffload.session.generation import GenerateOptions
+from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
 
 pytestmark = pytest.mark.slow

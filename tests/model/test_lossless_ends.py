@@ -26,7 +26,7 @@ from lossless_parts import (
 )
 
 from specoffload.config.resolution import demo_prompts
-from specoffload.session.generation import GenerateOptions
+from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import SEQUENCE, Session
 
 SPECS: dict[str, dict[str, object]] = {

@@ -13,8 +13,8 @@ import pytest
 from numpy.typing import NDArray
 
 import offload.engine
-import offload.streaming.device
-import offload.streaming.mla
+import offload.mla
+import offload.stream.device
 from lab.synth import write_preset
 from offload.device import choose_device
 from offload.engine import Engine, EngineOptions
@@ -26,10 +26,7 @@ from offload.ggml.library.lib import library
 from offload.ggml.memory import HostRange
 from offload.ggml.pydevice import WrappedStream
 from offload.ggml.tensor import Redirect, Tensor
-from offload.model_file import read_facts
-from offload.plan.min_batch import MinBatch
-from offload.streaming.device import StreamingDevice
-from offload.streaming.mla import (
+from offload.mla import (
     REPLACED,
     MlaBench,
     MlaSwitch,
@@ -40,6 +37,9 @@ from offload.streaming.mla import (
     chosen_crossover,
     measured_sizes,
 )
+from offload.model_file import read_facts
+from offload.stream.device import StreamingDevice
+from offload.times.min_batch import MinBatch
 
 N_HEAD, N_LAYERS = 4, 4
 SIZES = (*range(1, 10), 16, 17, 33, 64)
@@ -64,7 +64,7 @@ class Recorded(MlaSwitch):
 def opened(monkeypatch: pytest.MonkeyPatch) -> Open:
     """A function that opens an engine on `sim` with a recording MLA switch and a given
     crossover."""
-    monkeypatch.setattr(offload.streaming.device, "MlaSwitch", Recorded)
+    monkeypatch.setattr(offload.stream.device, "MlaSwitch", Recorded)
 
     def open_engine(path: Path, crossover: int | None, **changes: Any) -> Engine:
         options = EngineOptions(device="sim", n_ctx=256, n_threads=1, mla_crossover=crossover)
@@ -355,7 +355,7 @@ def test_a_gpu_measures_unless_told_and_takes_one_token_where_it_cannot(
     monkeypatch.setattr(Device, "kind", "gpu")
     chosen = chosen_crossover(None, facts, device, token_major=True)
     assert chosen.n_tokens == choose_crossover(chosen.table)
-    monkeypatch.setattr(offload.streaming.mla, "measure_crossover", no_memory)
+    monkeypatch.setattr(offload.mla, "measure_crossover", no_memory)
     chosen = chosen_crossover(None, facts, device, token_major=True)
     assert chosen.n_tokens == 1
     assert "7 MiB of device memory could not be had): taking 1 token" in chosen.note
@@ -396,7 +396,7 @@ def test_a_part_has_one_uid_for_each_way_its_sources_are_pointed(
 def test_a_model_without_the_projection_is_not_measured(
     tiny_dense: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offload.streaming.mla, "measure_crossover", None)
+    monkeypatch.setattr(offload.mla, "measure_crossover", None)
     device = choose_device("sim").device
     monkeypatch.setattr(Device, "kind", "gpu")
     chosen = chosen_crossover(None, read_facts(tiny_dense), device, token_major=True)

@@ -32,13 +32,13 @@ from offload.engine import Engine, EngineOptions
 from offload.errors import BadModel, BadRequest
 from offload.ggml.library.lib import library
 from offload.model_file import read_facts
-from offload.plan.context import ContextOptions
-from offload.plan.min_batch import MinBatch
 from offload.plan.row_draft import MTP_ARCHITECTURES, plan_mtp
-from offload.streaming.options import StreamingOptions
+from offload.stream.options import StreamingOptions
+from offload.times.context import ContextOptions
+from offload.times.min_batch import MinBatch
 from specdec.options import OF_TEXT
 from specdec.types import Round
-from specoffload.session.opening import with_usable_drafters
+from specoffload.opening.target import with_usable_drafters
 from specoffload.session.session import Session
 from specoffload.slots.slot import read_sequence, write_sequence
 

@@ -21,7 +21,7 @@ from mtp_parts import LONGEST, WAYS, open_mtp, prompts, written
 from test_slots import Plain, answer_of
 
 from lab.synth.mtp import ARCHITECTURES, write_mtp
-from specoffload.session.generation import GenerateOptions
+from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
 
 IS_WHOLE = bool(os.environ.get("WHOLE_MATRIX"))

@@ -17,7 +17,7 @@ from resolved import config_of
 from offload.ggml.sampler import SamplerChain
 from offload.sampling.options import SamplingOptions
 from specoffload.config.resolution import demo_file
-from specoffload.session.generation import GenerateOptions
+from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
 
 PROMPT = "Once upon a time there was a"

@@ -17,18 +17,18 @@ from remote_engine import logits, options
 from worker import has_rpc
 
 from lab.synth import write_preset
+from offload import mla
 from offload.device import DeviceChoice, choose_device
 from offload.engine import Engine
 from offload.errors import DeviceFailed, DeviceUnavailable, DoesNotFit
 from offload.ggml.backend import Device
 from offload.ggml.library.lib import library
 from offload.ggml.tensor import Buffer
+from offload.mla import MlaTiming
 from offload.model_file import read_facts
 from offload.remote.address import RemoteOptions
 from offload.remote.hello import LayersAsked
-from offload.streaming import mla
-from offload.streaming.mla import MlaTiming
-from offload.streaming.options import StreamingOptions
+from offload.stream.options import StreamingOptions
 from offload.worker.device import WorkerDevice
 from offload.worker.serving import WorkerOptions, _open
 

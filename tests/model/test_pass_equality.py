@@ -27,11 +27,11 @@ from lab.synth.mixtures import ARCHITECTURES, write_mixture
 from offload.engine import Engine, EngineOptions
 from offload.model import is_experts
 from offload.model_file import read_facts
-from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.ranges import by_shares
 from offload.schedule.slots import StreamCounters
-from offload.streaming.options import StreamingOptions
+from offload.stream.options import StreamingOptions
+from offload.times.min_batch import NEVER, MinBatch
 
 Rows = NDArray[np.float32]
 MOST_TOKENS = 2048  # most tokens of a case's batches together

@@ -24,20 +24,20 @@ from offload.device import choose_devices
 from offload.errors import BadModel, DoesNotFit
 from offload.ggml import model as library_model
 from offload.model_file import read_facts
-from offload.plan.context import ContextOptions
-from offload.plan.machine import TYPICAL
 from offload.plan.objective import MeasuredDecode
 from offload.plan.placement import Plan, PlanRequest, make_plan
 from offload.plan.workload import TokenMix
 from offload.routing.routing import SHARES, CountedHits, HitCurve
+from offload.times.context import ContextOptions
+from offload.times.machine import TYPICAL
 from specoffload import report
 from specoffload.cli import app
 from specoffload.commands.plan_screen import rounded
 from specoffload.config.hardware import PRESETS
-from specoffload.context_size import with_context
 from specoffload.errors import UsageError
 from specoffload.kept import Kept, KeptFile, KeptLinks, today
 from specoffload.kept_machine import link_key
+from specoffload.opening.context_size import with_context
 
 GIB = 1 << 30
 KEYS = {

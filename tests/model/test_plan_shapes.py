@@ -19,13 +19,18 @@ from typer.testing import CliRunner
 
 from lab import plans
 from lab.synth.published import PUBLISHED, published_facts
-from offload.costs.search import Wanted, budget_s, fill
-from offload.costs.table import CONTRADICTS, TOLERANCE, Way, agreeing
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, is_experts, layer_of
-from offload.plan.context import ContextOptions, context_memory
 from offload.plan.ends import LEAST_GAIN
-from offload.plan.machine import (
+from offload.plan.objective import MOST_LOSS, Objective
+from offload.plan.placement import DEFAULT_UBATCH, Plan, PlanRequest, make_plan
+from offload.plan.sharing import SMALL_UBATCHES, UBATCHES
+from offload.plan.slot_layout import slot_layout
+from offload.plan.weights import device_bytes, ring_slots
+from offload.plan.workload import DECODING, USUAL, PlannedWork, TokenMix
+from offload.routing.routing import SHARES, HitCurve
+from offload.times.context import ContextOptions, context_memory
+from offload.times.machine import (
     TYPICAL,
     Machine,
     best_s,
@@ -36,14 +41,9 @@ from offload.plan.machine import (
     prefill_s,
     streamed_s,
 )
-from offload.plan.min_batch import NEVER
-from offload.plan.objective import MOST_LOSS, Objective
-from offload.plan.placement import DEFAULT_UBATCH, Plan, PlanRequest, make_plan
-from offload.plan.sharing import SMALL_UBATCHES, UBATCHES
-from offload.plan.slot_layout import slot_layout
-from offload.plan.weights import device_bytes, ring_slots
-from offload.plan.workload import DECODING, USUAL, PlannedWork, TokenMix
-from offload.routing.routing import SHARES, HitCurve
+from offload.times.min_batch import NEVER
+from offload.times.search import Wanted, budget_s, fill
+from offload.times.table import CONTRADICTS, TOLERANCE, Way, agreeing
 from specoffload.cli import app
 from specoffload.commands.plan_screen import speed_words
 from specoffload.config.options import PlanOptions

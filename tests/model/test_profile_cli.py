@@ -15,7 +15,7 @@ from resolved import config_of, line_of
 from specoffload.bench import draft_quality
 from specoffload.config.resolution import demo_file, demo_prompts
 from specoffload.config.speculation import measuring_only
-from specoffload.session.generation import GenerateOptions
+from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
 
 

@@ -13,7 +13,7 @@ import pytest
 from resolved import config_of
 
 from specoffload.config.resolution import demo_prompts
-from specoffload.session.generation import GenerateOptions
+from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
 
 # Batch sizes whose stored times are too long, and the factor. A busy machine slows no decode that

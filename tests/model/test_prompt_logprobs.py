@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from test_slots import SPECS, answer_of, draft_of, model, open_slots
 
 from offload.engine import Engine, EngineOptions
-from specoffload.session.generation import GenerateOptions
+from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
 from specoffload.slots.request import Request
 

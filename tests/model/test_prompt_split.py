@@ -16,10 +16,10 @@ from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed
 from offload.schedule import pair_rows
-from offload.split import prompt_side
-from offload.split.cpu_side import HostGraph, LayerWeights
-from offload.split.switch import Splitter, stay
-from offload.streaming.options import StreamingOptions
+from offload.schedule.switch import Splitter, stay
+from offload.stream import prompt_side
+from offload.stream.cpu_side import HostGraph, LayerWeights
+from offload.stream.options import StreamingOptions
 
 Rows = NDArray[np.float32]
 PRESETS = {

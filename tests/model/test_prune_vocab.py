@@ -14,7 +14,7 @@ from lab.prune_vocab import choose_kept
 from offload.engine import Engine, EngineOptions
 from specoffload.config.resolution import demo_file
 from specoffload.errors import UsageError
-from specoffload.session.draft_model import read_kept
+from specoffload.opening.draft_model import read_kept
 
 DRAFT = demo_file("draft.gguf")
 

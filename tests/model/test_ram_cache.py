@@ -25,13 +25,13 @@ from offload.ggml.graph import Graph
 from offload.ggml.pydevice import WrappedStream
 from offload.ggml.tensor import Tensor
 from offload.model_file import read_facts
-from offload.plan.context import context_memory
-from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import make_plan
-from offload.streaming.device import StreamingDevice
-from offload.streaming.options import StreamingOptions
+from offload.stream.device import StreamingDevice
+from offload.stream.options import StreamingOptions
+from offload.times.context import context_memory
+from offload.times.min_batch import NEVER, MinBatch
 from specoffload.config.options import DiskRoom, Toggle
-from specoffload.session.generation import GenerateOptions
+from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
 
 N_SEQUENCES = 3

@@ -15,10 +15,10 @@ from resolved import config_of, line_of
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest
-from offload.plan.min_batch import NEVER, MinBatch
-from offload.split.switch import stay
-from offload.streaming.options import StreamingOptions
-from specoffload.session.generation import GenerateOptions
+from offload.schedule.switch import stay
+from offload.stream.options import StreamingOptions
+from offload.times.min_batch import NEVER, MinBatch
+from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
 from specoffload.slots.slot import Slot
 

@@ -13,8 +13,8 @@ from resolved import config_of
 
 from lab.synth import write_preset
 from offload.engine import Engine
-from specoffload.context_size import with_context
-from specoffload.session.opening import target_options
+from specoffload.opening.context_size import with_context
+from specoffload.opening.target import target_options
 
 TEXT = [(7 * i) % 200 + 3 for i in range(160)]
 LINES: dict[str, dict[str, object]] = {

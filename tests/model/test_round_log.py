@@ -12,10 +12,10 @@ from resolved import config_of
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from specoffload.config.resolution import demo_file
-from specoffload.session.generation import GenerateOptions
-from specoffload.session.logits_log import TRACE
+from specoffload.generation.generation import GenerateOptions
+from specoffload.generation.logits_log import TRACE
 from specoffload.session.session import Session
-from specoffload.session.surplus_cells import SurplusCells
+from specoffload.speculation.surplus_cells import SurplusCells
 
 
 def test_rounds_are_logged_with_their_drafts(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,9 +10,9 @@ from player_calls import played_layers, reading
 
 from offload.engine import Engine, EngineOptions
 from offload.ggml.memory import HostRange
-from offload.plan.min_batch import MinBatch
-from offload.streaming.executor import Executor
-from offload.streaming.options import StreamingOptions
+from offload.stream.executor import Executor
+from offload.stream.options import StreamingOptions
+from offload.times.min_batch import MinBatch
 from specoffload.config.resolution import demo_file
 
 TARGET = demo_file("target.gguf")

@@ -23,13 +23,13 @@ from typer.testing import CliRunner
 from worker import Worker, free_port, has_rpc, working
 
 from lab.synth import write_preset
+from offload import probe as probing
 from offload.device import choose_device
 from offload.engine import Engine
 from offload.errors import DeviceUnavailable, DoesNotFit, LibraryMismatch, WorkerUnavailable
 from offload.ggml import rpc
 from offload.ggml.backend import Device
 from offload.ggml.library.lib import library
-from offload.layout import probing
 from offload.remote.address import Address, RemoteOptions
 from offload.remote.probe import greet
 from offload.remote.speed import DeviceSpeed, measured_speed
@@ -38,8 +38,8 @@ from specoffload.config.command_line import read_command_line
 from specoffload.config.environment import read_environment, read_host
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import demo_file, resolve
-from specoffload.session.generation import GenerateOptions
-from specoffload.session.opening import open_target
+from specoffload.generation.generation import GenerateOptions
+from specoffload.opening.target import open_target
 from specoffload.session.session import Session
 
 needs_rpc = pytest.mark.skipif(

@@ -14,17 +14,17 @@ from types import SimpleNamespace
 import pytest
 
 from lab.synth import write_preset
-from offload.costs import measuring
-from offload.costs.measuring import Clock, TextWalk, measure, streamed_kinds
-from offload.costs.search import Wanted
-from offload.costs.table import CostTable, Way
+from offload import measuring
 from offload.engine import Engine, EngineOptions
+from offload.measuring import Clock, TextWalk, measure, streamed_kinds
 from offload.model import layer_of
-from offload.plan.min_batch import NEVER, MinBatch
-from offload.streaming import layer_clock
-from offload.streaming.layer_clock import BrokenOff, LayerClock
-from offload.streaming.options import StreamingOptions
-from specoffload.session.draft_model import real_text
+from offload.stream import layer_clock
+from offload.stream.layer_clock import BrokenOff, LayerClock
+from offload.stream.options import StreamingOptions
+from offload.times.min_batch import NEVER, MinBatch
+from offload.times.search import Wanted
+from offload.times.table import CostTable, Way
+from specoffload.opening.draft_model import real_text
 
 N_TOKENS = 320
 CACHED = 0.3

@@ -18,9 +18,9 @@ from offload.ggml.sampler import SamplerChain
 from offload.sampling.options import SAMPLERS, SamplingOptions, checked, read_logit_bias
 from specdec.decoding.acceptance import MatchAcceptance
 from specdec.decoding.loop import NO_DRAFT
-from specoffload.session.generation import GenerateOptions
+from specoffload.generation.generation import GenerateOptions
+from specoffload.generation.statistics import GenerationStats
 from specoffload.session.session import Session
-from specoffload.session.statistics import GenerationStats
 
 OPEN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 STATEFUL: tuple[dict[str, object], ...] = (

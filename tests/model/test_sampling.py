@@ -15,10 +15,10 @@ from speculation_parts import Sampler
 from offload.errors import BadRequest
 from offload.ggml.sampler import SamplerChain
 from offload.sampling.options import SamplingOptions
-from specoffload.session.generation import GenerateOptions
+from specoffload.generation.generation import GenerateOptions
+from specoffload.generation.statistics import GenerationStats
 from specoffload.session.infill import Fill
 from specoffload.session.session import Session
-from specoffload.session.statistics import GenerationStats
 
 SCHEMA = json.dumps(
     {

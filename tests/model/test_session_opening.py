@@ -16,21 +16,21 @@ from pathlib import Path
 import pytest
 import resolved
 
-from offload.costs.search import Wanted
-from offload.costs.table import CostTable, Entry, Way
 from offload.device import choose_device
 from offload.engine import Engine
 from offload.errors import DeviceUnavailable
 from offload.model_file import read_facts
-from offload.plan.context import ContextOptions, context_memory
-from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.weights import device_bytes
+from offload.times.context import ContextOptions, context_memory
+from offload.times.min_batch import NEVER, MinBatch
+from offload.times.search import Wanted
+from offload.times.table import CostTable, Entry, Way
 from specdec.errors import SpecDecError, VocabularyMismatch
 from specoffload.config.options import DraftEngine, DraftOptions
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import NO_DRAFTS
+from specoffload.generation.generation import GenerateOptions
 from specoffload.session import costs, draft_opening, opening
-from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
 
@@ -168,7 +168,7 @@ def test_libllama_drafts_if_torch_cannot_be_imported(
     """The draft's device looks like CUDA, although libllama computes on the CPU."""
     break_torch("import ctypes; ctypes.CDLL('libcublas.so.99')")
     place = replace(choose_device("cpu"), name="CUDA0", on_gpu=True)
-    monkeypatch.setattr("specoffload.session.draft_opening._place", lambda *_: place)
+    monkeypatch.setattr("specoffload.opening.draft._place", lambda *_: place)
     config = config_of(device="cpu", spec_given={"--spec-policy": "fixed"})
     config = replace(config, spec=replace(config.spec, of_draft=DraftOptions(engine=engine)))
     if engine is DraftEngine.TORCH:
@@ -301,7 +301,7 @@ def test_the_draft_has_types_of_its_own() -> None:
 _DIES_AT_ITS_FIRST_TOKEN = """
 from offload.ggml.library.lib import library
 from offload.ggml.context import Context
-from specoffload.session.opening import open_target
+from specoffload.opening.target import open_target
 import resolved
 
 def stop(self, *batch):

@@ -25,15 +25,15 @@ from offload.ggml.graph import Graph, Product
 from offload.ggml.library.lib import op_number
 from offload.ggml.tensor import Tensor
 from offload.model_file import read_facts
-from offload.plan.min_batch import MinBatch
 from offload.plan.placement import PlanRequest, make_plan
 from offload.schedule import passes as schedule_passes
-from offload.split.forms import ExpertForm, NoForm
-from offload.split.switch import Splitter, all_on_device, stay
-from offload.streaming import passes
-from offload.streaming.copying import ThreadCopier, Transfer
-from offload.streaming.executor import Executor
-from offload.streaming.options import StreamingOptions
+from offload.schedule.switch import Splitter, all_on_device, stay
+from offload.stream import passes
+from offload.stream.copying import ThreadCopier, Transfer
+from offload.stream.executor import Executor
+from offload.stream.forms import ExpertForm, NoForm
+from offload.stream.options import StreamingOptions
+from offload.times.min_batch import MinBatch
 from offload.trace.trace import COPY, Trace
 
 N_EXPERTS = 16

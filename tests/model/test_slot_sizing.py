@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from lab.synth import write_preset
+from offload import probe as probing
 from offload.device import DeviceChoice, choose_devices
 from offload.engine import Engine, EngineOptions
 from offload.errors import DoesNotFit
 from offload.ggml.backend import Device
 from offload.ggml.tensor import Buffer
-from offload.layout import probing
 from offload.model_file import read_facts
-from offload.plan.context import ContextOptions, context_memory
-from offload.plan.min_batch import MinBatch
 from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, Plan, PlanRequest, make_plan
 from offload.store.store import Store
-from offload.streaming.options import StreamingOptions
+from offload.stream.options import StreamingOptions
+from offload.times.context import ContextOptions, context_memory
+from offload.times.min_batch import MinBatch
 
 MIB = 1 << 20
 

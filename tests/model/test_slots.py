@@ -20,9 +20,9 @@ from offload.errors import BadRequest, DeviceFailed, NotWritten
 from offload.model_file import read_facts
 from specdec.options import MOST_DRAFTED
 from specoffload.config.resolution import demo_file, demo_prompts
-from specoffload.session.generation import GenerateOptions
+from specoffload.generation.generation import GenerateOptions
+from specoffload.generation.statistics import GenerationStats
 from specoffload.session.session import Session
-from specoffload.session.statistics import GenerationStats
 from specoffload.slots.request import Request
 from specoffload.slots.slot import Slot
 

@@ -12,17 +12,17 @@ from budgets import ON_GPU, budget
 
 from offload.errors import DeviceFailed, DoesNotFit
 from offload.ggml.backend import Stream
-from offload.split import path as path_module
-from offload.split.cpu_side import HostGraph
-from offload.split.forms import NoForm
-from offload.streaming.device import StreamingDevice
-from offload.streaming.options import StreamingOptions
+from offload.stream import split_path as path_module
+from offload.stream.cpu_side import HostGraph
+from offload.stream.device import StreamingDevice
+from offload.stream.forms import NoForm
+from offload.stream.options import StreamingOptions
 from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import NO_DRAFTS
-from specoffload.session import costs
-from specoffload.session.generation import GenerateOptions
+from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
+from specoffload.speculation import costs
 
 
 @pytest.fixture

@@ -18,15 +18,16 @@ import pytest
 import resolved
 from numpy.typing import NDArray
 
-from offload.costs import learner, measuring
+from offload import measuring
 from offload.model_file import read_facts
 from offload.plan.placement import make_plan
-from offload.split.division import Split
-from offload.split.switch import ByCosts, HybridSwitch
+from offload.schedule.division import Split
+from offload.schedule.switch import ByCosts, HybridSwitch
+from offload.times import learner
 from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import NO_DRAFTS
-from specoffload.session.generation import GenerateOptions
+from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
 from specoffload.terminal.command import opened
 

@@ -25,9 +25,9 @@ from offload.errors import DeviceFailed
 from offload.ggml.context import with_a_row_each
 from offload.ggml.deferred import Deferred
 from offload.model_file import read_facts
-from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import PlanRequest, make_plan
-from offload.streaming.options import StreamingOptions
+from offload.stream.options import StreamingOptions
+from offload.times.min_batch import NEVER, MinBatch
 from offload.trace.trace import COMPUTE, COPY, CPU, Event, Trace
 
 UBATCH = 80

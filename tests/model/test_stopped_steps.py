@@ -13,7 +13,7 @@ from test_slots import model, open_slots
 
 from offload.ggml import backend
 from offload.ggml.library import interrupt
-from specoffload.session.generation import GenerateOptions
+from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
 from specoffload.slots.request import Request
 

@@ -27,10 +27,10 @@ from offload.ggml.memory import AnonymousMemory, HostRange
 from offload.ggml.model import Model, ModelPlacement
 from offload.model import ModelFacts, TensorEntry
 from offload.model_file import read_facts
-from offload.plan.context import ContextOptions
 from offload.plan.placement import make_plan
 from offload.store import store as store_module
 from offload.store.store import Room, Store, StoreOptions
+from offload.times.context import ContextOptions
 
 TOKENS = [1, 7, 3, 200, 11]
 ON_CPU = StoreOptions()

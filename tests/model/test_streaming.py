@@ -17,10 +17,10 @@ from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed, DeviceUnavailable, DoesNotFit
 from offload.ggml.backend import Device
 from offload.ggml.tensor import Tensor
-from offload.plan.min_batch import MinBatch
 from offload.routing.routing import RoutingGuess
-from offload.streaming.copying import ThreadCopier, Transfer
-from offload.streaming.options import StreamingOptions
+from offload.stream.copying import ThreadCopier, Transfer
+from offload.stream.options import StreamingOptions
+from offload.times.min_batch import MinBatch
 from specoffload.config.resolution import demo_file
 
 EMBEDDED = demo_file("target.gguf")

@@ -15,8 +15,8 @@ from lab.synth.routing import N_TOPICS, drawn_text
 from lab.synth.shape import ImpossibleShape
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest
-from offload.plan.min_batch import MinBatch
-from offload.streaming.options import StreamingOptions
+from offload.stream.options import StreamingOptions
+from offload.times.min_batch import MinBatch
 
 N_TOKENS, N_EXPERTS = 300, 64
 SMALL = {"n_layer": 4, "n_expert": N_EXPERTS, "n_expert_used": 4, "n_ff_exp": 32, "n_vocab": 4096}

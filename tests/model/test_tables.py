@@ -22,14 +22,14 @@ from lab.synth.tables import ARCHITECTURES, write_with_table
 from offload.engine import Engine, EngineOptions
 from offload.errors import ModelChanged
 from offload.model_file import read_facts
-from offload.plan.min_batch import MinBatch
+from offload.plan.store_layout import PAGE_BYTES
 from offload.plan.tables import LookupTable, lookup_tables
-from offload.store.layout import PAGE_BYTES
 from offload.store.reading import OpenFile
 from offload.store.store import StoreOptions
 from offload.store.table_rows import TableRows
-from offload.streaming.options import StreamingOptions
-from specoffload.session.generation import GenerateOptions
+from offload.stream.options import StreamingOptions
+from offload.times.min_batch import MinBatch
+from specoffload.generation.generation import GenerateOptions
 
 TABLE = "per_layer_token_embd.weight"
 Pages = NDArray[np.bool_]

@@ -23,9 +23,9 @@ from offload.engine import Engine, EngineOptions
 from offload.ggml.backend import Stream
 from offload.ggml.library import abi
 from offload.model_file import read_facts
-from offload.split.division import HOST
-from offload.store.layout import plan_layout
-from offload.streaming.options import StreamingOptions
+from offload.plan.store_layout import plan_layout
+from offload.schedule.division import HOST
+from offload.stream.options import StreamingOptions
 from offload.threads.numa_plan import NumaPlan, PagePlacer, make_numa_plan
 from specoffload.bench.load import Watch
 from specoffload.config.resolution import demo_file

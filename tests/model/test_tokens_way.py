@@ -15,12 +15,12 @@ from test_disk import options as disk_options
 import offload
 from lab.synth import write_preset
 from offload.engine import Engine
-from offload.streaming.options import StreamingOptions
+from offload.stream.options import StreamingOptions
 
 _ROOT = Path(offload.__file__).parent
-DEVICES = {"plan/devices.py", "plan/ranges.py", "plan/search.py", "streaming/parts.py",
-           "streaming/link_speed.py"}  # fmt: skip
-DISK = {"split/from_disk.py", *(f"store/{path.name}" for path in (_ROOT / "store").glob("*.py"))}
+DEVICES = {"plan/devices.py", "plan/ranges.py", "plan/search.py", "stream/parts.py",
+           "stream/link_speed.py"}  # fmt: skip
+DISK = {"schedule/from_disk.py", *(f"store/{path.name}" for path in (_ROOT / "store").glob("*.py"))}
 
 
 def entered(engine: Engine, n_tokens: int) -> set[str]:

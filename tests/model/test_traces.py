@@ -11,14 +11,14 @@ import pytest
 from resolved import config_of
 from typer.testing import CliRunner
 
-from offload.plan.min_batch import MinBatch
+from offload.times.min_batch import MinBatch
 from offload.trace.report import read_report
 from offload.trace.trace import LANES
 from specoffload.cli import app
 from specoffload.config.resolution import demo_file
-from specoffload.session.generation import GenerateOptions
+from specoffload.generation.generation import GenerateOptions
+from specoffload.generation.statistics import GenerationStats
 from specoffload.session.session import Session
-from specoffload.session.statistics import GenerationStats
 
 N_PREDICT = 24
 

@@ -13,9 +13,9 @@ from plans import planned_for
 from resolved import config_of
 
 from lab.synth import write_preset
-from offload.costs.search import Wanted
-from offload.costs.table import CostTable, Way, entry_of
 from offload.plan.ubatch_search import UbatchTrial
+from offload.times.search import Wanted
+from offload.times.table import CostTable, Way, entry_of
 from specoffload import report
 from specoffload.commands import tune_ubatch
 from specoffload.commands.tune import tune_all
@@ -41,7 +41,7 @@ def fake_times(times_ms: Times, monkeypatch: pytest.MonkeyPatch) -> None:
                 table.add(Way.IN_PLACE, n, entry_of([t / 1e3 for t in times[:i]], date))
                 on_entry()
 
-    monkeypatch.setattr("specoffload.session.costs.measure", measured)
+    monkeypatch.setattr("specoffload.speculation.costs.measure", measured)
 
 
 @pytest.fixture

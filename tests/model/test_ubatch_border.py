@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
-from offload.plan.min_batch import MinBatch
 from offload.plan.placement import PlanRequest, make_plan
-from offload.streaming.options import StreamingOptions
+from offload.stream.options import StreamingOptions
+from offload.times.min_batch import MinBatch
 from offload.trace.trace import COMPUTE, COPY, Trace
 
 N_UBATCH = 80  # more than the player's batches

@@ -133,7 +133,7 @@ def test_the_wheel_has_the_player_and_is_for_any_python(wheel: Path, program: Pa
     assert wheel.name.endswith(f"-py3-none-{sysconfig.get_platform().replace('-', '_')}.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert len([name for name in names if "libplayer-" in name]) == 1
-    code = "from offload.player import native; native.native(); print(native.__file__)"
+    code = "from offload.ggml import player as native; native.native(); print(native.__file__)"
     done = subprocess.run(
         [program.with_name("python"), "-c", code], cwd=program.parent,
         env={"CC": "false", "PATH": ""}, capture_output=True, text=True, check=True,

@@ -13,8 +13,8 @@ from lab.synth import write_preset
 from lab.synth.mixtures import write_mixture
 from offload.engine import Engine
 from offload.plan.working import WorkingMemory, working_memory
-from offload.split.cpu_side import HostGraph
-from offload.streaming.executor import Executor
+from offload.stream.cpu_side import HostGraph
+from offload.stream.executor import Executor
 
 WIDE = {"n_embd": 512, "n_ff_exp": 256}
 PRESETS = {

@@ -35,7 +35,7 @@ from offload.errors import (
     WorkerUnavailable,
 )
 from offload.notes import Note, NoteKind
-from specoffload.session.generation import (
+from specoffload.generation.generation import (
     FinishReason,
     GenerateOptions,
     ModelCard,
@@ -46,8 +46,8 @@ from specoffload.session.generation import (
     SlotResult,
     ignore,
 )
+from specoffload.generation.statistics import GenerationStats
 from specoffload.session.infill import Fill
-from specoffload.session.statistics import GenerationStats
 from specoffload.slots.stopping import StopScanner
 
 # Combining marks, a joined emoji and U+2028. A piece is one code point, so pieces split each of

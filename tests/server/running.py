@@ -14,6 +14,7 @@ import openai
 from fake_generator import FakeFactory
 
 from specoffload.chat.conversation import ChatSettings
+from specoffload.generation.generation import GenerateOptions
 from specoffload.server.access import AccessRules
 from specoffload.server.api.app import create_app
 from specoffload.server.api.kept import KeptStreams
@@ -24,7 +25,6 @@ from specoffload.server.router.app import create_router
 from specoffload.server.router.pool import Entry, ModelPool, RoutedEngine, Served
 from specoffload.server.run import TlsFiles, listen, serve_until, url_of
 from specoffload.server.sockets import SocketLimits
-from specoffload.session.generation import GenerateOptions
 
 # One client for all tests, since each client makes a TLS context. Connections are not reused.
 http = httpx.Client(verify=False, timeout=20, limits=httpx.Limits(max_keepalive_connections=0))

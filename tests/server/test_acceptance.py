@@ -13,6 +13,7 @@ from fake_generator import FakeFactory
 from running import eventually
 
 from offload.ggml.library import interrupt
+from specoffload.generation.generation import GenerateOptions
 from specoffload.server.engine import acceptance
 from specoffload.server.engine.acceptance import Acceptance, Accepted, accept
 from specoffload.server.engine.calls import counters
@@ -27,7 +28,6 @@ from specoffload.server.engine.messages import (
     Submit,
     ToEngine,
 )
-from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
 

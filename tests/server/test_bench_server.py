@@ -11,8 +11,8 @@ from running import StartServer
 
 from lab.bench_server.__main__ import main
 from lab.bench_server.client import alone, ask, load
+from specoffload.generation.generation import Piece
 from specoffload.server.api.native import NativeWording
-from specoffload.session.generation import Piece
 
 PROMPTS = ["hello", "there"]
 

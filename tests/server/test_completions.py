@@ -10,8 +10,8 @@ from fake_generator import TAIL, FakeFactory
 from resolved import line_of
 from running import Running, StartServer, eventually, http
 
+from specoffload.generation.generation import AskedOptions
 from specoffload.server.api.parameters import prompts_of
-from specoffload.session.generation import AskedOptions
 
 
 def _post(server: Running, path: str, **body: Any) -> Any:

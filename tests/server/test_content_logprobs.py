@@ -13,9 +13,9 @@ from offload.sampling.answers import ChosenLogprob, TokenLogprob
 from specoffload.chat.families import FAMILIES, GENERIC
 from specoffload.chat.format import ChatPrompt
 from specoffload.chat.parser import AnswerForm
+from specoffload.generation.generation import Piece
 from specoffload.server.api.openai import ChatWording
 from specoffload.server.api.requests import ChatRequest
-from specoffload.session.generation import Piece
 from specoffload.slots.stopping import StopScanner
 
 THINK = ("<think>", "</think>")

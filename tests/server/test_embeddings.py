@@ -20,7 +20,7 @@ from running import http
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadModel, BadRequest, DoesNotFit, NotSupported
-from offload.plan.context import OWN, OWN_REQUIRED
+from offload.times.context import OWN, OWN_REQUIRED
 from specoffload.config.options import ServeOptions
 from specoffload.config.resolution import for_serving
 from specoffload.session.session import Session

@@ -12,11 +12,11 @@ import pytest
 from fake_generator import FakeFactory
 from running import Running, StartServer, eventually, http
 
+from specoffload.generation.generation import GenerateOptions
 from specoffload.server.api import streaming
 from specoffload.server.api.streaming import TicketGroup
 from specoffload.server.engine.client import EngineClient, Ticket
 from specoffload.server.engine.messages import CompletionJob, GeneratingJob, JobEvent, Started
-from specoffload.session.generation import GenerateOptions
 
 HANG = "[hang-now]"  # the engine accepts the prompt, and makes no piece
 CHAT = {"messages": [{"role": "user", "content": HANG}]}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from specoffload.generation.statistics import GenerationStats
 from specoffload.server.metrics import Metrics
-from specoffload.session.statistics import GenerationStats
 
 STATS = GenerationStats(
     n_prompt_tokens=10,

@@ -14,10 +14,10 @@ from pydantic import ValidationError
 from offload.errors import BadRequest
 from specoffload.config.flag import Flag
 from specoffload.config.sampling_flags import SAMPLING
+from specoffload.generation.generation import GenerateOptions
 from specoffload.server.api.body import renamed
 from specoffload.server.api.parameters import MAX_STOPS, generate_options
 from specoffload.server.api.requests import ChatRequest, CompletionRequest
-from specoffload.session.generation import GenerateOptions
 
 DEFAULTS = GenerateOptions(temperature=0.75, n_predict=9)
 

@@ -14,8 +14,8 @@ from specoffload.chat.conversation import Conversation
 from specoffload.config.options import ChatOptions
 from specoffload.config.resolution import chat_settings
 from specoffload.errors import UsageError
+from specoffload.generation.generation import ModelCard
 from specoffload.session.chat import format_of
-from specoffload.session.generation import ModelCard
 from specoffload.terminal.chat import Talk
 
 

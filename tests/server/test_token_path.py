@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from running import StartServer, http
 
 from offload.sampling.answers import ChosenLogprob, TokenLogprob
+from specoffload.generation.generation import Piece
+from specoffload.generation.statistics import GenerationStats
 from specoffload.server.api.answers import MARK, TextLine, server_sent
 from specoffload.server.engine.messages import Finished, JobOutput, Outputs
 from specoffload.server.engine.process import Frames, packed
-from specoffload.session.generation import Piece
-from specoffload.session.statistics import GenerationStats
 
 MESSAGES = st.lists(st.one_of(st.binary(max_size=50), st.text(max_size=50), st.integers()))
 

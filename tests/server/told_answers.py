@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from specoffload.chat.conversation import CallPiece, Content, Delta, Reasoning
 from specoffload.chat.families import GENERIC
 from specoffload.chat.parser import AnswerForm, StreamParser
-from specoffload.session.generation import FinishReason, Piece
-from specoffload.session.statistics import GenerationStats
+from specoffload.generation.generation import FinishReason, Piece
+from specoffload.generation.statistics import GenerationStats
 
 STATS = GenerationStats(n_prompt_tokens=10, n_tokens=7, n_cached_tokens=4)
 

@@ -70,7 +70,7 @@ def _import_all() -> None:
     import specoffload.commands.run
     import specoffload.config.environment
     import specoffload.config.resolution
-    import specoffload.session.opening
+    import specoffload.opening.target
     import specoffload.session.session
     import specoffload.terminal.command  # noqa: F401
 

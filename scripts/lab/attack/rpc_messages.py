@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.engine import Engine, EngineOptions
-from offload.plan.min_batch import MinBatch
 from offload.remote.address import Address, RemoteOptions
+from offload.times.min_batch import MinBatch
 
 TENSOR = np.dtype(
     [("id", "<u8"), ("type", "<u4"), ("buffer", "<u8"), ("ne", "<u4", 4), ("nb", "<u4", 4),

@@ -11,10 +11,10 @@ from starlette.types import Receive, Scope, Send
 
 from specoffload.chat.conversation import Delta, Message
 from specoffload.chat.parser import StreamParser
+from specoffload.generation.generation import Piece
+from specoffload.generation.statistics import GenerationStats
 from specoffload.server.engine.messages import Problem
 from specoffload.server.log import add_words
-from specoffload.session.generation import Piece
-from specoffload.session.statistics import GenerationStats
 
 Json = dict[str, Any]
 

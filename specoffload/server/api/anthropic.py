@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from offload.errors import BadRequest
 from specoffload.chat.conversation import CallPiece, Content, Delta, of_whole_characters
 from specoffload.chat.parser import StreamParser
+from specoffload.generation.generation import Piece
 from specoffload.server.api.answers import Json, anthropic_error, problem_response
 from specoffload.server.api.body import checked, ignore
 from specoffload.server.api.context import BodyRoute, ServerContext
@@ -32,7 +33,6 @@ from specoffload.server.api.requests import (
 from specoffload.server.api.streaming import EventWording
 from specoffload.server.engine import calls
 from specoffload.server.engine.messages import Problem, Started
-from specoffload.session.generation import Piece
 
 # ---- requests
 

@@ -21,6 +21,7 @@ from starlette.routing import BaseRoute
 from specoffload import __version__
 from specoffload.chat.conversation import ChatSettings
 from specoffload.errors import KNOWN
+from specoffload.generation.generation import AskedOptions, GenerateOptions
 from specoffload.server.access import AccessRules, Gate
 from specoffload.server.api.answers import problem_response
 from specoffload.server.api.anthropic import anthropic_router
@@ -36,7 +37,6 @@ from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.messages import Problem, RequestFailed, problem_of
 from specoffload.server.page import add_page
 from specoffload.server.renderer import Renderer
-from specoffload.session.generation import AskedOptions, GenerateOptions
 
 log = logging.getLogger("specoffload.server")
 

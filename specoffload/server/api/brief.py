@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from starlette.responses import JSONResponse, Response
 
 from offload.errors import BadRequest
+from specoffload.generation.generation import SlotAction, SlotResult
 from specoffload.server.api.answers import Json
 from specoffload.server.api.body import ignore, ignored_names
 from specoffload.server.api.context import BodyRoute, ServerContext
@@ -28,7 +29,6 @@ from specoffload.server.api.requests import (
 )
 from specoffload.server.engine import calls
 from specoffload.server.engine.messages import Prompt, RequestFailed, unavailable
-from specoffload.session.generation import SlotAction, SlotResult
 
 Row = NDArray[np.float32]
 

@@ -17,6 +17,7 @@ from starlette.types import Scope
 from specoffload.chat.conversation import ChatSettings
 from specoffload.chat.format import ChatFormat, ChatPrompt
 from specoffload.chat.tool_schemas import SchemaNote
+from specoffload.generation.generation import GenerateOptions, ModelCard
 from specoffload.server.access import client_of
 from specoffload.server.api.body import (
     has_body,
@@ -46,7 +47,6 @@ from specoffload.server.engine.messages import (
 from specoffload.server.log import add_words
 from specoffload.server.renderer import Renderer
 from specoffload.session.chat import answer_options, check_options, format_of
-from specoffload.session.generation import GenerateOptions, ModelCard
 from specoffload.session.images import PromptImages
 
 _OVERHEAD_BYTES = 2**20  # room for tools, schemas, and the JSON around a prompt

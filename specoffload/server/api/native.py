@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from specoffload.generation.generation import GenerateOptions, Piece
 from specoffload.server.api.answers import Json, timings_of
 from specoffload.server.api.context import BodyRoute, ServerContext
 from specoffload.server.api.parameters import prompts_of, settings_of
@@ -19,7 +20,6 @@ from specoffload.server.api.probabilities import Placed, TokenPlaces, native_pro
 from specoffload.server.api.requests import InfillRequest, NativeRequest
 from specoffload.server.api.streaming import Wording
 from specoffload.server.engine.messages import CompletionJob, InfillJob, Prompt, Started
-from specoffload.session.generation import GenerateOptions, Piece
 from specoffload.session.infill import Fill
 
 _STOP_TYPES = {"length": "limit", "stop": "eos"}

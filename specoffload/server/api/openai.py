@@ -15,6 +15,7 @@ from offload.errors import BadRequest
 from offload.sampling.answers import ChosenLogprob
 from specoffload.chat.conversation import CallPiece, Content, Delta, Reasoning
 from specoffload.chat.format import ChatPrompt
+from specoffload.generation.generation import GenerateOptions, Piece
 from specoffload.server.api.answers import (
     DONE,
     MARK,
@@ -45,7 +46,6 @@ from specoffload.server.engine.messages import (
     Prompt,
     Started,
 )
-from specoffload.session.generation import GenerateOptions, Piece
 from specoffload.session.infill import Fill
 
 

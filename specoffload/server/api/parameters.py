@@ -21,6 +21,7 @@ from specoffload.chat.conversation import (
     Tool,
     ToolChoice,
 )
+from specoffload.generation.generation import N_SEEDS, GenerateOptions
 from specoffload.server.api.images import ConversationImages
 from specoffload.server.api.omitted import omitted_kind, placeholder
 from specoffload.server.api.requests import (
@@ -39,7 +40,6 @@ from specoffload.server.api.requests import (
     ToolParameter,
 )
 from specoffload.server.engine.messages import Prompt
-from specoffload.session.generation import N_SEEDS, GenerateOptions
 
 MAX_STOPS = 256  # each is searched for in every piece of the answer
 MAX_STOP_LETTERS = 1024

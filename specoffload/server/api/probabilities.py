@@ -11,7 +11,7 @@ from typing import Any
 
 from offload.sampling.answer_start import AnswerStart, ReasoningSpan
 from offload.sampling.answers import ChosenLogprob, TokenLogprob
-from specoffload.session.generation import Piece
+from specoffload.generation.generation import Piece
 
 _LEAST_LOGPROB = -9999.0  # OpenAI's value for an impossible token: JSON has no infinity
 

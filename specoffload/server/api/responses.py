@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from specoffload.chat.conversation import CallPiece, Content, Delta, Reasoning
 from specoffload.chat.parser import StreamParser
+from specoffload.generation.generation import Piece
 from specoffload.server.api.answers import Json
 from specoffload.server.api.body import checked, ignore
 from specoffload.server.api.context import BodyRoute, ServerContext
@@ -23,7 +24,6 @@ from specoffload.server.api.response_input import ResponsesRequest, as_chat
 from specoffload.server.api.response_tools import ResponsesTools, as_text
 from specoffload.server.api.streaming import EventWording
 from specoffload.server.engine.messages import Problem
-from specoffload.session.generation import Piece
 
 
 class ResponsesWording(EventWording):

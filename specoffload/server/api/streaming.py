@@ -18,6 +18,8 @@ from starlette.types import Receive, Scope, Send
 
 from specoffload.chat.conversation import Delta
 from specoffload.chat.parser import StreamParser
+from specoffload.generation.generation import Piece
+from specoffload.generation.statistics import GenerationStats
 from specoffload.server.api.answers import (
     KEEP_ALIVE,
     Json,
@@ -46,8 +48,6 @@ from specoffload.server.engine.messages import (
 from specoffload.server.engine.supervisor import SHUTTING_DOWN
 from specoffload.server.log import add_words
 from specoffload.server.sockets import WRITE_PART
-from specoffload.session.generation import Piece
-from specoffload.session.statistics import GenerationStats
 
 _AGAIN_S = 0.2
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from offload.ggml.library import interrupt
 from specoffload.errors import KNOWN
+from specoffload.generation.generation import N_SEEDS, GenerateOptions
 from specoffload.server.engine.calls import PromptTooLong, prompt_tokens
 from specoffload.server.engine.messages import (
     Cancel,
@@ -37,7 +38,6 @@ from specoffload.server.engine.messages import (
     ToEngine,
     problem_of,
 )
-from specoffload.session.generation import N_SEEDS, GenerateOptions
 
 if TYPE_CHECKING:
     from specoffload.session.session import Session

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from offload.errors import BadRequest, DoesNotFit
+from specoffload.generation.generation import ModelCard, SlotAction, SlotInfo, SlotResult
 from specoffload.server.engine.messages import (
     ChatJob,
     GeneratingJob,
     InfillJob,
     Prompt,
 )
-from specoffload.session.generation import ModelCard, SlotAction, SlotInfo, SlotResult
 from specoffload.session.images import PromptImages
 
 if TYPE_CHECKING:  # the API process has no engine

@@ -17,6 +17,8 @@ from typing import Any
 from offload.remote.address import Address
 from specoffload.chat.conversation import ChatSettings
 from specoffload.errors import UsageError
+from specoffload.generation.generation import Piece
+from specoffload.generation.statistics import GenerationStats
 from specoffload.server.engine.health import RestartPolicy, Watchdog
 from specoffload.server.engine.messages import (
     Cancel,
@@ -36,8 +38,6 @@ from specoffload.server.engine.process import Factory
 from specoffload.server.engine.supervisor import SHUTTING_DOWN, State, Supervisor
 from specoffload.server.engine.turns import FairQueue, spread_s, whole_s
 from specoffload.session.chat import missing_template_words
-from specoffload.session.generation import Piece
-from specoffload.session.statistics import GenerationStats
 
 _SAY_PROMPT_S = 10.0
 _SAY_STOPPING_S = 1.0

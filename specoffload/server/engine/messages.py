@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specoffload.errors import KNOWN, meaning_of
-from specoffload.session.generation import GenerateOptions, ModelCard, Piece
+from specoffload.generation.generation import GenerateOptions, ModelCard, Piece
 from specoffload.session.images import PromptImages
 from specoffload.session.infill import Fill
 

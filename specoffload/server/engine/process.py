@@ -27,6 +27,7 @@ from offload.errors import ModelChanged
 from offload.ggml.library import interrupt
 from offload.ggml.library import log as native_log
 from specoffload.errors import KNOWN
+from specoffload.generation.generation import OnProgress, Piece
 from specoffload.server.engine.acceptance import Acceptance, Accepted, accept, refusal
 from specoffload.server.engine.health import HEARTBEAT_S
 from specoffload.server.engine.messages import (
@@ -48,7 +49,6 @@ from specoffload.server.engine.messages import (
     ToEngine,
     problem_of,
 )
-from specoffload.session.generation import OnProgress, Piece
 
 if TYPE_CHECKING:
     from specoffload.session.session import Session

@@ -21,6 +21,7 @@ from offload.notes import NoteKind
 from offload.remote.address import Address
 from offload.remote.hello import look_for
 from specoffload.errors import UsageError
+from specoffload.generation.generation import ModelCard
 from specoffload.server.engine.child import Child
 from specoffload.server.engine.health import RestartPolicy, Watchdog, describe_exit
 from specoffload.server.engine.messages import (
@@ -38,7 +39,6 @@ from specoffload.server.engine.messages import (
 )
 from specoffload.server.engine.process import Factory
 from specoffload.server.metrics import Metrics
-from specoffload.session.generation import ModelCard
 
 _CLOSE_PATIENCE_S = 5.0
 _SAY_LOADING_S = 3.0

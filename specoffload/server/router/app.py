@@ -27,6 +27,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from offload.errors import NotSupported
 from specoffload import __version__
+from specoffload.generation.generation import OnProgress
 from specoffload.server.access import AccessRules
 from specoffload.server.api.answers import Json, problem_response, server_sent
 from specoffload.server.api.app import bare_app, create_app, describe, guard
@@ -37,7 +38,6 @@ from specoffload.server.engine.messages import Problem, RequestFailed, unavailab
 from specoffload.server.log import add_words
 from specoffload.server.page import add_page
 from specoffload.server.router.pool import Entry, Model, ModelPool, Wish
-from specoffload.session.generation import OnProgress
 
 if TYPE_CHECKING:  # the API process has no engine
     from specoffload.session.session import Session

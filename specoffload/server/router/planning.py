@@ -71,7 +71,7 @@ def _needs_of(config: Config) -> tuple[Needs, int]:
     Raises what planning raises.
     """
     from offload.errors import DoesNotFit, NotSupported
-    from specoffload.context_size import planned_with_context
+    from specoffload.opening.context_size import planned_with_context
 
     own = PlanOptions()
     sized, planned = planned_with_context(config, own)

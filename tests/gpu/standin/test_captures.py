@@ -18,8 +18,8 @@ from on_gpu import options, slots_for
 
 from offload.device import DeviceChoice
 from offload.engine import Engine
-from offload.plan.min_batch import NEVER, MinBatch
-from offload.split.switch import stay
+from offload.schedule.switch import stay
+from offload.times.min_batch import NEVER, MinBatch
 
 UNSUPPORTED, INVALIDATED, IMPLICIT = 900, 901, 906
 N_TOKENS = 24

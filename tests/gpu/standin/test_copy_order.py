@@ -13,8 +13,8 @@ from on_gpu import options, slots_for
 from lab.synth import write_preset
 from offload.device import DeviceChoice
 from offload.engine import Engine
-from offload.plan.min_batch import NEVER, MinBatch
-from offload.split.switch import all_on_device
+from offload.schedule.switch import all_on_device
+from offload.times.min_batch import NEVER, MinBatch
 
 EXPERT_BYTES = 8704  # bytes of one matrix of an expert of the model below; tables are smaller
 PER_THREAD = 2  # cudaStreamPerThread, on which libllama uploads a graph's inputs

@@ -15,10 +15,10 @@ from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
 from offload.ggml.library.callback import calls_into_python
 from offload.model_file import read_facts
-from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import PlanRequest, make_plan
-from offload.split.switch import Splitter, all_on_device, stay
-from offload.streaming.options import StreamingOptions
+from offload.schedule.switch import Splitter, all_on_device, stay
+from offload.stream.options import StreamingOptions
+from offload.times.min_batch import NEVER, MinBatch
 
 N_LAYERS = 24
 N_DECODES = 20

@@ -24,8 +24,8 @@ from lab.synth import write_preset
 from offload.device import devices
 from offload.engine import Engine
 from offload.errors import OffloadError
-from offload.plan.min_batch import MinBatch
-from offload.split.switch import stay
+from offload.schedule.switch import stay
+from offload.times.min_batch import MinBatch
 
 # ggml-cuda does not survive some failures. The process then ends with this message of ours.
 FATAL = r"specoffload: .*the library stopped at an assertion: .*CUDA error \(.*\); lower --vram\n"

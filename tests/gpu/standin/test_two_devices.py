@@ -18,10 +18,10 @@ from lab.synth import write_preset
 from offload.device import devices
 from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
-from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import PlanRequest, make_plan
-from offload.split.switch import all_on_device
-from offload.streaming.options import StreamingOptions
+from offload.schedule.switch import all_on_device
+from offload.stream.options import StreamingOptions
+from offload.times.min_batch import NEVER, MinBatch
 
 
 def run(n_devices: int, model: Path, target: Path, how: str = "plain") -> dict[str, Any]:

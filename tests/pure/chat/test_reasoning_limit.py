@@ -17,8 +17,8 @@ from specdec.decoding.acceptance import MatchAcceptance, RejectionAcceptance
 from specdec.decoding.loop import NO_DRAFT
 from specoffload.chat.conversation import Conversation, ReasoningOptions
 from specoffload.chat.format import ChatFormat
+from specoffload.generation.generation import GenerateOptions
 from specoffload.session.chat import answer_options
-from specoffload.session.generation import GenerateOptions
 
 OPENS, CLOSES = "<think>", "</think>"
 ENDING = tuple(CLOSES.encode())

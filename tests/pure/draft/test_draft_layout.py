@@ -26,7 +26,7 @@ from offload.torch_draft.plan import (
     read_shape,
     weight_pieces,
 )
-from specoffload.session.draft_opening import check_device, torch_name
+from specoffload.opening.draft import check_device, torch_name
 
 
 def shape_of(**changes: object) -> DraftShape:

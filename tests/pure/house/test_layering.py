@@ -27,14 +27,14 @@ FORBIDDEN_STEMS = {"utils", "util", "common", "helpers", "base", "misc"}
 # nested imports included, touches the native library, a clock, the environment or a file.
 PURE = (
     "offload.plan",
-    "offload.layout.decision",
+    "offload.plan.decision",
     "offload.routing.routing",
     "offload.schedule",
     "offload.model",
     "offload.sampling",
     "offload.threads.numa_plan",
     "offload.threads.governor",
-    "offload.store.layout",
+    "offload.plan.store_layout",
     "offload.torch_draft.plan",
     "specdec.policies",
     "specoffload.chat",
@@ -178,7 +178,7 @@ def test_the_environment_is_read_in_one_file() -> None:
     compilers."""
     readers = {
         *("specoffload/config/environment.py", "offload/ggml/library/lib.py"),
-        *("offload/player/building.py", "offload/images/building.py"),
+        *("offload/ggml/player_building.py", "offload/images/building.py"),
     }
     bad = [
         f"{name_of(path)}:{node.lineno}"

@@ -57,14 +57,14 @@ def test_a_seed_draws_the_same_sample_and_each_folder_in_turn(n: int) -> None:
 
 
 def test_a_modules_own_tests_are_those_that_name_it_or_else_its_importers() -> None:
-    path = "offload/costs/search.py"
+    path = "offload/times/search.py"
     own = files_of(path, "own", ROOT, {})
     others = files_of(path, "pure", ROOT, {})
-    assert "tests/pure/costs/test_search.py" in own
+    assert "tests/pure/times/test_search.py" in own
     assert not {*own} & {*others}
     assert not [name for name in others if "/house/" in name]
     by_importers = files_of("offload/schedule/placing.py", "own", ROOT, {})
-    assert "tests/pure/streaming/test_weights_schedule.py" in by_importers
+    assert "tests/pure/stream/test_weights_schedule.py" in by_importers
     first = others[-1]
     assert files_of(path, "pure", ROOT, {first: 0.1})[0] == first
 

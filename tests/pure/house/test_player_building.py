@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from offload.errors import LibraryMismatch
-from offload.player import building
-from offload.player.building import compile_player
-from offload.player.native import Native
+from offload.ggml import player_building as building
+from offload.ggml.player import Native
+from offload.ggml.player_building import compile_player
 
 
 @pytest.fixture

@@ -53,6 +53,6 @@ def test_new_entries_of_the_log_are_those_that_a_diff_adds(script: ModuleType) -
 
 
 def test_a_source_archive_has_to_have_all_files_of_the_program(script: ModuleType) -> None:
-    wheel = ["offload/engine.py", "llama_cpp/lib/libllama.so", "offload/player/libplayer-1.so.1"]
+    wheel = ["offload/engine.py", "llama_cpp/lib/libllama.so", "offload/ggml/libplayer-1.so.1"]
     assert script.lacking(["offload/engine.py"], wheel) == []
     assert script.lacking([], wheel) == ["offload/engine.py"]

@@ -96,7 +96,7 @@ def test_the_product_uses_what_it_defines() -> None:
         for path in (ROOT / package).rglob("*.py"):
             if path.name != "abi.py":  # generated: constants of llama.cpp's headers
                 names.read(path.read_text(encoding="utf-8"))
-    in_c = set(re.findall(r"\w+", (ROOT / "offload/player/player.c").read_text(encoding="utf-8")))
+    in_c = set(re.findall(r"\w+", (ROOT / "offload/ggml/player.c").read_text(encoding="utf-8")))
     found = {name: bases for name, bases in names.unused().items() if name not in in_c}
     called = {n for n, bases in found.items() if n in CALLED_BY_BASE and CALLED_BY_BASE[n] in bases}
     assert sorted(found.keys() - called - MEASURING.keys()) == []

@@ -11,18 +11,19 @@ from hypothesis import strategies as st
 
 from lab.synth.published import published_facts
 from offload.errors import BadRequest, DoesNotFit
-from offload.layout.decision import decide
-from offload.layout.found import Found, FoundDevice, Kind, Wanted
-from offload.layout.layout import Layout
 from offload.model import ModelFacts
 from offload.plan.cache_place import full_context_s
-from offload.plan.context import (
+from offload.plan.decision import decide
+from offload.plan.found import Found, FoundDevice, Kind, Wanted
+from offload.plan.layout import Layout
+from offload.plan.placement import PlanRequest
+from offload.times.context import (
     ContextOptions,
     context_memory,
     layer_context_bytes,
     most_state_bytes,
 )
-from offload.plan.machine import (
+from offload.times.machine import (
     TYPICAL,
     Sharing,
     attention_crossover,
@@ -32,7 +33,6 @@ from offload.plan.machine import (
     ram_attention_s,
     with_context,
 )
-from offload.plan.placement import PlanRequest
 
 GIB = 1 << 30
 TITLES = ("Qwen3-235B-A22B", "Kimi-K3", "DeepSeek-R1", "Qwen3.6-35B-A3B", "gpt-oss-120b")

@@ -22,15 +22,15 @@ from lab.plans import README_TITLES
 from lab.synth.published import PUBLISHED, published_facts
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts
-from offload.plan.context import ContextOptions
-from offload.plan.machine import Machine
 from offload.plan.objective import EVEN_WEIGHT, MOST_LOSS
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.sharing import SMALL_UBATCHES, UBATCHES
 from offload.plan.workload import DECODING, USUAL, TokenMix
 from offload.routing.routing import HitCurve
+from offload.times.context import ContextOptions
+from offload.times.machine import Machine
 from specoffload.config.hardware import PRESETS
-from specoffload.planning import Planned
+from specoffload.opening.planning import Planned
 
 GIB = 1 << 30
 CARDS_GIB = (12, 16, 24, 32)

@@ -8,7 +8,7 @@ import pytest
 
 from offload.errors import BadRequest
 from offload.model import Header, ModelFacts, TensorEntry, Value, WeightPlace
-from offload.plan.context import (
+from offload.times.context import (
     ContextOptions,
     attention_work,
     check_cache_types,

@@ -18,9 +18,7 @@ from offload.errors import DoesNotFit
 from offload.model import is_experts, layer_of
 from offload.plan import devices as plan_devices
 from offload.plan import range_times
-from offload.plan.context import ContextOptions
 from offload.plan.devices import DevicePart, Division, divide, plan_parts
-from offload.plan.machine import TYPICAL
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.range_times import DeviceRoom
 from offload.plan.ranges import LayerRange
@@ -28,6 +26,8 @@ from offload.plan.search import may_overlap, prompt_s
 from offload.plan.weights import ring_slots
 from offload.plan.workload import TokenMix
 from offload.schedule.batch import LAYER_RING
+from offload.times.context import ContextOptions
+from offload.times.machine import TYPICAL
 
 REQUEST = PlanRequest(context=ContextOptions(n_ctx=4096), most_ubatch=1024, n_cpu_moe="fit")
 WHOLE = LayerRange(0, N_LAYERS + 1)

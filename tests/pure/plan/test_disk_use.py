@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab.simulation import simulate, synthetic_trace
-from offload.costs.table import CostTable, Entry, Way
-from offload.plan.disk import DiskUse
-from offload.plan.machine import ModelWork, Part, Sharing
 from offload.routing.routing import HitCurve
+from offload.times.disk import DiskUse
+from offload.times.machine import ModelWork, Part, Sharing
+from offload.times.table import CostTable, Entry, Way
 from specdec.costs.profile import CostProfile
 from specdec.policies.throughput import Throughput
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
-from offload.plan.context import ContextOptions
 from offload.plan.row_draft import eagle_bytes, eagle_complaint, target_layers
+from offload.times.context import ContextOptions
 
 WIDTH, N_TOKENS = 128, 1000
 NEEDED = ("fc", "output_norm", "output", "blk.0.attn_norm", "blk.0.attn_norm_2", "blk.0.attn_q",

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.plan.guessed_hits import hit_rate, points_of
-from offload.plan.machine import ModelWork, Part, kept_hits
+from offload.times.guessed_hits import hit_rate, points_of
+from offload.times.machine import ModelWork, Part, kept_hits
 
 SIZES = (8, 16, 64, 128, 160, 256, 288, 384, 512, 896)
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.costs.table import Way
-from offload.plan.machine import (
+from offload.schedule.division import HOST, SplitCosts, split_pairs
+from offload.schedule.passes import MOST_HOST_PAIRS
+from offload.times.machine import (
     TYPICAL,
     ModelWork,
     Part,
@@ -23,9 +24,8 @@ from offload.plan.machine import (
     prefill_s,
     streamed_s,
 )
-from offload.plan.min_batch import VERIFY_MOST
-from offload.schedule.passes import MOST_HOST_PAIRS
-from offload.split.division import HOST, SplitCosts, split_pairs
+from offload.times.min_batch import VERIFY_MOST
+from offload.times.table import Way
 
 R1 = ModelWork(61, Part(151e6, 250e6), Part(760e6, 927e6), 58, Part(26.5e6, 44.0e6), 256, 8)
 SLOTS = Sharing(600)

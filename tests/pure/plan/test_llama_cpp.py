@@ -9,15 +9,15 @@ import pytest
 
 from lab.synth.published import published_facts
 from offload.model import ModelFacts
-from offload.plan.context import ContextOptions
 from offload.plan.llama_cpp import (
     cache_s,
     expert_room_bytes,
     llama_speeds,
     n_cpu_moe,
 )
-from offload.plan.machine import TYPICAL, cpu_s, even, model_work
 from offload.routing.routing import HitCurve
+from offload.times.context import ContextOptions
+from offload.times.machine import TYPICAL, cpu_s, even, model_work
 
 GIB = 1 << 30
 CONTEXT = ContextOptions(4096)

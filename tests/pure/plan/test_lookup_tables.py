@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from offload.layout.decision import decide
-from offload.layout.found import Found, FoundDevice, Kind, Wanted
-from offload.layout.layout import Layout
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
-from offload.plan.context import ContextOptions
+from offload.plan.decision import decide
+from offload.plan.found import Found, FoundDevice, Kind, Wanted
+from offload.plan.layout import Layout
 from offload.plan.placement import PlanRequest
 from offload.plan.tables import lookup_tables
+from offload.times.context import ContextOptions
 
 GIB = 1 << 30
 N_LAYERS = 8

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.plan.machine import (
+from offload.times.machine import (
     TYPICAL,
     Machine,
     ModelWork,
@@ -23,7 +23,7 @@ from offload.plan.machine import (
     streamed_s,
     vram_seen,
 )
-from offload.plan.min_batch import VERIFY_MOST
+from offload.times.min_batch import VERIFY_MOST
 
 # Numbers from the header of DeepSeek-R1 as Q4_K_M.
 R1 = ModelWork(

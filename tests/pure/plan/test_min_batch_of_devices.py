@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.plan.min_batch import NEVER, VERIFY_MOST, MinBatch, by_device
+from offload.times.min_batch import NEVER, VERIFY_MOST, MinBatch, by_device
 
 
 def test_a_slower_link_gets_a_larger_threshold() -> None:

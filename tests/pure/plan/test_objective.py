@@ -13,8 +13,6 @@ from hypothesis.extra.numpy import arrays
 from test_machine import R1
 
 from offload.plan.ends import hit_words
-from offload.plan.guessed_hits import hit_rate
-from offload.plan.machine import TYPICAL, Sharing, best_s, divided, even, expected_hits, prefill_s
 from offload.plan.objective import (
     EVEN_WEIGHT,
     MOST_LOSS,
@@ -27,6 +25,8 @@ from offload.plan.objective import (
 from offload.plan.placement import workload_of
 from offload.plan.workload import DECODING, USUAL, PlannedWork
 from offload.routing.routing import HitCurve
+from offload.times.guessed_hits import hit_rate
+from offload.times.machine import TYPICAL, Sharing, best_s, divided, even, expected_hits, prefill_s
 
 DAY = date(2026, 3, 1)
 RESIDENT, SLOTS = Sharing(400, n_resident=12), Sharing(3472)

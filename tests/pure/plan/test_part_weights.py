@@ -15,11 +15,11 @@ from test_sharing import FACTS, LAYER, N_LAYERS, WEIGHTS
 from lab.synth.published import published_facts
 from offload.model import ModelFacts, layer_of
 from offload.plan.candidates import Limits, candidates
-from offload.plan.context import ContextOptions
-from offload.plan.machine import TYPICAL, LayersWork, model_work
 from offload.plan.placement import Model, PlanRequest, make_plan
 from offload.plan.range_times import DeviceRoom, RangeTimes
 from offload.plan.weights import Parts, Weights, device_bytes, spread
+from offload.times.context import ContextOptions
+from offload.times.machine import TYPICAL, LayersWork, model_work
 
 TITLES = (
     "gpt-oss-120b",

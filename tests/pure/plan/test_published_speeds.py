@@ -24,7 +24,7 @@ from lab.published import (
     prompt_ratios,
     read_cases,
 )
-from offload.plan import machine
+from offload.times import machine
 from specoffload.config import hardware
 
 

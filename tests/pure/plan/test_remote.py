@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from offload.errors import DeviceUnavailable, DoesNotFit
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
-from offload.plan.context import ContextOptions, context_memory
 from offload.plan.placement import MARGIN_BYTES
 from offload.plan.ranges import by_memory
 from offload.plan.weights import device_bytes
 from offload.remote import watch
 from offload.remote.address import Address, RemoteOptions, parse_address, parse_addresses
 from offload.remote.watch import Link, Owing, owing
+from offload.times.context import ContextOptions, context_memory
 
 N_LAYERS, LAYER_BYTES = 9, 1 << 28
 CONTEXT = ContextOptions(n_ctx=512)

@@ -13,9 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace, layer_of
-from offload.plan.context import ContextOptions, context_memory
-from offload.plan.machine import TYPICAL, Sharing, best_s, cpu_s, hybrid_s, model_work, prefill_s
-from offload.plan.min_batch import VERIFY_MOST
 from offload.plan.objective import MOST_LOSS, Objective
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.sharing import SMALL_UBATCHES, UBATCHES, Choice, choose_sharing, sized
@@ -23,6 +20,9 @@ from offload.plan.slot_layout import slot_layout
 from offload.plan.weights import Weights, device_bytes, least_slots, ring_slots
 from offload.plan.workload import DECODING, USUAL, TokenMix
 from offload.routing.routing import HitCurve
+from offload.times.context import ContextOptions, context_memory
+from offload.times.machine import TYPICAL, Sharing, best_s, cpu_s, hybrid_s, model_work, prefill_s
+from offload.times.min_batch import VERIFY_MOST
 
 N_LAYERS, N_EXPERTS, N_USED = 12, 64, 4
 ROW, N_FF = 2048, 1024

@@ -37,7 +37,7 @@ def test_every_case_of_every_card_was_kept() -> None:
 
 
 def test_the_plan_of_the_table_is_todays() -> None:
-    """A change of offload/plan/machine.py or of a preset moves cells, and says so here."""
+    """A change of offload/times/machine.py or of a preset moves cells, and says so here."""
     for row, today in zip(CELLS, virtual_gpu.planned_again(CELLS), strict=True):
         what = f"{row.setup}, {row.case}, {row.card}: {_AGAIN}"
         assert row.plan_s == pytest.approx(today.plan_s, rel=1e-3), what

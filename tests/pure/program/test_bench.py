@@ -40,7 +40,7 @@ from specoffload.bench.sweep import TimedTest, settings_of, timed_tests
 from specoffload.commands.bench import _rows, doubts, measured_words, side_by_side, why_no_drafts
 from specoffload.config.options import BenchOptions, Options, SweepOptions, Toggle
 from specoffload.errors import UsageError
-from specoffload.session.statistics import GenerationStats
+from specoffload.generation.statistics import GenerationStats
 
 N_LAYERS = 6
 EXPERTS_BYTES = 3 * 4 * 64 * 64 * 8  # bytes of one layer's experts

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from resolved import line_of
 
-from offload.plan.min_batch import MinBatch
+from offload.times.min_batch import MinBatch
 from specdec.options import PolicyName
 from specoffload.commands.run import read_prompt, split_model_and_prompt
 from specoffload.config.command_line import read_command_line
@@ -19,8 +19,8 @@ from specoffload.config.resolution import resolve
 from specoffload.config.table import TABLE
 from specoffload.config.values import NEVER
 from specoffload.errors import UsageError
+from specoffload.generation.generation import AskedOptions
 from specoffload.server.access import read_keys
-from specoffload.session.generation import AskedOptions
 
 # -- reading words
 

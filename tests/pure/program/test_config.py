@@ -26,7 +26,7 @@ from specoffload.config.resolution import Config, for_serving, resolve
 from specoffload.config.table import TABLE
 from specoffload.config.values import CONTENTS, disk_room
 from specoffload.errors import UsageError
-from specoffload.session.generation import AskedOptions
+from specoffload.generation.generation import AskedOptions
 
 NO_PROFILE = {"SPECOFFLOAD_WITHOUT": "profile"}
 COMMANDS = sorted({command for flag in TABLE for command in flag.commands})

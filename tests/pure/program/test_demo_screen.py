@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from specoffload.commands.demo import NEXT, DemoWay, _costs, bars, screen
-from specoffload.session.statistics import GenerationStats
+from specoffload.generation.statistics import GenerationStats
 
 CODE = "def f(x):\n" + "\n".join(f"    return some_function({i}) + other_{i}" for i in range(30))
 PLAIN = DemoWay(

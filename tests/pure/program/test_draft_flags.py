@@ -14,7 +14,7 @@ from specoffload.config.environment import Environment, read_host
 from specoffload.config.options import DraftEngine, DraftOptions
 from specoffload.config.resolution import Config, resolve
 from specoffload.errors import UsageError
-from specoffload.session.draft_model import read_kept
+from specoffload.opening.draft_model import read_kept
 
 
 def resolved(*words: str) -> Config:

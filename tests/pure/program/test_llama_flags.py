@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from resolved import line_of
 
-from offload.plan.min_batch import MinBatch
 from offload.remote.address import Address
 from offload.sampling.options import SAMPLERS
+from offload.times.min_batch import MinBatch
 from specdec.options import DrafterName
 from specoffload.config.command_line import HELP, flags_of, names_of
 from specoffload.config.flag import FALSE, OPENS, TRUE, Flag
@@ -25,7 +25,7 @@ from specoffload.config.options import DraftOptions, ServeOptions
 from specoffload.config.table import TABLE
 from specoffload.config.values import ALL_LAYERS, NEVER
 from specoffload.errors import UsageError
-from specoffload.session.generation import AskedOptions
+from specoffload.generation.generation import AskedOptions
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 LLAMA = json.loads((FIXTURES / "llama_flags.json").read_text(encoding="utf-8"))["flags"]

@@ -28,7 +28,7 @@ from specoffload.bench.workloads import judged_prompts, warm_up_prompts
 from specoffload.commands.bench_policies import crossover_words
 from specoffload.config.options import BenchOptions, WorkloadName
 from specoffload.errors import UsageError
-from specoffload.session.statistics import GenerationStats
+from specoffload.generation.statistics import GenerationStats
 
 BASE = SpecOptions(drafters=(DrafterName.DRAFT,))
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from offload.plan.min_batch import MinBatch
+from offload.times.min_batch import MinBatch
 from specdec.types import Decision, Draft, Round
+from specoffload.generation.statistics import EngineCounts, Tally
 from specoffload.session.startup_lines import startup_lines
-from specoffload.session.statistics import EngineCounts, Tally
 
 
 def lines(

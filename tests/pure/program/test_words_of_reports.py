@@ -11,10 +11,10 @@ import pytest
 from resolved import config_of, line_of
 from rich.progress import Progress
 
-from offload.costs.table import CostTable, Entry, Way
-from offload.plan.min_batch import NEVER, MinBatch
-from offload.plan.units import milliseconds, size_words
 from offload.store.store import Room
+from offload.times.min_batch import NEVER, MinBatch
+from offload.times.table import CostTable, Entry, Way
+from offload.units import milliseconds, size_words
 from specoffload import report
 from specoffload.commands import models
 from specoffload.commands.bench import _draft_words, _shown_name
@@ -23,9 +23,9 @@ from specoffload.commands.plan_screen import rounded
 from specoffload.commands.profile import show_table
 from specoffload.config.resolution import Config, demo_file
 from specoffload.errors import UsageError
+from specoffload.generation.statistics import GenerationStats
 from specoffload.kept import CACHE_IN_RAM, KeptRun
 from specoffload.models.local import CachedModel, models_below
-from specoffload.session.statistics import GenerationStats
 
 
 def test_an_answer_without_drafts_says_why() -> None:

@@ -25,8 +25,8 @@ from lab.simulation import (
     simulate,
     synthetic_trace,
 )
-from offload.costs.learner import Learner
-from offload.costs.table import CostTable, Entry, Way
+from offload.times.learner import Learner
+from offload.times.table import CostTable, Entry, Way
 from specdec.costs.calibration import Bins, Calibration
 from specdec.costs.profile import CostProfile
 from specdec.policies import walk

@@ -27,7 +27,7 @@ from specdec.policies.rules import Fixed
 from specdec.policies.throughput import Throughput
 from specdec.policies.value import allocate, best_count, level
 from specdec.types import Decision, Draft, Round
-from specoffload.session.statistics import GenerationStats, Tally, reason_kind
+from specoffload.generation.statistics import GenerationStats, Tally, reason_kind
 
 
 @given(

@@ -18,8 +18,8 @@ from offload.errors import BadRequest
 from specoffload import report
 from specoffload.chat.conversation import Content, Conversation, Delta, Reasoning
 from specoffload.errors import UsageError
-from specoffload.session.generation import GenerateOptions, Piece
-from specoffload.session.statistics import GenerationStats
+from specoffload.generation.generation import GenerateOptions, Piece
+from specoffload.generation.statistics import GenerationStats
 from specoffload.terminal.chat import ORDERS, Talk, converse, read_order
 from specoffload.terminal.screen import show_answer, whole_blocks
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import specoffload.server.page
+from specoffload.generation.statistics import GenerationStats
 from specoffload.server.api.answers import timings_of
-from specoffload.session.statistics import GenerationStats
 
 NODE = shutil.which("node")
 STATIC = Path(specoffload.server.page.__file__).parent / "static"

@@ -1,0 +1,531 @@
+"""Decides a model's layout from its header, the machine and what was asked for. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from offload.errors import BadRequest, DeviceUnavailable, DoesNotFit
+from offload.model import ModelFacts, is_experts, layer_of
+from offload.notes import Note, NoteKind
+from offload.plan.cache_place import CachePlace, faster_place
+from offload.plan.devices import Division, divide, plan_parts
+from offload.plan.found import Found, FoundDevice, Kind, Wanted
+from offload.plan.host import (
+    CONTEXT,
+    DRIVER,
+    DRIVER_BYTES,
+    PINNED,
+    RING_BYTES,
+    ExpertLimits,
+    LaterBytes,
+    later_bytes,
+    limits_of_experts,
+)
+from offload.plan.host_tables import host_tables
+from offload.plan.layout import DeviceLayout, Layout
+from offload.plan.placement import Plan, PlanRequest, make_plan
+from offload.plan.range_times import DeviceRoom
+from offload.plan.ranges import LayerRange, by_memory, by_shares, shares_for
+from offload.plan.row_draft import mtp_complaint
+from offload.times.context import (
+    ContextOptions,
+    check_cache_types,
+    context_memory,
+    no_cache_in_ram,
+    trained_context,
+    with_cache_in_ram,
+)
+from offload.times.min_batch import MinBatch
+from offload.units import size_words
+
+_UBATCHES_FROM_DISK = (2048, 1024)  # sizes to try if the CPU reads experts from the disk
+_UBATCHES = 4  # ubatches in one decode of several devices
+_NO_MTP = "the installed library has no functions for it"
+_NO_PLANNING = "the installed library cannot plan a graph in advance"
+_NO_ROOM_FOR_MTP = "they do not fit the GPU"
+
+
+def decide(facts: ModelFacts, found: Found, wanted: Wanted) -> Layout:
+    """Return the layout that a start uses.
+
+    Raises BadRequest, DoesNotFit or DeviceUnavailable.
+    """
+    n_tuned = wanted.request.tuned_ubatch
+    try:
+        return _decided(facts, found, wanted)
+    except DoesNotFit:
+        if n_tuned is None:
+            raise
+    # Less memory is free than when the ubatch was measured.
+    request = replace(wanted.request, tuned_ubatch=None)
+    layout = _decided(facts, found, replace(wanted, request=request))
+    words = (
+        f"A ubatch of {n_tuned} tokens, which was the fastest when `specoffload tune` measured, "
+        "does not fit the memory that is free now"
+    )
+    devices = tuple(
+        device if device.plan is None else replace(device, plan=device.plan.because(words))
+        for device in layout.devices
+    )
+    return replace(layout, devices=devices)
+
+
+def _decided(facts: ModelFacts, found: Found, wanted: Wanted) -> Layout:
+    """Return the layout with the tuned ubatch, if there is one."""
+    flash_attn = check_cache_types(
+        facts, wanted.context.type_k, wanted.context.type_v, wanted.context.flash_attn
+    )
+    n_ctx = wanted.context.n_ctx or trained_context(facts, wanted.context.rope)
+    context = replace(wanted.context, n_ctx=n_ctx, flash_attn=flash_attn)
+    wanted, context = _with_cache(facts, found, wanted, context)
+    complaint = ""
+    if wanted.mtp:
+        complaint = mtp_complaint(facts) or ("" if found.has_mtp else _NO_MTP)
+    loads_mtp = wanted.mtp and not complaint
+    request = replace(
+        wanted.request,
+        context=context,
+        mtp=loads_mtp,
+        most_ubatch=wanted.most_ubatch,
+        host_bytes=_host_bytes(found, wanted),
+        why_not_lent="" if found.plans_graphs else _NO_PLANNING,
+    )
+    layout = Layout(
+        facts, (), context, wanted.min_batch, loads_mtp,
+        splits=wanted.splits, repack=wanted.repack, row_complaint=complaint,
+    )  # fmt: skip
+    if found.workers:
+        layout = _with_workers(layout, found, wanted, request)
+    elif not found.devices[0].kind.streams:
+        layout = _on_cpu(layout, found, wanted)
+    elif not wanted.wraps:
+        layout = _by_libllama(layout, found, wanted)
+    else:
+        layout = _with_cache_place(layout, found, wanted, request)
+    return _finished(layout, found, wanted)
+
+
+def _with_cache(
+    facts: ModelFacts, found: Found, wanted: Wanted, context: ContextOptions
+) -> tuple[Wanted, ContextOptions]:
+    """Return what is wanted with a context that can be.
+
+    Raises BadRequest if the KV cache cannot be in RAM.
+    """
+    streams = found.devices[0].kind.streams and wanted.wraps
+    may_choose = wanted.chooses_cache and streams and not found.workers
+    may_choose &= not no_cache_in_ram(facts, context)
+    wanted = replace(wanted, chooses_cache=may_choose)
+    if context.kv_offload:
+        return wanted, context
+    if found.workers:
+        raise BadRequest(
+            "--no-kv-offload: the KV cache would cross the network for every token; leave the flag "
+            "or --rpc out"
+        )
+    if not streams:  # all of the context is in RAM
+        return wanted, replace(context, kv_offload=True)
+    return wanted, with_cache_in_ram(facts, context)
+
+
+def _with_cache_place(layout: Layout, found: Found, wanted: Wanted, request: PlanRequest) -> Layout:
+    """Return the layout with the KV cache where the flag says, or else where it is faster."""
+    facts, context = layout.facts, layout.context
+    if not context.kv_offload:
+        asked = _divided(facts, found, wanted, _beside_cache(facts, request, context))
+        size = size_words(context_memory(facts, context).host_kv_bytes)
+        why = f"The KV cache ({size} for {context.n_ctx:,} tokens) is in RAM (--no-kv-offload)"
+        return _planned(replace(layout, cache_why=why), asked, found, wanted)
+    divided, error = None, None
+    try:
+        divided = _divided(facts, found, wanted, request)
+    except DoesNotFit as e:
+        error = e
+    streams = divided is None or any(part.plan.streamed for part in divided[0].parts)
+    counted = any(device.is_counted(wanted) for device in found.devices)
+    if wanted.chooses_cache and streams and counted:
+        ram = with_cache_in_ram(facts, context)
+        with suppress(DoesNotFit):
+            there = _divided(facts, found, wanted, _beside_cache(facts, request, ram))
+            on_device = None if divided is None else CachePlace(divided[0], context)
+            best = faster_place(facts, on_device, CachePlace(there[0], ram))
+            if best.why:
+                layout = replace(layout, context=ram, cache_why=best.why)
+                divided = there
+    if divided is None:
+        assert error is not None
+        raise error
+    return _planned(layout, divided, found, wanted)
+
+
+def _beside_cache(facts: ModelFacts, request: PlanRequest, context: ContextOptions) -> PlanRequest:
+    """Return the request for a context whose KV cache takes host memory."""
+    host_bytes = request.host_bytes
+    if host_bytes is not None:
+        host_bytes = max(0, host_bytes - context_memory(facts, context).host_kv_bytes)
+    return replace(request, context=context, host_bytes=host_bytes)
+
+
+def _host_bytes(found: Found, wanted: Wanted) -> int | None:
+    """Return the most host memory for streamed weights, None if they stay in the page cache."""
+    if wanted.keeps_page_cache:
+        return None
+    return found.ram_bytes if wanted.ram_bytes is None else min(wanted.ram_bytes, found.ram_bytes)
+
+
+def decide_part(facts: ModelFacts, found: Found, wanted: Wanted) -> Layout:
+    """Return the layout of a worker's device, which computes all layers of `facts` for a client.
+
+    The client holds the context's options. Its context and buffers take `reserve_bytes` of the
+    request. The device has to take every batch. Raises DoesNotFit.
+    """
+    request = replace(wanted.request, context=None, host_bytes=_host_bytes(found, wanted))
+    device = found.devices[0]
+    # The plain CPU reads weights in host memory, so it needs no slots.
+    request = replace(request, stream_experts=device.kind.streams)
+    room, lowered = _rooms(found, wanted)[0]
+    (part,) = divide(facts, [room], request, draft_on=0).parts
+    plan = part.plan.with_passes("on")
+    plan = plan.because(lowered) if lowered else plan
+    on_gpu = device.kind is Kind.GPU
+    fixed = {PINNED: RING_BYTES, DRIVER: DRIVER_BYTES} if on_gpu else {}
+    fixed |= {} if on_gpu else {CONTEXT: wanted.request.reserve_bytes}
+    later = LaterBytes(device.kind, tuple(fixed.items()))
+    limits = limits_of_experts(facts, plan, found, wanted, later)
+    placed = DeviceLayout(device, part.layers, plan, 0, wanted.device_bytes, part)
+    return Layout(facts, (placed,), wanted.context, MinBatch(1, 1), experts=limits)
+
+
+# -- devices of this machine -----------------------------------------------------------------------
+
+
+def _rooms(found: Found, wanted: Wanted) -> list[tuple[DeviceRoom, str]]:
+    """Return each local device's room, with a sentence if it is less than asked for, or "".
+
+    Raises DeviceUnavailable if the number of sizes is not the number of devices.
+    """
+    devices, each = found.devices, wanted.each_device_bytes
+    if each and len(each) != len(devices):
+        raise DeviceUnavailable(
+            f"--vram has {len(each)} sizes, but --device has {len(devices)} "
+            f"({', '.join(device.name for device in devices)})"
+        )
+    return [
+        device.room(wanted, each[i] if each else wanted.device_bytes)
+        for i, device in enumerate(devices)
+    ]
+
+
+def _home(found: Found, wanted: Wanted) -> int | None:
+    """Return the number of the device that -devd names, None if it names none of these."""
+    names = [device.name.lower() for device in found.devices]
+    name = (wanted.draft_device or "").lower()
+    return names.index(name) if name in names else None
+
+
+def _divided(
+    facts: ModelFacts, found: Found, wanted: Wanted, request: PlanRequest
+) -> tuple[Division, dict[str, str]]:
+    """Return the division between local devices, and a reason by name of each reduced room."""
+    rooms = _rooms(found, wanted)
+    devices, lowered = [room for room, _ in rooms], {room.name: why for room, why in rooms if why}
+    home = _home(found, wanted)
+    if wanted.draft_device is not None and home is None:
+        request = replace(request, reserve_bytes=0)
+    reasons: tuple[str, ...] = ()
+    if not wanted.shares:
+        division = divide(facts, devices, request, use_all=found.takes_all, draft_on=home)
+        return division, lowered
+    shares, words = shares_for(wanted.shares, [device.name for device in devices])
+    reasons = (words,) if words else ()
+    if len(devices) == 1:
+        shares = (1.0,)
+    ranges = by_shares(facts.n_layers, shares)
+    if home is None or not ranges[home]:
+        home = next(i for i, layers in enumerate(ranges) if layers)
+    division = plan_parts(facts, devices, ranges, request, draft_on=home)
+    return replace(division, reasons=reasons), lowered
+
+
+def _planned(
+    layout: Layout, divided: tuple[Division, dict[str, str]], found: Found, wanted: Wanted
+) -> Layout:
+    """Return the layout with the devices of a division, and with what follows from their plans."""
+    division, lowered = divided
+    every = {device.name: device for device in (*found.devices, *found.workers)}
+    asked = dict(zip((d.name for d in found.devices), wanted.each_device_bytes, strict=False))
+    devices = tuple(
+        DeviceLayout(
+            every[part.room.name],
+            part.layers,
+            part.plan.because(why) if (why := lowered.get(part.room.name)) else part.plan,
+            part.request.reserve_bytes,
+            asked.get(part.room.name, wanted.device_bytes),
+            part,
+        )
+        for part in division.parts
+    )
+    draft_on = division.draft_on or None
+    if draft_on is None and (wanted.draft_device is None or _home(found, wanted) is not None):
+        home = _home(found, wanted)
+        local = [device.name for device in devices if not device.kind.is_remote]
+        named = None if home is None else found.devices[home].name
+        draft_on = next(iter(local), None) if named is None else named
+    context = layout.context
+    if wanted.most_ubatch is not None:
+        context = replace(context, n_ubatch=devices[0].plan.n_ubatch if devices[0].plan else 0)
+    return replace(
+        layout, devices=devices, context=context, draft_on=draft_on, reasons=division.reasons
+    )
+
+
+def _by_libllama(layout: Layout, found: Found, wanted: Wanted) -> Layout:
+    """Return the layout of a model whose weights libllama itself places, as for a draft model."""
+    facts, devices = layout.facts, found.devices
+    ranges: Sequence[LayerRange] = (LayerRange(0, facts.n_layers + 1),)
+    reasons: tuple[str, ...] = ()
+    if len(devices) > 1:
+        shares: Sequence[float] = [device.layer_bytes for device in devices]
+        if wanted.shares:
+            shares, words = shares_for(wanted.shares, [device.name for device in devices])
+            reasons = (words,) if words else ()
+        ranges = by_shares(facts.n_layers, shares)
+    used = tuple(
+        DeviceLayout(device, layers)
+        for device, layers in zip(devices, ranges, strict=True)
+        if layers
+    )
+    return replace(layout, devices=used, draft_on=used[0].name, reasons=reasons)
+
+
+def _on_cpu(layout: Layout, found: Found, wanted: Wanted) -> Layout:
+    """Return the layout for libllama's own CPU backend, which reads all weights in place."""
+    whole = LayerRange(0, layout.facts.n_layers + 1)
+    (device,) = found.devices
+    plan = make_plan(layout.facts) if wanted.wraps else None
+    notes = layout.notes
+    if wanted.shares:
+        notes += ("--tensor-split: no effect, since there is one device, the CPU",)
+    return replace(
+        layout, devices=(DeviceLayout(device, whole, plan),), draft_on=device.name, notes=notes
+    )
+
+
+# -- devices of workers ----------------------------------------------------------------------------
+
+
+def _with_workers(layout: Layout, found: Found, wanted: Wanted, request: PlanRequest) -> Layout:
+    """Return the layout with layers on this machine's devices and on those of workers."""
+    facts, on_cpu = layout.facts, not found.devices[0].kind.streams
+    rooms = [] if on_cpu else [room for room, _ in _rooms(found, wanted)]
+    there = [device.room(wanted, None)[0] for device in found.workers]
+    local_first = on_cpu or wanted.order == "last"
+    devices = [*rooms, *there] if local_first else [*there, *rooms]
+    names = [device.name for device in devices]
+    is_timed = bool(rooms) and all(device.measured for device in found.workers)
+    why, shares = "by free memory", tuple(wanted.shares)
+    division: Division | None = None
+    ranges: list[LayerRange] = []
+    if shares:
+        shares, words = shares_for(shares, names)
+        why = f"by {words or '--tensor-split'}"
+    elif on_cpu:
+        why = "so that as many as fit are remote, since this machine computes on its CPU"
+    elif is_timed:
+        try:
+            division = divide(
+                facts, devices, request, use_all=True, draft_on=devices.index(rooms[0])
+            )
+            rates = "; ".join(f"{device.name}: {device.measured}" for device in found.workers)
+            why = f"by expected time ({rates})"
+        except DoesNotFit as e:
+            why += f", since a division by time does not fit: {e}"
+    elif ours := [device.name for device in found.workers if device.kind is Kind.WORKER]:
+        why += f", since the speed of {', '.join(ours)} is not measured"
+    elif found.unmeasured:
+        why += f", since speeds could not be measured: {found.unmeasured}"
+    if division is None:
+        ranges = _by_memory(facts, found, wanted, request, shares, rooms)
+        cpu = _cpu_room(found.devices[0], request) if on_cpu else None
+        devices = [cpu, *there] if cpu is not None else devices
+        first = 0 if cpu is not None else devices.index(rooms[0])
+        here = [layers for layers in ranges[first : first + len(rooms)] if layers]
+        if rooms and not (here and here[0].first < facts.n_layers):
+            name = found.devices[0].name
+            raise DeviceUnavailable(
+                f"--tensor-split leaves {name} no layers; leave it out of --device"
+            )
+        division = _parts_or_refused_there(facts, devices, ranges, request, first)
+    used = {part.room.name for part in division.parts}
+    if idle := [device.name for device in found.workers if device.name not in used]:
+        why += f"; no layers are left for {', '.join(idle)}"
+    planned = _planned(layout, (division, {}), found, wanted)
+    if not wanted.wraps:
+        without_plans = tuple(replace(device, plan=None) for device in planned.devices)
+        planned = replace(planned, devices=without_plans)
+    if on_cpu:
+        planned = _with_cpu(planned, found, ranges[0], wraps=wanted.wraps)
+    return replace(planned, reasons=(why,))
+
+
+def _by_memory(
+    facts: ModelFacts, found: Found, wanted: Wanted, request: PlanRequest,
+    shares: tuple[float, ...], rooms: Sequence[DeviceRoom],
+) -> list[LayerRange]:  # fmt: skip
+    """Return the layers of each device, in the order of the layers, as free memory divides them."""
+    local_first = not rooms or wanted.order == "last"
+    local, remote = by_memory(
+        facts,
+        request.context or ContextOptions(),
+        [
+            device.layer_bytes if room.budget_bytes is None else room.budget_bytes
+            for device, room in zip(found.devices, rooms, strict=False)
+        ],
+        [device.free_bytes for device in found.workers],
+        local_first=local_first,
+        has_head=wanted.order in ("last", "only"),
+        streams=[device.kind is Kind.WORKER for device in found.workers],
+        shares=shares,
+        most_remote=request.n_gpu_layers,
+    )
+    return [*local, *remote] if local_first else [*remote, *local]
+
+
+def _cpu_room(cpu: FoundDevice, request: PlanRequest) -> DeviceRoom:
+    """The CPU as a device whose weights are all in its own memory."""
+    machine = replace(
+        request.machine,
+        vram_bytes_per_s=request.machine.ram_bytes_per_s,
+        gpu_flops=request.machine.cpu_flops,
+    )
+    return DeviceRoom(cpu.name, None, machine, is_counted=False, is_remote=True)
+
+
+def _parts_or_refused_there(
+    facts: ModelFacts,
+    devices: Sequence[DeviceRoom],
+    ranges: Sequence[LayerRange],
+    request: PlanRequest,
+    first: int,
+) -> Division:
+    """Return the planned parts. A worker that streams itself refuses layers that do not fit it."""
+    try:
+        return plan_parts(facts, devices, ranges, request, draft_on=first)
+    except DoesNotFit:
+        endless = [
+            replace(device, budget_bytes=None) if i != first and not device.is_remote else device
+            for i, device in enumerate(devices)
+        ]
+        return plan_parts(facts, endless, ranges, request, draft_on=first)
+
+
+def _with_cpu(layout: Layout, found: Found, layers: LayerRange, *, wraps: bool) -> Layout:
+    """Return the layout with the CPU first, even without layers, and the plan of its weights.
+
+    libllama's CPU backend reads these weights in place.
+    """
+    cpu = next((cpu for cpu in layout.devices if cpu.kind is Kind.CPU), None)
+    cpu = DeviceLayout(found.devices[0], layers) if cpu is None else cpu
+    others = tuple(other for other in layout.devices if other.kind is not Kind.CPU)
+    layout = replace(layout, devices=(cpu, *others), draft_on=cpu.name)
+    if not wraps:
+        return layout
+    return replace(layout, devices=(replace(cpu, plan=make_plan(layout.local_facts)), *others))
+
+
+# -- what follows from the devices -----------------------------------------------------------------
+
+
+def _finished(layout: Layout, found: Found, wanted: Wanted) -> Layout:
+    """Return the layout with host memory, batches and snapshots."""
+    kind, plan = found.devices[0].kind, layout.plan
+    if plan is not None and wanted.wraps:
+        later = later_bytes(
+            layout.local_facts, found, wanted, layout.context, loads_mtp=layout.loads_mtp
+        )
+        layout = replace(
+            layout,
+            tables=host_tables(layout.facts, plan, found, wanted, later),
+            experts=limits_of_experts(layout.facts, plan, found, wanted, later),
+        )
+    if layout.experts is not None:
+        layout = _from_disk(layout, found, wanted, layout.experts)
+    if layout.loads_mtp and kind.streams and wanted.wraps and not _holds_mtp(layout):
+        layout = replace(layout, loads_mtp=False, row_complaint=_NO_ROOM_FOR_MTP)
+    if layout.cache_words:
+        cached = Note(NoteKind.CONTEXT, layout.cache_words)
+        layout = replace(layout, notes=(*layout.notes, cached))
+    if wanted.repack and kind.streams and wanted.wraps:
+        kept = "the weights beside it keep the file's layout, in which they are copied"
+        words = f"--repack: no effect with {found.devices[0].name}: {kept}"
+        layout = replace(layout, notes=(*layout.notes, words))
+    return _with_batches(layout, wanted)
+
+
+def _holds_mtp(layout: Layout) -> bool:
+    return any(device.plan is not None and device.plan.mtp is not None for device in layout.devices)
+
+
+def _from_disk(layout: Layout, found: Found, wanted: Wanted, limits: ExpertLimits) -> Layout:
+    """Return the layout for experts that are read from the disk while the model runs."""
+    min_batch = replace(wanted.min_batch, experts=1, prefill_experts=None, swapped=frozenset())
+    context, devices = layout.context, layout.devices
+    if found.devices[0].kind.streams:  # devices have to take every batch
+        devices = tuple(_in_passes(device) for device in devices)
+    elif wanted.most_ubatch is not None and layout.plan is not None:
+        # Each ubatch of a prompt reads all experts once.
+        n_ubatch = _ubatch_from_disk(layout.plan, found, wanted, context, limits)
+        context = replace(context, n_ubatch=n_ubatch)
+    return replace(layout, min_batch=min_batch, context=context, devices=devices)
+
+
+def _in_passes(device: DeviceLayout) -> DeviceLayout:
+    """Return the device's layout with every batch in passes that its slots do not hold."""
+    plan, part = device.plan, device.part
+    if plan is None:
+        return device
+    if part is not None:
+        part = replace(part, plan=part.plan.with_passes("on"))
+    return replace(device, plan=plan.with_passes("on"), part=part)
+
+
+def _ubatch_from_disk(
+    plan: Plan, found: Found, wanted: Wanted, context: ContextOptions, limits: ExpertLimits
+) -> int:
+    """Return the largest ubatch whose buffers leave memory for 1.5 times a layer's experts."""
+    of_layer = Counter[int]()
+    for entry in filter(is_experts, plan.streamed):
+        of_layer[layer_of(entry.name)] += entry.size_bytes
+    most = min(wanted.most_ubatch or context.n_ubatch, context.n_ctx)
+    needed_bytes = 1.5 * max(of_layer.values())
+    fitting = (
+        n for n in _UBATCHES_FROM_DISK if limits.start_bytes(found.ram_bytes, n) >= needed_bytes
+    )
+    return max(context.n_ubatch, min(most, next(fitting, context.n_ubatch)))
+
+
+def _with_batches(layout: Layout, wanted: Wanted) -> Layout:
+    """Return the layout with the most tokens of a decode and of a rollback.
+
+    Several devices compute a decode's ubatches at the same time. So they get several ubatches, if
+    the plan has chosen ubatches that may be larger than the batch that was asked for. The library
+    asserts that a recurrent model has at least two snapshots less than an ubatch has tokens.
+    """
+    c = layout.context
+    n_batch = max(c.n_batch, c.n_outputs, c.n_ubatch)
+    is_free = wanted.most_ubatch is not None and wanted.most_ubatch > c.n_batch
+    n_streaming = sum(device.kind.streams and device.plan is not None for device in layout.devices)
+    if is_free and n_streaming > 1:
+        n_batch = max(n_batch, _UBATCHES * c.n_ubatch)
+    wanted_n, most = c.n_rs_seq, max(0, c.n_ubatch - 2)
+    notes = layout.notes
+    if wanted_n > most and layout.facts.recurrent_layers:
+        notes += (
+            f"only {most} of {wanted_n} snapshots are kept, because --ubatch-size {c.n_ubatch} has "
+            "room for no more",
+        )
+    context = replace(c, n_batch=n_batch, n_rs_seq=min(wanted_n, most))
+    return replace(layout, context=context, notes=notes)

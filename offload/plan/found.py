@@ -1,0 +1,131 @@
+"""The devices and memory of a machine, found or described, and the options asked for. Pure.
+
+Layouts are decided from these two alone. Nothing in this module looks at the system.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, PlanRequest
+from offload.plan.range_times import DeviceRoom
+from offload.plan.ranges import Order
+from offload.times.context import ContextOptions
+from offload.times.machine import TYPICAL, Machine
+from offload.times.min_batch import MinBatch
+
+
+class Kind(StrEnum):
+    """The kinds of devices, by what computes on them."""
+
+    CPU = "cpu"  # libllama's own CPU backend
+    GPU = "gpu"
+    SIM = "sim"  # the CPU device posing as a GPU
+    STOCK = "rpc"  # a device of llama.cpp's rpc-server, on which all weights are resident
+    WORKER = "worker"  # the device of a `specoffload worker`, which streams
+
+    @property
+    def is_remote(self) -> bool:
+        return self in (Kind.STOCK, Kind.WORKER)
+
+    @property
+    def streams(self) -> bool:
+        """True if our device wraps it, so that weights stream to it."""
+        return self in (Kind.GPU, Kind.SIM)
+
+
+@dataclass(frozen=True)
+class FoundDevice:
+    """A device, with the memory that was free on it."""
+
+    name: str
+    kind: Kind
+    free_bytes: int = field(default=0, compare=False)  # it changes from one look to the next
+    sim_bytes: int | None = None  # memory of a simulated device; None: no limit
+    machine: Machine = TYPICAL  # its rates; the link's is that while all links copy
+    measured: str = ""  # its rates in words, if they were measured on the device itself
+    shares_buffers: bool = True  # parts of a buffer of its backend can be buffers
+
+    def room(self, wanted: Wanted, asked_bytes: int | None) -> tuple[DeviceRoom, str]:
+        """Return the memory that a plan may use, and why it is less than asked for, or "".
+
+        `asked_bytes` is the size in --vram for this device. On a GPU the context, its buffers and a
+        draft model are part of the budget, and `LEAST_FREE_BYTES` stay free whatever was asked for.
+        A simulated device computes in host memory, so its budget is for weights and slots alone.
+        """
+        if self.kind.is_remote:
+            room_bytes = max(0, self.free_bytes - MARGIN_BYTES)
+            is_stock = self.kind is Kind.STOCK
+            room = DeviceRoom(
+                self.name, room_bytes, self.machine, is_remote=is_stock, is_here=False
+            )
+            return room, ""
+        budget, lowered = wanted.vram_bytes, ""
+        counted = self.is_counted(wanted)
+        if counted:
+            free, asked = self.free_bytes, asked_bytes
+            margin = MARGIN_BYTES if asked is None else LEAST_FREE_BYTES
+            budget = min(free if asked is None else asked, max(0, free - margin))
+            if asked is not None and budget < asked:
+                lowered = (
+                    f"--vram {asked / 2**30:.2f}GiB: {budget / 2**30:.2f} GiB are used, since "
+                    f"{self.name} has {free / 2**30:.2f} GiB free and {margin >> 20} MiB stay free "
+                    "for its driver and kernels"
+                )
+        elif budget is None and self.kind is Kind.SIM:
+            budget = asked_bytes or self.sim_bytes
+        room = DeviceRoom(
+            self.name, budget, self.machine, counted, shares_buffers=self.shares_buffers
+        )
+        return room, lowered
+
+    def is_counted(self, wanted: Wanted) -> bool:
+        """True if the context, its buffers and other models are part of the device's budget."""
+        return self.kind is Kind.GPU and wanted.vram_bytes is None
+
+    @property
+    def layer_bytes(self) -> int:
+        """The free bytes by which llama.cpp's rule divides layers."""
+        return self.sim_bytes or self.free_bytes
+
+
+@dataclass(frozen=True)
+class Found:
+    """The devices and memory of a machine.
+
+    `devices` are those that --device names, in its order, or those that `auto` may choose from.
+    """
+
+    devices: tuple[FoundDevice, ...]
+    takes_all: bool = True  # False: `auto`, which leaves out devices that save no time
+    workers: tuple[FoundDevice, ...] = ()  # the devices of --rpc
+    ram_bytes: int = 1 << 62  # host memory that this process may still take
+    has_mtp: bool = True  # the library has functions for multi-token prediction
+    plans_graphs: bool = True  # the library has a function that plans a graph in advance
+    draft_in_ram: bool = False  # -devd names a device that computes in host memory
+    unmeasured: str = ""  # why the speed of workers' devices could not be measured
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The options that the layout depends on. Most fields have the name of a flag."""
+
+    context: ContextOptions  # n_ctx 0: the model's own
+    request: PlanRequest  # budget, context and host memory are filled in by the decision
+    shares: tuple[float, ...] = ()  # --tensor-split
+    min_batch: MinBatch = MinBatch()
+    vram_bytes: int | None = None  # budget of weights and slots alone
+    device_bytes: int | None = None  # --vram: the whole budget on a GPU
+    each_device_bytes: tuple[int, ...] = ()  # --vram with a size for each device
+    draft_device: str | None = None  # -devd; None: the plan chooses
+    wraps: bool = True  # False: libllama computes on the devices itself, as for a draft
+    most_ubatch: int | None = None  # largest ubatch to choose; None: the context's
+    mtp: bool = False
+    splits: bool = False  # layers of small batches may be split
+    prefetches: bool = True
+    keeps_page_cache: bool = False  # --mmap
+    ram_bytes: int | None = None  # --ram: most memory for streamed weights
+    order: Order = "auto"  # whether remote devices have the first or the last layers
+    repack: bool | None = None
+    chooses_cache: bool = False  # the plan may put the KV cache into RAM

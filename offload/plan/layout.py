@@ -1,0 +1,126 @@
+"""The layout of an open model: which device holds and computes what, and why. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from offload.model import ModelFacts
+from offload.plan.devices import DevicePart, Division, joined, layer_words
+from offload.plan.found import FoundDevice, Kind
+from offload.plan.host import ExpertLimits
+from offload.plan.host_tables import HostTables
+from offload.plan.placement import Plan
+from offload.plan.ranges import LayerRange
+from offload.times.context import ContextOptions
+from offload.times.min_batch import MinBatch
+
+
+@dataclass(frozen=True)
+class DeviceLayout:
+    """A device with its layers, and the plan of their weights.
+
+    `plan` is None if nothing is planned: libllama then places all of these weights on the device.
+    """
+
+    device: FoundDevice
+    layers: LayerRange
+    plan: Plan | None = None
+    reserve_bytes: int = 0  # device memory for a draft model
+    asked_bytes: int | None = None  # --vram for this device
+    part: DevicePart | None = field(default=None, compare=False, repr=False)  # how it was planned
+
+    @property
+    def name(self) -> str:
+        return self.device.name
+
+    @property
+    def kind(self) -> Kind:
+        return self.device.kind
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The devices in the order of their layers, and the other choices of a start.
+
+    `Engine` executes a layout, and `specoffload plan` prints it. Two layouts are equal if they lead
+    to the same placement, whatever their reasons.
+    """
+
+    facts: ModelFacts = field(compare=False, repr=False)
+    devices: tuple[DeviceLayout, ...]
+    context: ContextOptions  # with the chosen n_ctx, n_ubatch and n_batch
+    min_batch: MinBatch
+    loads_mtp: bool = False
+    draft_on: str | None = None  # the draft model's device; None: the one of -devd, or none
+    experts: ExpertLimits | None = None  # limits if experts are read from the disk
+    tables: HostTables | None = None  # tables that are looked up, None if there are none
+    splits: bool = False  # layers of small batches may be split
+    repack: bool | None = None
+    reasons: tuple[str, ...] = field(default=(), compare=False)  # why the layers are divided so
+    notes: tuple[str, ...] = field(default=(), compare=False)  # sentences on flags without effect
+    # Why the KV cache is in RAM; "": it is not.
+    cache_why: str = field(default="", compare=False)
+    row_complaint: str = ""  # why own layers cannot draft although that was asked for
+
+    @property
+    def local(self) -> tuple[DeviceLayout, ...]:
+        return tuple(its for its in self.devices if not its.kind.is_remote)
+
+    @property
+    def remote(self) -> tuple[DeviceLayout, ...]:
+        return tuple(its for its in self.devices if its.kind.is_remote)
+
+    @property
+    def local_facts(self) -> ModelFacts:
+        """The header without the layers of remote devices."""
+        local = self.local
+        return self.facts.part(local[0].layers.first, local[-1].layers.end)
+
+    @property
+    def reads_disk(self) -> bool:
+        """True if not all experts fit memory, so that some are read from the disk when needed."""
+        return self.experts is not None
+
+    @property
+    def on_disk(self) -> frozenset[str]:
+        """The names of the tables that are looked up on the disk."""
+        tables = self.tables
+        return frozenset(tables.names) if tables is not None and tables.on_disk else frozenset()
+
+    @cached_property
+    def plan(self) -> Plan | None:
+        """The plan of all planned devices of this machine together, None if nothing is planned."""
+        planned = [(its, its.plan) for its in self.local if its.plan is not None]
+        if not planned:
+            return None
+        names = [self.named(its) for its, _ in planned]
+        return joined([plan for _, plan in planned], names)
+
+    def named(self, device: DeviceLayout) -> str:
+        """The device with its layers, such as "CUDA0, layers 0-29"."""
+        return f"{device.name}, {layer_words(device.layers, self.facts.n_layers)}"
+
+    @property
+    def cache_words(self) -> str:
+        """A sentence on a KV cache in RAM: why it is there, and who reads it; "" if it is not."""
+        if not self.cache_why:
+            return ""
+        plans = [its.plan for its in self.devices if its.plan is not None]
+        sizes = [plan.attention_batch for plan in plans]
+        known = [n for n in sizes if n is not None]
+        if not known:
+            return f"{self.cache_why}; the CPU computes attention"
+        if max(known) == 1 and len(known) == len(sizes):
+            return f"{self.cache_why}; each batch copies it to the GPU, which computes attention"
+        least = f"{min(known):,}"
+        return (
+            f"{self.cache_why}; the CPU computes attention in batches of less than {least} tokens, "
+            "and larger ones copy it to the GPU"
+        )
+
+    @property
+    def division(self) -> Division:
+        """The parts as the plan's machine model sees them."""
+        parts = tuple(its.part for its in self.devices if its.part is not None)
+        return Division(parts, self.draft_on or "", self.reasons)

@@ -1,1 +1,0 @@
-"""Split layers, whose experts the GPU and the CPU share so that a batch ends soonest."""

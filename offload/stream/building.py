@@ -1,0 +1,166 @@
+"""Makes executors for a plan, and gives slots the GPU memory that nothing else needs.
+
+The header predicts a context's memory within a few per cent, but not the memory of a driver and its
+kernels. So on a GPU one ubatch is computed first, with few slots and without copies. Then the
+amount of free memory is read, and the slots get it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from offload.device import DeviceChoice
+from offload.errors import DoesNotFit
+from offload.ggml.backend import Stream
+from offload.ggml.compute_buffer import ComputeBuffer
+from offload.ggml.hostbuffer import HostBufferType
+from offload.plan.host import RING_BYTES
+from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, Plan
+from offload.plan.weights import ring_slots
+from offload.routing.routing import RoutingRecorder
+from offload.store.store import Store
+from offload.stream.copying import (
+    BounceCopier,
+    Copier,
+    DeviceCopier,
+    Link,
+    NoCopier,
+    ThreadCopier,
+)
+from offload.stream.device import PlannedSlots, StreamingDevice
+from offload.stream.executor import Executor
+from offload.stream.options import StreamingOptions
+from offload.stream.split_path import Hybrid
+
+_FEWER = 0.9  # factor on the size of slots that the device refused
+_BOUNCING = (
+    f"weights that are not pinned are copied through a pinned ring of {RING_BYTES >> 20} MiB, which"
+    " threads fill"
+)
+
+
+class ExecutorBuilder:
+    """Makes the executors of one engine's device, and sizes their slots."""
+
+    def __init__(
+        self,
+        choice: DeviceChoice,
+        options: StreamingOptions,
+        notes: list[str],
+        store: Store | None = None,
+        hybrid: Hybrid | None = None,
+        recorder: RoutingRecorder | None = None,
+    ) -> None:
+        """`notes` gets sentences for the user. `store` holds the streamed weights.
+
+        `hybrid` and `recorder`: as for Executor.
+        """
+        self._choice, self._options, self._notes = choice, options, notes
+        self._store, self._hybrid, self._recorder = store, hybrid, recorder
+
+    def slots(self, plan: Plan, *, copies: bool = True) -> PlannedSlots:
+        """Return the plan's slots, with a function that makes an executor for a stream.
+
+        Without `copies` the executor computes with whatever the slots hold.
+        """
+
+        def make(stream: Stream, host: HostBufferType, compute: ComputeBuffer | None) -> Executor:
+            copier = self._copier(stream) if copies else NoCopier()
+            return Executor(
+                stream, host, plan.layout, self._options, copier, self._hybrid, self._recorder,
+                compute,
+            )  # fmt: skip
+
+        return PlannedSlots(plan, make)
+
+    def _copier(self, stream: Stream) -> Copier:
+        options, sim = self._options, self._choice.sim
+        if not stream.device.has_async_and_events:
+            link = Link() if sim is None else Link(sim.bandwidth_bytes_per_s, sim.latency_s)
+            return ThreadCopier(link, options.trace)
+        ring = None
+        if options.bounce and (self._store is None or not self._store.is_pinned):
+            ring = stream.device.pinned_memory(RING_BYTES)
+        if ring is None:
+            return DeviceCopier(stream, options.trace)
+        if _BOUNCING not in self._notes:  # executors are made anew when slots are sized
+            self._notes.append(_BOUNCING)
+        return BounceCopier(stream, ring, options.trace)
+
+    def use_few(self, plan: Plan, device: StreamingDevice) -> None:
+        """Give the device few slots, and executors that copy nothing, for a warm-up.
+
+        Raises DoesNotFit.
+        """
+        pools = plan.layout.pools
+        warm = plan.with_slots(
+            [min(p.n_slots, ring_slots(p)) if p.n_experts else p.n_slots for p in pools]
+        )
+        device.release_slots()
+        _fitted(warm, warm.slot_bytes, partial(self._use, device, copies=False))
+
+    def take_slots(self, plan: Plan, device: StreamingDevice) -> Plan:
+        """Allocate the plan's slots now, or fewer if the device refuses them.
+
+        Returns the plan with the slots. Raises DoesNotFit.
+        """
+        device.release_slots()
+        sized = _fitted(plan, plan.slot_bytes, partial(self._use, device))
+        if sized.slot_bytes < plan.slot_bytes:
+            self._notes.append(
+                f"slots: {sized.slot_bytes / 2**20:.0f} MiB of device memory; the device refused "
+                f"the {plan.slot_bytes / 2**20:.0f} MiB that were planned"
+            )
+        return sized
+
+    def size_slots(self, plan: Plan, device: StreamingDevice, free_before: int) -> Plan:
+        """Give slots the GPU memory that nothing else needs. Returns the plan with these slots.
+
+        Call it after `use_few` and a computation of the largest ubatch. `free_before`: bytes that
+        were free on the device before the model was loaded. If the driver does not report memory in
+        use, the slots get the planned size. Raises DoesNotFit.
+        """
+        options = self._options
+        working_bytes = sum(executor.working_bytes for executor in device.executors.values())
+        others_bytes = options.reserve_bytes + working_bytes
+        device.release_slots()
+        free_now = self._choice.device.memory_bytes()[0]
+        used = free_before - free_now
+        if used < plan.resident_bytes // 2:
+            room = plan.slot_bytes
+        elif options.device_bytes is None:
+            room = free_now - MARGIN_BYTES - others_bytes
+        else:
+            room = min(options.device_bytes - used, free_now - LEAST_FREE_BYTES) - others_bytes
+        sized = _fitted(plan, room, partial(self._use, device))
+        self._notes.append(
+            f"slots: {sized.slot_bytes / 2**20:.0f} MiB of device memory after a warm-up of "
+            f"{plan.n_ubatch} tokens; from the header {plan.slot_bytes / 2**20:.0f} MiB were "
+            "expected"
+        )
+        return sized
+
+    def _use(self, device: StreamingDevice, sized: Plan, *, copies: bool = True) -> None:
+        device.use_slots(self.slots(sized, copies=copies))
+        device.passes |= not copies  # the device takes every batch in the warm-up
+
+
+def _fitted(plan: Plan, room_bytes: int, use: Callable[[Plan], None]) -> Plan:
+    """Return the plan with as many slots in `room_bytes` as `use` accepts.
+
+    `use` raises DoesNotFit to refuse a plan. It is then called again with fewer slots. Raises
+    DoesNotFit if not even the least number of slots fits.
+    """
+    while True:
+        sized = plan.with_room(room_bytes)
+        try:
+            use(sized)
+        except DoesNotFit as refused:
+            room_bytes = int(sized.slot_bytes * _FEWER)
+            try:
+                plan.with_room(room_bytes)
+            except DoesNotFit:
+                raise refused from None
+        else:
+            return sized

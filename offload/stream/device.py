@@ -1,0 +1,572 @@
+"""A wrapper around a real device that streams weights to it.
+
+`llama_decode` runs on our thread. On the same thread, the library calls `StreamingDevice.compute`
+once for each part of the graph that the device computes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from offload.device import DeviceChoice
+from offload.errors import NotSupported
+from offload.ggml.backend import Stream
+from offload.ggml.compute_buffer import ComputeBuffer
+from offload.ggml.deferred import Deferred, detached
+from offload.ggml.graph import Graph, Product
+from offload.ggml.hostbuffer import HostBufferType
+from offload.ggml.library.log import take_errors
+from offload.ggml.pydevice import FAILED, PyDevice, WrappedStream
+from offload.ggml.tensor import Tensor
+from offload.mla import MlaSwitch
+from offload.model import layer_of
+from offload.plan.placement import Plan
+from offload.plan.slot_layout import SlotPool
+from offload.routing.routing import MOST_TOKENS
+from offload.schedule.slots import StreamCounters
+from offload.schedule.switch import HybridSwitch
+from offload.stream.executor import Executor
+from offload.stream.layer_clock import LayerClock
+from offload.stream.prepared import PreparedGraph, PreparedGraphs
+from offload.times.min_batch import MinBatch
+from offload.trace.trace import CPU, NO_TRACE, Trace
+
+_CPU_PART = "CPU part of the graph"
+_AFTER_ALL = 1 << 30  # a number above those of all layers
+MakeExecutor = Callable[[Stream, HostBufferType, ComputeBuffer | None], Executor]
+
+
+@dataclass(frozen=True)
+class PlannedSlots:
+    """A plan's slots for streamed weights, and what makes a stream's executor for these slots."""
+
+    plan: Plan
+    make_executor: MakeExecutor
+
+
+@dataclass(frozen=True)
+class BatchRules:
+    """How a device computes batches of a size.
+
+    `min_batch` is the first threshold: graphs built later may use another one. `hybrid`: batches
+    whose layers it splits are taken, whatever min-batch is. `mla_crossover`: see MlaSwitch.
+    """
+
+    min_batch: MinBatch
+    hybrid: HybridSwitch | None = None
+    mla_crossover: int | None = None
+
+
+class ModelDevices:
+    """The streaming devices of one model, in the order of their layers.
+
+    Each adds itself when it is made. All are made before the model is loaded.
+    """
+
+    def __init__(self, n_devices: int = 1) -> None:
+        self.n_devices = n_devices
+        self._made: list[StreamingDevice] = []
+
+    def add(self, device: StreamingDevice) -> int:
+        """Add the next device. Returns its number among the model's devices."""
+        self._made.append(device)
+        return len(self._made) - 1
+
+    def others(self, nth: int) -> Sequence[StreamingDevice]:
+        """Return all devices except the `nth` one."""
+        return [*self._made[:nth], *self._made[nth + 1 :]]
+
+
+class StreamingDevice(PyDevice):
+    """A real device that also computes products with weights in our host memory."""
+
+    def __init__(
+        self,
+        choice: DeviceChoice,
+        host: HostBufferType,
+        slots: PlannedSlots,
+        rules: BatchRules,
+        *,
+        trace: Trace = NO_TRACE,
+        devices: ModelDevices | None = None,
+    ) -> None:
+        """`host` holds the weights that stream through `slots`.
+
+        The number of slots limits the products that the device takes. `devices`: those of the
+        model, to which this one adds itself; None: it is the only one. Each of several devices
+        copies early, and the last one computes prompts on a thread.
+
+        If `min_batch` is changed later, graphs that are built from then on use the new value. ggml
+        builds a graph anew when the number of tokens changes.
+        """
+        self._devices = devices or ModelDevices()
+        self.nth = self._devices.add(self)
+        self._is_alone = self._devices.n_devices == 1
+        super().__init__(choice.device, f"SPEC{self.nth}", host.pending, host)
+        self.choice, self.min_batch, self.trace = choice, rules.min_batch, trace
+        self._sizes: deque[int] = deque()  # tokens of this decode's ubatches that have not begun
+        self._n_to_come = 0  # ubatches of this decode whose graphs have not come
+        self._is_due = False  # True if the next ubatch's copies have not begun
+        self._is_parted = False  # True if this decode's ubatches have several graphs
+        self._n_ubatch = 0  # most tokens of this decode's ubatches
+        self._n_unwanted = 0  # first ubatches of this decode without a wanted logit, still to come
+        self._layer = _AFTER_ALL  # first streamed layer of the newest graph
+        self._deferred: dict[WrappedStream, Deferred] = {}  # threads of the last device, by stream
+        self.is_idle = False  # True if all work of earlier decodes is known to be complete
+        self.hybrid = rules.hybrid
+        self.is_native = False
+        self._is_offered = False  # True if the backend may take streamed weights in this decode
+        self._newest_uid = 0  # newest uid of a computed graph
+        self.declined: Counter[str] = Counter()  # reasons for which products went to the CPU
+        self._stream_through(slots)
+        self._clock: LayerClock | None = None
+        self.mla = MlaSwitch(rules.mla_crossover, self.inner.supports, host.holds)
+        self.executors: dict[WrappedStream, Executor] = {}
+        self.without_slots: set[WrappedStream] = set()  # streams whose graphs stream no weights
+        self._prepared = PreparedGraphs()
+        self._not_kept: deque[PreparedGraph] = deque(maxlen=2)
+        self._n_seen = 0  # graphs that `compute` was called for
+        self.n_prepared = 0
+
+    def _stream_through(self, slots: PlannedSlots) -> None:
+        plan, self._make_executor = slots.plan, slots.make_executor
+        layout = plan.layout
+        self.passes = plan.pass_experts > 0  # True if batches may use more experts than have slots
+        self._pools = {
+            name: layout.pools[layout.groups[group].pool]
+            for name, (group, _) in layout.places().items()
+        }
+        self._pool_of_weight: dict[Tensor, SlotPool | None] = {}
+        self._answered: Hashable = None  # what the answers of `takes` depended on
+
+    def release_slots(self) -> None:
+        """Free the memory of all slots. No decode may run, and `use_slots` must follow."""
+        self._prepared.clear()
+        self._not_kept.clear()
+        for stream, executor in self.executors.items():
+            stream.inner.synchronize()
+            executor.close()
+
+    def use_slots(self, slots: PlannedSlots) -> None:
+        """Stream through new slots, and allocate their memory now. Call after `release_slots`.
+
+        Raises DoesNotFit, and then the device has no slots.
+        """
+        self._stream_through(slots)
+        for stream in self.executors:
+            executor = self._new_executor(stream)
+            if stream in self.without_slots:
+                continue
+            try:
+                executor.allocate()
+            except BaseException:
+                executor.close()
+                raise
+
+    def memory_bytes(self) -> tuple[int, int]:
+        sim = self.choice.sim
+        if sim is None or not sim.vram_bytes:
+            return super().memory_bytes()
+        return sim.vram_bytes, sim.vram_bytes
+
+    def opened(self, stream: WrappedStream) -> None:
+        self._new_executor(stream)
+        if not self._is_alone and self.nth == self._devices.n_devices - 1:
+            self._deferred[stream] = Deferred(stream, self.pending, self._waited)
+
+    def _new_executor(self, stream: WrappedStream) -> Executor:
+        assert self.host is not None
+        is_first = not self.executors or next(iter(self.executors)) is stream
+        compute = self.compute_buffer if is_first else None
+        executor = self._make_executor(stream.inner, self.host, compute)
+        self.executors[stream] = executor
+        executor.starts_early = not self._is_alone
+        return executor
+
+    def closed(self, stream: WrappedStream) -> None:
+        if stream in self._deferred:
+            self._deferred.pop(stream).close()
+        self._prepared.clear()
+        self._not_kept.clear()
+        if self.compute_buffer is not None and next(iter(self.executors)) is stream:
+            self.compute_buffer.forget()
+        self.executors.pop(stream).close()
+
+    def _waited(self, start_s: float, end_s: float) -> None:
+        """Trace the CPU's time before libllama waited for the thread, but not the wait."""
+        trace = self.trace
+        if trace and trace.cpu_since_s is not None:
+            trace.add(CPU, _CPU_PART, trace.cpu_since_s, start_s)
+            trace.cpu_since_s = end_s
+
+    @property
+    def n_lent(self) -> int:
+        """Number of slots that continue in the compute buffer of the first stream."""
+        first = next(iter(self.executors.values()), None)
+        return 0 if first is None else first.n_lent
+
+    @property
+    def n_lent_open(self) -> int:
+        """Number of these slots that may hold experts now."""
+        first = next(iter(self.executors.values()), None)
+        return 0 if first is None else first.n_lent_open
+
+    def planned_small(self) -> None:
+        """Note that the scheduler of the first stream has planned a small graph."""
+        for executor in [*self.executors.values()][:1]:
+            executor.planned_small()
+
+    def answer_natively(self) -> bool:
+        """Let the backend itself answer which nodes the device computes.
+
+        From then on, `expect` decides once for each decode instead of `takes` for each node.
+        Returns False if some products were declined, or if the backend does not allow it.
+        """
+        self.is_native = not self.declined and super().answer_natively()
+        return self.is_native
+
+    def expect(self, tokens: Sequence[int], n_ubatch: int, *, n_unwanted: int = 0) -> None:
+        """Prepare for a decode of `tokens` in ubatches of at most `n_ubatch` tokens.
+
+        `n_unwanted`: number of ubatches that come first and have no token whose logits are wanted.
+        ggml gets the answers of `takes` for equal products of earlier decodes, until `expected`.
+        """
+        self._repeat_answers()
+        # Small batches have a graph without streamed weights for each layer that the CPU computes.
+        is_watched = bool(self.trace) or self._clock is not None or not self._is_alone
+        self.compute_directly(on=not is_watched and self.mla.crossover == 0)
+        n_tokens = min(len(tokens), n_ubatch)
+        is_guessed = len(tokens) == n_tokens <= MOST_TOKENS
+        for executor in self.executors.values():
+            executor.guess.expect(tokens if is_guessed else ())
+            executor.next_tokens = executor.unwanted_tokens = 0
+            executor.forget_early()
+        self._n_to_come, self._is_parted = 0, False
+        self._n_ubatch, self._n_unwanted = n_ubatch, n_unwanted
+        if not self._is_alone or len(tokens) > min(n_ubatch, MOST_TOKENS):
+            n_whole, rest = divmod(len(tokens), n_ubatch)
+            self._sizes = deque([n_ubatch] * n_whole + [rest] * (rest > 0))
+            self._n_to_come = len(self._sizes)
+            self._is_due, self._layer = True, _AFTER_ALL
+            for deferred in self._deferred.values():
+                deferred.take_status()  # drops the status of a failed decode
+        if self.is_native:
+            assert self.host is not None
+            experts = self._streams(n_tokens, experts=True)
+            dense = self._streams(n_tokens, experts=False)
+            self.host.offer(experts=experts, dense=dense)
+            self._is_offered = experts or dense
+
+    def start_prompt(self) -> None:
+        """Begin the first copies of the prompt that was announced to `expect`, if it is one.
+
+        libllama first builds the prompt's graph and computes its embeddings. The link would be idle
+        during that time. Call it only if the model has no other device, before the decode.
+        """
+        if self._sizes and self._n_to_come and self._streams(self._sizes[0], experts=True):
+            for executor in [*self.executors.values()][:1]:  # the target's stream is the first
+                executor.start_prompt(self._sizes[0])
+
+    def expected(self) -> None:
+        """Call it when the decode that `expect` announced has ended."""
+        if self._is_parted and self._is_alone:
+            for executor in self.executors.values():
+                executor.forget_latest()
+        self.remember_answers(on=False)
+        self.compute_directly(on=False)
+
+    # -- products that the device takes ------------------------------------------------------------
+
+    def _repeat_answers(self) -> None:
+        """Let ggml get earlier answers of `takes`, if they still hold."""
+        hybrid = self.hybrid
+        splits = hybrid and hybrid.circumstances
+        depends_on = self.min_batch, splits, self.passes, self._reads_experts
+        if depends_on != self._answered:
+            self._answered = depends_on
+            self.forget_answers()
+        self.remember_answers(on=True)
+
+    def takes(self, product: Product) -> bool:
+        """True if a product with a streamed weight runs on the device.
+
+        Counts the reason if the product could have run there but is declined. Raises NotSupported
+        if such a product needs experts that may not be in memory.
+        """
+        taken = self._takes(product)
+        if not taken and product.ids is not None and self._reads_experts:
+            raise NotSupported(
+                f"{product.weight.name} cannot be computed on {self.choice.name}, so this model "
+                "has to fit memory; use --mmap to keep its weights in the page cache"
+            )
+        return taken
+
+    def _takes(self, product: Product) -> bool:
+        experts = product.ids is not None
+        if not product.n_tokens:
+            return self.inner.supports(product.node)  # nothing is computed, nor copied
+        if not self._streams(product.n_tokens, experts=experts):
+            return False
+        pool = self._pool_of(product.weight)
+        if pool is None:
+            name = product.weight.name
+            self.declined[f"{name}: the graph reads it in a layout that has no slots"] += 1
+            return False
+        if experts and not self._has_room(product, pool):
+            return False
+        if not self.inner.supports(product.node):
+            self.declined[f"{self.choice.name} cannot multiply {product.weight.type} weights"] += 1
+            return False
+        return True
+
+    def _streams(self, n_tokens: int, *, experts: bool) -> bool:
+        if experts and self._reads_experts:
+            return True  # the CPU's products do not say which experts they are about to read
+        return self.min_batch.streams(n_tokens, experts=experts) or (
+            experts and self._splits(n_tokens)
+        )
+
+    @property
+    def _reads_experts(self) -> bool:
+        """True if not all experts are in memory."""
+        return self.host is not None and self.host.experts is not None
+
+    def _splits(self, n_tokens: int) -> bool:
+        if self.hybrid is None:
+            return False
+        shares = self._is_alone and self.hybrid.shares_prompts(n_tokens)
+        return shares or self.hybrid.splits(n_tokens)
+
+    def _has_room(self, product: Product, pool: SlotPool) -> bool:
+        """True if the slots suffice for the product's batch.
+
+        They suffice if all experts that the batch may use fit at once or in passes, or if the
+        batch's layers are split.
+        """
+        n_tokens = product.n_tokens
+        if self.passes or pool.holds(n_tokens) or self._splits(n_tokens):
+            return True
+        wanted = min(pool.n_experts, pool.n_used * n_tokens)
+        self.declined[
+            f"{n_tokens} tokens may use {wanted} experts, and --vram leaves {pool.n_slots} slots"
+        ] += 1
+        return False
+
+    def _pool_of(self, weight: Tensor) -> SlotPool | None:
+        """Return the slots that the weight streams through, or None. Views have no slots."""
+        if weight not in self._pool_of_weight:
+            pool = None if weight.is_view else self._pools.get(weight.name)
+            self._pool_of_weight[weight] = pool
+        return self._pool_of_weight[weight]
+
+    # -- graphs ------------------------------------------------------------------------------------
+
+    def _start_early(self, nth: int) -> None:
+        """Start the copies of the `nth` stream for the next ubatch, once for each ubatch.
+
+        Does nothing while the device may still compute an earlier ubatch. A device that computes
+        asynchronously gets its next graph during that time, and begins the copies with that graph.
+        """
+        idle = self.is_idle or not self.inner.has_async_and_events
+        executors = list(self.executors.values())
+        if idle and self._is_due and self._sizes and nth < len(executors):
+            self._is_due = False
+            executors[nth].start_early(self._sizes.popleft())
+
+    def compute(self, stream: WrappedStream, graph: Graph) -> int:
+        self._n_seen += 1
+        nth = 0 if self._is_alone else list(self.executors).index(stream)
+        for device in self._devices.others(self.nth):
+            if not any(deferred.is_busy for deferred in device._deferred.values()):
+                device._start_early(nth)
+        deferred = self._deferred.get(stream)
+        if deferred is not None and (status := deferred.take_status()):
+            return status
+        if self.trace and self.trace.cpu_since_s is not None:
+            self.trace.add(CPU, _CPU_PART, self.trace.cpu_since_s, time.perf_counter())
+        try:
+            if self.pending.first is not None:
+                return FAILED  # a callback failed while this decode's graph was built
+            prepared = self._of(stream, graph)
+            if prepared.mla:
+                self.mla.outcomes.update(prepared.mla)
+            if self._clock is not None and not prepared.streams:
+                self._tell(self._clock, stream, graph)
+            if prepared.streams and (not self._is_alone or self._n_to_come):
+                self._begin(prepared)
+                if self._is_alone:
+                    self._expect_next(self.executors[stream])
+                is_unwanted = self._n_unwanted >= 0
+                self.executors[stream].unwanted_tokens = self._n_ubatch if is_unwanted else 0
+            is_last = not self._n_to_come or self._clock is not None
+            if deferred is not None and prepared.is_detached and not is_last:
+                self.executors[stream].counters.n_deferred += 1
+                deferred.start(partial(self._run_deferred, prepared, nth))
+                return 0
+            return prepared.run()
+        finally:
+            if self.trace:
+                self.trace.cpu_since_s = time.perf_counter()
+
+    def _run_deferred(self, prepared: PreparedGraph, nth: int) -> int:
+        """Compute a graph of the `nth` stream, then start the next ubatch's copies."""
+        status = prepared.run()
+        if not status:
+            self._start_early(nth)
+        return status
+
+    def _begin(self, graph: PreparedGraph) -> None:
+        """Count an ubatch as begun if this is its first graph and its copies have not begun.
+
+        An ubatch has several graphs if the CPU computes between them. They are in the order of
+        layers.
+        """
+        is_first, self._layer = graph.layer <= self._layer, graph.layer
+        if not is_first:
+            self._is_parted = True
+            return
+        self._n_to_come -= 1
+        self._n_unwanted -= 1
+        if self._is_due and self._sizes:
+            self._sizes.popleft()
+        self._is_due, self.is_idle = True, False
+
+    def _expect_next(self, executor: Executor) -> None:
+        """Tell an only device's executor the size of the next ubatch, whose copies may begin early.
+
+        Nothing begins early if the CPU computes between an ubatch's graphs.
+        """
+        has_next = self._n_to_come > 0 and not self._is_parted
+        executor.next_tokens = self._sizes[0] if has_next and self._sizes else 0
+
+    @contextmanager
+    def timing_layers(self, clock: LayerClock) -> Iterator[None]:
+        """Report to `clock` the layers that decodes reach. A decode ends if it raises BrokenOff."""
+        self._clock = clock
+        for executor in self.executors.values():
+            executor.clock = clock
+        try:
+            yield
+        finally:
+            self._clock = None
+            for executor in self.executors.values():
+                executor.clock = None
+            take_errors()  # drops the errors that the library logs for a stopped decode
+
+    def _tell(self, clock: LayerClock, stream: WrappedStream, graph: Graph) -> None:
+        """Report a layer to `clock` before a graph without streamed weights is computed.
+
+        By then the CPU has computed the streamed products of earlier layers.
+        """
+        layer = graph.last_layer()
+        if clock.wants(layer):
+            stream.inner.synchronize()
+            clock.reached(layer)
+
+    def fill(self, uses: Mapping[int, Sequence[int]]) -> Iterator[None]:
+        """Run `Executor.fill` for the stream that was opened first. It belongs to the target."""
+        for executor in [*self.executors.values()][:1]:
+            executor.forget_early()
+            yield from executor.fill(uses)
+
+    def counters(self) -> StreamCounters:
+        """Return the sums of all streams' counts."""
+        return sum((each.counters for each in self.executors.values()), StreamCounters())
+
+    def settle(self) -> None:
+        """Wait until no computation or copy is under way. A trace then has all counted copies."""
+        for stream, executor in self.executors.items():
+            stream.inner.synchronize()
+            executor.settle()
+
+    def decoding(self, active: bool) -> None:
+        """Tell the trace that a decode begins (`active`) or has ended.
+
+        The time between the graphs of all devices is traced as the CPU's, because libllama computes
+        there.
+        """
+        if not active and self.trace and self.trace.cpu_since_s is not None:
+            self.trace.add(CPU, _CPU_PART, self.trace.cpu_since_s, time.perf_counter())
+        self.trace.cpu_since_s = time.perf_counter() if active else None
+
+    @property
+    def n_graphs(self) -> int:
+        """Number of graphs that the device has computed."""
+        return self._n_seen + self.n_direct
+
+    @property
+    def n_recognised(self) -> int:
+        """Number of graphs that ggml built anew but that did not have to be prepared again."""
+        return self._prepared.n_recognised
+
+    def _of(self, stream: WrappedStream, graph: Graph) -> PreparedGraph:
+        """Return the prepared graph. It is kept for reuse if ggml keeps the graph."""
+        if graph.uid:
+            return self._prepared.of(
+                graph,
+                lambda: self._as_built(stream, graph),
+                lambda: self._circumstances(stream),
+                lambda: self._prepare(stream, graph),
+            )
+        # This graph is a view of another one, which ggml may change, so it is not reused. The last
+        # two prepared graphs are held, because submitted work may refer to them.
+        prepared = self._prepare(stream, graph)
+        self._not_kept.append(prepared)
+        return prepared
+
+    def _as_built(self, stream: WrappedStream, graph: Graph) -> PreparedGraph | None:
+        """Return the unchanged graph if it has no streamed weights and MLA is not switched.
+
+        Otherwise return None. Small batches have such a graph for each layer whose experts the CPU
+        computes, so this case has to be fast.
+        """
+        assert self.host is not None
+        if self.mla.crossover != 0:
+            return None
+        is_new, self._newest_uid = graph.uid > self._newest_uid, max(graph.uid, self._newest_uid)
+        # ggml has split a new graph in this decode. The backend answered then which nodes it takes,
+        # so a new graph has streamed weights only if they were offered.
+        may_stream = self._is_offered or not (self.is_native and is_new)
+        if may_stream and graph.has_products(self.host):
+            return None
+        inner = stream.inner
+        return PreparedGraph(graph.uid, lambda: inner.compute(graph), Counter(), streams=False)
+
+    def _circumstances(self, stream: WrappedStream) -> Hashable:
+        """Return the state that preparing depends on, except the graph and the slots.
+
+        `release_slots` drops the graphs that were prepared for the slots.
+        """
+        assert self.host is not None
+        hybrid = self.hybrid
+        splits = hybrid and hybrid.circumstances
+        return stream, self.mla.crossover, splits, tuple(self.host.buffers)
+
+    def _prepare(self, stream: WrappedStream, graph: Graph) -> PreparedGraph:
+        assert self.host is not None
+        self.n_prepared += 1
+        is_detached = bool(graph.uid) and stream in self._deferred and self._may_defer(graph)
+        computed, counts = self.mla.rewrite(detached(graph) if is_detached else graph)
+        products = tuple(computed.products(self.host))
+        if products:
+            run = self.executors[stream].prepare(computed, products)
+        else:
+            inner = stream.inner
+            run = partial(inner.compute, computed)
+        layer = layer_of(products[0].weight.name) if products else -1
+        return PreparedGraph(graph.uid, run, counts, bool(products), layer, is_detached)
+
+    def _may_defer(self, graph: Graph) -> bool:
+        """True if the graph is a prompt's and streams weights.
+
+        Graphs of smaller batches may have split layers. Experts from the disk are read for one
+        layer at a time.
+        """
+        assert self.host is not None
+        n_tokens = max((product.n_tokens for product in graph.products(self.host)), default=0)
+        return n_tokens > MOST_TOKENS and not self._reads_experts

@@ -1,0 +1,346 @@
+"""Lets a decode's split layers run without a wait of the host for the device, on CUDA.
+
+The host enqueues layers before their ids are known (player.c describes the order). A stream of our
+own brings ids and rows to pinned memory and writes a word. The host computes the CPU's pairs and
+writes its own word, for which that stream waits before it brings the rows to the device.
+
+What the device computes does not depend on the host. A GET_ROWS maps ids to slots, as for layers
+that are computed ahead (ahead.py), and a SET_ROWS places a row for each pair. Rows of pairs that
+the device computed are written to a spare row. A layer's ids and rows must not be overwritten
+before they are copied, so they lie in memory that no other node gets. So does the output, which
+has the spare row.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+import statistics
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from offload.alignment import aligned
+from offload.errors import DeviceFailed
+from offload.ggml.backend import Stream, StreamEvent
+from offload.ggml.cuda_driver import DriverStream, NoDriver, driver, event_of
+from offload.ggml.graph import Graph
+from offload.ggml.library import log
+from offload.ggml.library.lib import library
+from offload.ggml.player import Ahead, Bell, RedirectEntry
+from offload.ggml.tensor import Tensor, op_at, root_at, size_at, sources_at
+from offload.stream.cuts import CutStep
+from offload.stream.layers_ahead import AheadMemory, Result, mapping_node, moves_of
+
+_MOST_SECONDS = 15  # longest time in which a decode does not go on
+_LAYERS_AHEAD = 4  # layers that are enqueued before the host answers the first of them
+_WORDS_BYTES = 128  # two words, each in a cache line of its own
+# Most bytes of rows that are copied to the device in each layer, whatever the CPU computes.
+_MOST_ROWS_BYTES = 512 << 10
+# Seconds of a layer that a doorbell saves at least, in most rows of docs/gpu.md (The price of a
+# split layer).
+_SAVES_S = 20e-6
+_FORGETS = 1 / 8  # share of the average that each decode replaces
+FIRST_TRIAL, _LONGEST_PERIOD = 64, 4096  # decodes before the other way is timed
+_UNTIMED, _COMPARED = 6, 8  # decodes of a trial: graphs are captured in the first ones
+_FASTER = 0.98  # share of a decode's time that another way must not exceed
+# The first decodes of a graph capture it, load kernels and take memory. Such calls may wait for all
+# streams, so no stream may wait for the host meanwhile. ggml frees what was not used for 10 s.
+_CAREFUL_DECODES = 4
+_UNUSED_S = 5.0
+
+
+# CUDA's backend waits for the device within a product with experts, unless it has a kernel that
+# finds each expert's rows by itself (ggml_cuda_mul_mat_id in llama.cpp's ggml-cuda.cu). It has one
+# for a token and any quantised type (mmvq.cu), and for up to 63 tokens and these types (mmq.cu).
+_NOT_QUANTISED = frozenset({"f32", "f16", "bf16"})
+_MANY_TOKENS = frozenset({
+    "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_K", "q3_K", "q4_K", "q5_K", "q6_K", "iq1_s",
+    "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq4_xs", "iq4_nl", "mxfp4", "nvfp4",
+})  # fmt: skip
+_MOST_TOKENS = 63
+
+
+def waits_inside(types: Iterable[str], n_tokens: int) -> bool:
+    """True if the backend may wait for the device within products with experts of these types."""
+    if n_tokens == 1:
+        return not _NOT_QUANTISED.isdisjoint(types)
+    return n_tokens > _MOST_TOKENS or not _MANY_TOKENS.issuperset(types)
+
+
+# Under a virtual clock: addresses of functions in place of the host's loads and stores of words
+# (`see` and `tell` in player.c), which would take no virtual time.
+virtual_words: tuple[int | None, int | None] = None, None
+
+
+class CannotRing(Exception):
+    """The layers of a graph cannot run without a wait of the host. The text says why."""
+
+
+class Doorbell:
+    """A stream beside the backend's, with the events and words of both."""
+
+    def __init__(self, stream: Stream) -> None:
+        """Raises CannotRing."""
+        device = stream.device
+        self.watchdog: Watchdog | None = None
+        self._events: list[StreamEvent] = []
+        self._stream: DriverStream | None = None
+        self._words = device.pinned_memory(_WORDS_BYTES)
+        try:
+            self._events += (device.event() for _ in range(2))
+            if self._words is None:
+                raise CannotRing("no memory is pinned")
+            rung, answered = self._words.base, self._words.base + _WORDS_BYTES // 2
+            self._stream = DriverStream(device)
+            for at in (rung, answered):
+                self._stream.check_words(C.c_uint32.from_address(at))
+            calls, lib = driver(), library()
+        except (CannotRing, DeviceFailed, NoDriver) as e:
+            self.close()
+            raise CannotRing(str(e)) from e
+        routed, landed = (event.address for event in self._events)
+        self.struct = Bell(
+            wait_for=calls.address("cuStreamWaitEvent"), record=calls.address("cuEventRecord"),
+            to_host=calls.address("cuMemcpyDtoHAsync_v2"),
+            to_device=calls.address("cuMemcpyHtoDAsync_v2"),
+            write=calls.address("cuStreamWriteValue32_v2"),
+            wait=calls.address("cuStreamWaitValue32_v2"), query=calls.address("cuStreamQuery"),
+            backend_record=C.cast(lib.ggml_backend_event_record, C.c_void_p),
+            backend_wait=C.cast(lib.ggml_backend_event_wait, C.c_void_p),
+            stream=self._stream.address, routed=event_of(routed), landed=event_of(landed),
+            backend_routed=routed, backend_landed=landed, rung=rung, answered=answered,
+            n_ahead=_LAYERS_AHEAD, see=virtual_words[0], tell=virtual_words[1],
+        )  # fmt: skip
+        self.watchdog = Watchdog(self.struct, device.name)
+
+    def close(self) -> None:
+        """Free all. Nothing that was enqueued may be under way."""
+        if self.watchdog is not None:
+            self.watchdog.close()
+        if self._stream is not None:
+            self._stream.close()
+        for event in self._events:
+            event.close()
+        self._events.clear()
+        if self._words is not None:
+            self._words.close()
+            self._words = None
+
+
+class Watchdog:
+    """A thread that looks every second whether decodes with a doorbell go on.
+
+    If nothing was enqueued or answered for some seconds, the host may wait for a device that waits
+    for it. The watchdog then answers all layers. The decode fails, and the doorbell is not used any
+    more. If that does not end the decode either, the thread ends the process. Seconds in which the
+    whole process is stopped do not count.
+    """
+
+    def __init__(self, bell: Bell, device: str, *, second_s: float = 1.0) -> None:
+        """`device` names the device in the sentence that ends the process."""
+        self._bell, self._device, self._second_s = bell, device, second_s
+        self._has_decode, self._is_closed = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="doorbell", daemon=True)
+        self._thread.start()
+
+    def begin(self) -> None:
+        """Watch a decode that begins now."""
+        if not self._has_decode.is_set():
+            self._has_decode.set()
+
+    def close(self) -> None:
+        self._is_closed.set()
+        self._has_decode.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._is_closed.is_set():
+            self._has_decode.wait()
+            self._has_decode.clear()
+            n_steps, n_seconds = -1, 0
+            while not self._is_closed.wait(self._second_s) and self._bell.n_layers:
+                n_seconds = n_seconds + 1 if self._bell.n_steps == n_steps else 0
+                n_steps = self._bell.n_steps
+                if n_seconds == _MOST_SECONDS:
+                    self._release()
+                elif n_seconds >= 2 * _MOST_SECONDS:
+                    log.end(
+                        f"{self._device} or a thread of the CPU stopped within a layer, and does "
+                        f"not end it within {2 * _MOST_SECONDS} s; start again, with "
+                        "SPECOFFLOAD_WITHOUT=doorbell if it recurs"
+                    )
+
+    def _release(self) -> None:
+        bell = self._bell
+        bell.is_broken = 1
+        answered = C.c_uint32.from_address(bell.answered)
+        answered.value = (bell.n_told + bell.n_layers) & 0xFFFFFFFF
+
+
+class RingEntry:
+    """Describes to the player how to run the layers of one graph without a wait of the host."""
+
+    def __init__(self, graph: Graph, steps: Sequence[CutStep], memory: AheadMemory) -> None:
+        """`steps`: all steps of the graph. Raises CannotRing, DoesNotFit."""
+        for step in steps:
+            assert step.split is not None
+            assert step.ids is not None
+            if not (step.ids.is_pinned and step.split.host.is_pinned):
+                raise CannotRing("not all memory is pinned, so a copy may wait or come too early")
+            weights = step.split.weights.sources[: len(step.readers)]
+            if waits_inside({weight.type for weight in weights}, step.n_tokens):
+                raise CannotRing("the backend may wait for the device")
+        results = _with_views(graph, [root for step in steps for root in _moving(step)])
+        by_kind = results[::3], results[1::3], results[2::3]
+        sizes = []
+        for of_layers in by_kind:
+            _check_turns(graph, of_layers)
+            sizes.append(aligned(max(size_at(result[0]) for result in of_layers)))
+        sizes[-1] += max(4 * step.split.output.shape[0] for step in steps if step.split)  # spare
+        starts = np.cumsum([0, *sizes]).tolist()
+        buffer = memory.results.reserve(starts[-1])
+        table, table_tensor, on_host = memory.table()
+        self.mapping = [mapping_node(step, table, memory.n_experts) for step in steps]
+        self.placing = []
+        for step in steps:
+            assert step.split is not None
+            placer = step.split.host.placer
+            assert placer is not None
+            n_rows, row_bytes = step.n_used * step.n_tokens, 4 * step.split.output.shape[0]
+            if n_rows * row_bytes > _MOST_ROWS_BYTES:
+                raise CannotRing(f"a layer has {n_rows * row_bytes / 2**20:.1f} MiB of rows")
+            self.placing.append(placer.placing(n_rows, (buffer, starts[2])))
+        for node in (*self.mapping, *self.placing):
+            if not memory.device.supports(node):
+                raise CannotRing(f"{memory.device.name} does not compute {node.name}")
+        moved = [
+            entry
+            for of_layers, start in zip(by_kind, starts, strict=False)
+            for result in of_layers
+            for entry in moves_of(result, buffer, start)
+        ]
+        self._moved = (RedirectEntry * len(moved))(*moved)
+        self._table_at = np.array([step.group * memory.n_experts for step in steps], np.int64)
+        self._kept = graph, table_tensor, on_host, memory
+        self.struct = Ahead(
+            moved=C.addressof(self._moved), n_moved=len(moved), table_at=self._table_at.ctypes.data,
+            table_tensor=table_tensor.address, table=on_host.ctypes.data,
+            there=memory.there.ctypes.data, taken=memory.taken.ctypes.data,
+            n_table=on_host.size, n_taken=memory.taken.size,
+        )  # fmt: skip
+        self._n_decodes, self._last_s = 0, 0.0
+
+    def is_careful(self) -> bool:
+        """Count a decode. Return True if the backend may have to prepare something in it."""
+        now_s = time.perf_counter()
+        if now_s - self._last_s > _UNUSED_S:
+            self._n_decodes = 0
+        self._last_s = now_s
+        self._n_decodes += 1
+        return self._n_decodes <= _CAREFUL_DECODES
+
+    def failed(self) -> None:
+        """Note that a decode failed, after which the backend may have to prepare things again."""
+        self._n_decodes = 0
+
+
+class RingChoice:
+    """Whether decodes of one batch size ring, or wait in each layer. Pure.
+
+    The faster way is taken. Now and then, the other way is timed for some decodes, and compared
+    with the decodes just before them. With a doorbell no missing expert is streamed, so the slower
+    side of a layer may take longer. If it takes too much longer by the measured costs, the decodes
+    wait.
+    """
+
+    def __init__(self) -> None:
+        self._left_s = 0.0  # average seconds by which a layer takes longer
+        self._rings = True  # the way that was faster
+        self._until_trial = self._period = FIRST_TRIAL  # decodes
+        self._times: deque[float] = deque(maxlen=_COMPARED)  # of the last decodes in that way
+        self._trial: list[float] | None = None  # times of decodes in the other way
+
+    @property
+    def pays(self) -> bool:
+        """True if the next decode should ring."""
+        return self._left_s < _SAVES_S and self._rings == (self._trial is None)
+
+    def saw(self, n_layers: int, left_s: float, decode_s: float, *, rang: bool) -> None:
+        """Add a decode.
+
+        `left_s`: seconds by which its layers take longer if no expert is streamed. `rang`: whether
+        it ran without a wait.
+        """
+        self._left_s += _FORGETS * (left_s / n_layers - self._left_s)
+        if self._left_s >= _SAVES_S:
+            self._trial = None
+            return
+        if rang != (self._rings == (self._trial is None)):
+            return  # it could not be computed in the way that was to be timed
+        if self._trial is None:
+            self._times.append(decode_s)
+            self._until_trial -= 1
+            if self._until_trial <= 0 and len(self._times) == _COMPARED:
+                self._trial = []
+            return
+        self._trial.append(decode_s)
+        if len(self._trial) == _UNTIMED + _COMPARED:
+            self._compare(self._trial[_UNTIMED:])
+
+    def _compare(self, others: Sequence[float]) -> None:
+        self._trial = None
+        if statistics.median(others) < _FASTER * statistics.median(self._times):
+            self._rings, self._period = not self._rings, FIRST_TRIAL
+        else:
+            self._period = min(2 * self._period, _LONGEST_PERIOD)
+        self._times.clear()
+        self._until_trial = self._period
+
+
+def _moving(step: CutStep) -> tuple[int, int, int]:
+    """Return the results that get other memory: a layer's ids, its experts' rows, their output."""
+    assert step.ids is not None
+    assert step.split is not None
+    ids, rows, output = step.ids.tensor, step.split.inputs, step.split.output
+    return root_at(ids.address), root_at(rows.address), root_at(output.address)
+
+
+def _with_views(graph: Graph, roots: Sequence[int]) -> list[Result]:
+    """Return each result with its views. Raises CannotRing."""
+    shown: dict[int, dict[int, None]] = {root: {} for root in roots}
+    if len(shown) < len(roots):
+        raise CannotRing("two layers have the same ids, rows or output")
+    n_uses: Counter[int] = Counter()
+    made: set[int] = set()
+    for node in graph.addresses():
+        sources = sources_at(node)
+        n_uses.update(sources)
+        for address in (*sources, node):
+            of = root_at(address)
+            if of in shown and address != of:
+                shown[of][address] = None
+        made.add(node)
+    for root, views in shown.items():
+        if root not in made or not op_at(root):
+            raise CannotRing("a layer's ids, rows or output are no result of the graph")
+        for one in (root, *views):
+            if graph.use_count(Tensor(one)) > n_uses[one]:
+                raise CannotRing("a layer's ids, rows or output are read by another graph")
+    return [(root, *shown[root]) for root in roots]
+
+
+def _check_turns(graph: Graph, results: Sequence[Result]) -> None:
+    """Raise CannotRing if a result is read after the next one of `results` is made.
+
+    They have the same memory.
+    """
+    of = {address: i for i, result in enumerate(results) for address in result}
+    begun = -1
+    for node in graph.addresses():
+        for source in sources_at(node):
+            if of.get(source, begun) < begun:
+                raise CannotRing("a layer's ids, rows or output are read in a later layer")
+        begun = max(begun, of.get(node, begun))

@@ -1,0 +1,100 @@
+"""Measures how fast weights are copied to devices, one device alone and all at once.
+
+Two cards may share a root complex, and all share the RAM. So a link can be much slower while the
+other links copy, too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from time import perf_counter
+
+from offload.device import DeviceChoice
+from offload.errors import DeviceFailed
+from offload.ggml.memory import AnonymousMemory
+from offload.ggml.tensor import host_bytes, new_tensor
+from offload.stream.copying import Copier, DeviceCopier, Link, ThreadCopier, Transfer
+
+_COPY_BYTES = 2 << 20  # bytes of one copy, about those of an expert's matrix
+_N_PLACES = 64  # number of copies after which the same memory is read again
+_MOST_AT_ONCE = 8  # copies that are enqueued before the host waits
+_LEAST_S = 0.15
+
+
+@dataclass(frozen=True)
+class LinkSpeeds:
+    """Rates of copies from host memory, by device."""
+
+    alone: tuple[float, ...]  # bytes/s while no other link copies
+    together: tuple[float, ...]  # bytes/s while all links copy
+
+
+def link_speeds(choices: Sequence[DeviceChoice], least_s: float = _LEAST_S) -> LinkSpeeds:
+    """Return the rates of these devices' links. Raises DoesNotFit and DeviceFailed."""
+    with ExitStack() as closing:
+        probes = [_Probe(choice, closing) for choice in choices]
+        for probe in probes:
+            probe.run(0.0)  # the first copy takes longer
+        alone = tuple(probe.run(least_s) for probe in probes)
+        together = _at_once(probes, least_s) if len(probes) > 1 else alone
+    return LinkSpeeds(alone, together)
+
+
+def _at_once(probes: Sequence[_Probe], least_s: float) -> tuple[float, ...]:
+    start = threading.Barrier(len(probes))
+
+    def run(probe: _Probe) -> float:
+        start.wait()
+        return probe.run(least_s)
+
+    with ThreadPoolExecutor(len(probes)) as pool:
+        try:
+            return tuple(pool.map(run, probes))
+        except Exception as e:
+            raise DeviceFailed(f"measuring links failed: {e}") from e
+
+
+class _Probe:
+    """Copies from host memory to one device, in the way that streamed weights are copied."""
+
+    def __init__(self, choice: DeviceChoice, closing: ExitStack) -> None:
+        device = choice.device
+        stream = device.open()
+        closing.callback(stream.close)
+        size_bytes = _N_PLACES * _COPY_BYTES
+        pinned = device.pinned_memory(size_bytes)
+        if pinned is not None:
+            closing.callback(pinned.close)
+        unpinned = AnonymousMemory()
+        self._memory = unpinned.allocate(size_bytes) if pinned is None else pinned.host_range
+        self._memory.array()[:] = 1  # otherwise first copies would wait for the kernel's pages
+        target = device.allocate(_COPY_BYTES, "measuring the link")
+        closing.callback(target.close)
+        self._source = host_bytes(self._memory)
+        self._target = new_tensor("i8", (_COPY_BYTES, 1, 1, 1), (target, 0))
+        self._copier: Copier
+        if device.has_async_and_events:
+            self._copier = DeviceCopier(stream)
+        else:
+            sim = choice.sim
+            link = Link() if sim is None else Link(sim.bandwidth_bytes_per_s, sim.latency_s)
+            self._copier = ThreadCopier(link)
+        closing.callback(self._copier.close)
+
+    def run(self, least_s: float, now: Callable[[], float] = perf_counter) -> float:
+        """Copy for about `least_s` seconds, at least once, and return bytes/s."""
+        n_copied, n_at_once, began_s = 0, 1, now()
+        while n_copied == 0 or now() - began_s < least_s:
+            self._copier.begin()
+            for i in range(n_copied, n_copied + n_at_once):
+                at = i % _N_PLACES * _COPY_BYTES
+                transfer = Transfer(self._target, 0, self._source, at, _COPY_BYTES)
+                self._copier.copy([transfer], None)
+            self._copier.drain()
+            n_copied += n_at_once
+            n_at_once = min(_MOST_AT_ONCE, 2 * n_at_once)
+        return n_copied * _COPY_BYTES / max(now() - began_s, 1e-9)

@@ -1,0 +1,341 @@
+"""Runs a layer's passes: gives their experts slots, waits for copies, and submits the launches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.ggml.backend import Device, Stream
+from offload.ggml.graph import Graph
+from offload.ggml.rewriting import Scratch
+from offload.ggml.tensor import new_tensor
+from offload.ggml.threads import check
+from offload.plan.slot_layout import SlotLayout, SlotPool
+from offload.plan.working import LEAST_BYTES
+from offload.routing.routing import expected_union
+from offload.schedule.batch import slot_range
+from offload.schedule.passes import AHEAD_OF_ROUTER, Launch, PairOrder, passes_of
+from offload.schedule.slots import NOWHERE, CutNeed
+from offload.stream.copying import Events
+from offload.stream.cut_graph import CutGraph
+from offload.stream.passes import PassStep, without_forms
+from offload.stream.prompt_side import CpuPart, PromptSide
+from offload.stream.slot_ids import IdExchange
+from offload.stream.stream_parts import StreamParts
+from offload.trace.trace import COMPUTE
+
+
+class PassRunner:
+    """Runs the passes of one executor."""
+
+    def __init__(
+        self,
+        parts: StreamParts,
+        layout: SlotLayout,
+        ids: IdExchange,
+        most_tokens: int = 0,
+        cpu: PromptSide | None = None,
+    ) -> None:
+        """With `cpu`, the CPU computes a part of each layer. None: the device computes all.
+
+        `most_tokens`: tokens of the largest batch, for which memory is taken at once; 0: unknown.
+        """
+        self._cpu = cpu
+        # Number of experts that the last layer copied, by number of tokens and splitter.
+        self._n_copied: dict[Hashable, int] = {}
+        self.is_alone = True  # False: other devices compute parts of the same graph
+        self._stream, self._schedule, self._copies = parts.stream, parts.schedule, parts.copies
+        self._counters, self._trace = parts.counters, parts.trace
+        self._layout, self._ids, self._most_tokens = layout, ids, most_tokens
+        device: Device = parts.stream.device
+        self._scratch = Scratch(device, "rows of pairs", LEAST_BYTES)
+        self._tables = Scratch(device, "tables of pairs", LEAST_BYTES)
+        # Tables have a stream of their own. Behind a pass on the computing stream, they would only
+        # be ready after that pass, and then wait for all copies of experts that are ready by then.
+        self._side: Stream | None = None
+        if device.has_async_and_events and not device.events_hold_parts:
+            self._side = device.open()
+            self._events = Events(device)
+
+    @property
+    def device_bytes(self) -> int:
+        return self._scratch.device_bytes + self._tables.device_bytes
+
+    def shares(self, n_tokens: int) -> bool:
+        """True if the CPU computes a part of prompts' batches of this size.
+
+        Devices that compute a prompt's ubatches at the same time do not share them with the CPU.
+        """
+        return self._cpu is not None and self.is_alone and self._cpu.shares(n_tokens)
+
+    def _regime(self, step: PassStep) -> Hashable:
+        """Return a key for `_n_copied`: what decides how many experts are copied."""
+        return step.n_tokens, None if self._cpu is None else self._cpu.splitter
+
+    def should_share(self, pool: SlotPool, n_tokens: int) -> bool:
+        """True if sharing pays although whole layers of the pool fit the slots."""
+        return self._cpu is not None and self.shares(n_tokens) and self._cpu.pays(pool, n_tokens)
+
+    def abandon(self) -> None:
+        """After a failure, wait for what the CPU computes."""
+        if self._cpu is not None:
+            self._cpu.abandon()
+
+    def close(self) -> None:
+        if self._cpu is not None:
+            self._cpu.close()
+        if self._side is not None:
+            self._side.synchronize()
+            self._events.close()
+            self._side.close()
+            self._side = None
+        self._scratch.close()
+        self._tables.close()
+
+    def prepare(self, graph: Graph, steps: Sequence[PassStep]) -> Graph:
+        """Return the graph without what `steps` compute in passes. Raises DoesNotFit."""
+        n = max(self._most_tokens, *(step.n_tokens for step in steps))
+        scratch = self._scratch.reserve(max(step.scratch_bytes(n) for step in steps))
+        self._tables.reserve(max(step.tables_bytes(n) for step in steps))
+        return without_forms(graph, steps, scratch, self._stream.device)
+
+    def announce(self, steps: Sequence[PassStep]) -> None:
+        """Let the link copy a layer's first experts before the layer's router has run.
+
+        Large batches use nearly all experts, so few copies are wasted. Experts that were used most
+        come first.
+        """
+        schedule = self._schedule
+        for step in steps:
+            used = expected_union(step.n_tokens, step.n_used, step.n_experts)
+            if used < AHEAD_OF_ROUTER * step.n_experts:
+                continue
+            slots = schedule.pools[step.pool].of_group(step.group, step.n_experts)
+            missing = (slots == NOWHERE).nonzero()[0].tolist()
+            ranks = schedule.rule.ranks(step.group, step.n_experts - 1)
+            missing.sort(key=lambda expert: -ranks[expert])
+            if step.is_whole and self.shares(step.n_tokens):
+                # The CPU will compute the others, so copies of them would be wasted.
+                missing = missing[: self._n_copied.get(self._regime(step), 0)]
+            pieces = tuple([(step.group, expert) for expert in missing])
+            schedule.predict(CutNeed(step.cut, step.pool, pieces, ring=step.ring))
+
+    def compute(
+        self, running: CutGraph, step: PassStep, submit: Callable[[CutGraph, int], int]
+    ) -> int:
+        """Compute a layer's experts. `submit(running, end)` submits nodes. Return a ggml_status."""
+        schedule, copies = self._schedule, self._copies
+        copies.enqueue(schedule.issue(step.cut))
+        status = submit(running, step.at)
+        if status:
+            return status
+        ids = np.ascontiguousarray(self._ids.read(step))
+        if self._side is not None:
+            self._events.recycle()  # reading the ids has waited for them
+        start_s = time.perf_counter()
+        pairs = PairOrder(ids, step.n_experts)
+        slots = schedule.pools[step.pool]
+        slot_of = slots.of_group(step.group, step.n_experts)
+        n_arrived = copies.see_arrivals(step.pool, step.group)
+        coming = set(slots.loading.get(step.group, ()))
+        is_ready = slot_of != NOWHERE
+        is_ready[list(coming)] = False
+        part = self._cpu_part(step, ids, pairs, is_ready, coming)
+        rows = pairs.rows
+        if part is not None:
+            rows = rows.copy()
+            rows[np.unique(part.experts)] = 0
+        self._n_copied[self._regime(step)] = n_arrived + int(((rows > 0) & ~is_ready).sum())
+        passes = passes_of(rows, slot_of, coming, step.n_group)
+        self._count(rows, pairs.rows, is_ready)
+        for cut, experts in enumerate(passes, step.cut):
+            pieces = tuple([(step.group, expert) for expert in experts])
+            schedule.need(CutNeed(cut, step.pool, pieces, ring=step.ring))
+        offset = 0
+        if part is not None:
+            status, offset = self._start_cpu(running, step, part)
+            if status:
+                return status
+        for cut, experts in enumerate(passes, step.cut):
+            status, offset = self._pass(running, step, cut, experts, pairs, offset)
+            if status:
+                return status
+        if part is not None:
+            status = self._place(running, step, part, offset)
+            self._counters.split_layers += 1
+            self._counters.split_s += time.perf_counter() - start_s
+        used = pairs.rows.nonzero()[0].tolist()
+        schedule.scanned([(step.group, expert) for expert in used])
+        copies.enqueue(schedule.issue(step.cut + step.n_cuts - 1))
+        return status
+
+    def _count(
+        self, on_device: NDArray[np.intp], rows: NDArray[np.intp], there: NDArray[np.bool_]
+    ) -> None:
+        """Count the pairs by who computes them. `on_device`, `rows`: pairs of each expert."""
+        if self._cpu is None:
+            return
+        n_all, n_device, n_hit = (int(n.sum()) for n in (rows, on_device, on_device[there]))
+        self._counters.n_pairs_hit += n_hit
+        self._counters.n_pairs_streamed += n_device - n_hit
+        self._counters.n_pairs_host += n_all - n_device
+
+    # -- the CPU's part ----------------------------------------------------------------------------
+
+    def _cpu_part(
+        self,
+        step: PassStep,
+        ids: NDArray[np.int32],
+        pairs: PairOrder,
+        is_ready: NDArray[np.bool_],
+        coming: Collection[int],
+    ) -> CpuPart | None:
+        """Return the pairs that the CPU computes, or None if the device computes all.
+
+        `is_ready` [n_experts]: experts in slots. `coming`: experts whose copies are under way. The
+        device computes both.
+        """
+        if self._cpu is None or not step.is_whole or not self.shares(step.n_tokens):
+            return None
+        experts = self._cpu.experts(ids, pairs.rows, is_ready, coming)
+        if not experts:
+            return None
+        chosen = pairs.pairs_of(experts)
+        of_pairs = ids.ravel()[chosen]
+        return self._cpu.part(step.form, step.group, step.layer, chosen, of_pairs)
+
+    def _start_cpu(self, running: CutGraph, step: PassStep, part: CpuPart) -> tuple[int, int]:
+        """Fetch the rows of the CPU's pairs and let it begin.
+
+        Returns a ggml_status and the tables' end. Raises DeviceFailed.
+        """
+        assert step.graph is not None
+        assert self._cpu is not None
+        offset = 0
+        for first, launch in _blocks(part, step.most_pairs):
+            n = len(launch.pairs)
+            end = self._upload(running, step, launch, 0, offset)
+            step.graph.point(n, self._tables.reserve(0), offset)
+            status = self._stream.compute(step.graph.gathering)
+            if check(status, f"gathering rows of layer {step.layer}"):
+                return status, offset
+            self._stream.fetch(step.graph.gathered, part.host.rows_of(first, n))
+            offset = end
+        self._stream.synchronize()
+        self._cpu.start(part)
+        return 0, offset
+
+    def _place(self, running: CutGraph, step: PassStep, part: CpuPart, offset: int) -> int:
+        """Wait for the CPU, and write its results to their places. Return a ggml_status."""
+        assert step.graph is not None
+        assert self._cpu is not None
+        status = self._cpu.join()
+        for first, launch in _blocks(part, step.most_pairs):
+            if status:
+                return status
+            n = len(launch.pairs)
+            if first and self._stream.device.events_hold_parts:
+                self._stream.synchronize()  # Vulkan does not order this copy after the last launch
+            at = self._room(offset, step.form.pairs.table_bytes(n))
+            offset = self._upload(running, step, launch, 0, at)
+            step.graph.point(n, self._tables.reserve(0), at)
+            self._stream.put(step.graph.results, part.host.results_of(first, n))
+            status = self._stream.compute(step.graph.placing)
+        # Reading the next layer's ids waits for these copies, so its results may overwrite them.
+        return status
+
+    # -- one pass ----------------------------------------------------------------------------------
+
+    def _pass(
+        self, running: CutGraph, step: PassStep, cut: int, experts: Sequence[int],
+        pairs: PairOrder, offset: int,
+    ) -> tuple[int, int]:  # fmt: skip
+        """Compute one pass, with tables from `offset` on. Return a status and the next offset."""
+        schedule, copies = self._schedule, self._copies
+        issued = schedule.issue(cut)
+        entered = schedule.enter(cut)
+        copies.last_use = entered.use
+        launches = pairs.launches(experts, entered.slots, step.most_pairs, step.most_slots)
+        placed = []
+        for launch in launches:  # tables before experts: one engine of the device copies both
+            first, at, offset = self._send(running, step, launch, offset)
+            placed.append((launch, first, at))
+        if self._side is not None:
+            self._stream.wait(self._events.record(self._side))
+        copies.enqueue([*issued, *entered.issued])
+        if entered.waits:
+            tickets = copies.tickets_of(entered.waits)
+            copies.wait(tickets, copies.kinds[step.group], step.layer)
+        status = 0
+        for launch, first, at in placed:
+            status = status or self._launch(step, launch, first, at)
+        self._counters.cuts += 1
+        self._counters.passes += 1
+        copies.fence([open_step.use for open_step in running.open])
+        schedule.leave(cut)
+        return status, offset
+
+    def _send(
+        self, running: CutGraph, step: PassStep, launch: Launch, offset: int
+    ) -> tuple[tuple[int, int], int, int]:
+        """Upload a launch's tables. Return the slots that it sees, and the tables' first and end.
+
+        Reading the layer's ids has waited for all uploads of earlier layers.
+        """
+        assert step.graph is not None
+        n_slots = self._schedule.pools[step.pool].n_slots
+        seen = slot_range((int(launch.slots[0]), int(launch.slots[-1])), n_slots, step.slots_seen)
+        if seen[1] > step.most_slots:
+            first = int(launch.slots[0])
+            seen = first, int(launch.slots[-1]) + 1 - first
+        step.slots_seen = seen
+        at = self._room(offset, step.form.pairs.table_bytes(len(launch.pairs)))
+        return seen, at, self._upload(running, step, launch, seen[0], at, self._side)
+
+    def _room(self, offset: int, size_bytes: int) -> int:
+        """Return where tables of `size_bytes` go: to `offset`, or to the start if that is full."""
+        if offset + size_bytes <= self._tables.reserve(0).size_bytes:
+            return offset
+        self._stream.synchronize()  # launches had few pairs each, so the tables took more room
+        return 0
+
+    def _upload(
+        self, running: CutGraph, step: PassStep, launch: Launch, first_slot: int, offset: int,
+        stream: Stream | None = None,
+    ) -> int:  # fmt: skip
+        """Upload a launch's tables to an offset, on the computing stream unless `stream` is given.
+
+        Returns their end.
+        """
+        assert step.graph is not None
+        tables = step.graph.tables(launch, step.n_used, first_slot, step.scales)
+        buffer = self._tables.reserve(0)
+        whole = new_tensor("i8", (buffer.size_bytes, 1, 1, 1), (buffer, 0))
+        (stream or self._stream).send(whole, offset, tables)
+        running.sent.append((whole, tables))
+        return offset + tables.nbytes
+
+    def _launch(self, step: PassStep, launch: Launch, seen: tuple[int, int], at: int) -> int:
+        assert step.graph is not None
+        for source, views in zip(step.graph.sources, step.views.values(), strict=True):
+            source.to(views.of(*seen))
+        step.graph.point(len(launch.pairs), self._tables.reserve(0), at)
+        start_s = time.perf_counter()
+        status = self._stream.compute(step.graph.graph)
+        if self._stream.device.events_hold_parts:
+            self._stream.synchronize()  # the next graph may free memory that this one still uses
+        if self._trace:
+            self._trace.add(COMPUTE, f"{len(launch.pairs)} pairs", start_s, time.perf_counter(),
+                            layer=step.layer)  # fmt: skip
+        return status
+
+
+def _blocks(part: CpuPart, most: int) -> Iterator[tuple[int, Launch]]:
+    """Yield the CPU's pairs in blocks of at most `most`: the first pair's number, and the block."""
+    for first in range(0, len(part.pairs), most):
+        block = slice(first, first + most)
+        slots = np.zeros_like(part.experts[block])
+        yield first, Launch(part.pairs[block], part.experts[block], slots)

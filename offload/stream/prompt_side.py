@@ -1,0 +1,143 @@
+"""The CPU's part of layers that are computed in passes, in large batches.
+
+The device gathers the rows of the CPU's pairs, and they are copied to pinned memory. A thread
+computes them while the device computes its passes and the link copies. Then the results are copied
+to the device, which writes them to their places (offload/stream/pass_runner.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.ggml.backend import Device
+from offload.plan.slot_layout import SlotPool
+from offload.schedule.division import HOST, SplitCosts, seconds_at, split_pairs
+from offload.schedule.pair_rows import prompt_host_pairs
+from offload.schedule.passes import MOST_HOST_PAIRS
+from offload.schedule.slots import StreamCounters
+from offload.schedule.switch import ByCosts, Splitter
+from offload.stream.cpu_side import HostGraph, LayerWeights, layer_weights
+from offload.stream.forms import ExpertForm
+from offload.stream.host_thread import HostThread
+from offload.stream.split_path import Hybrid
+
+_LEAST_RATIO = 1.25  # ratio of copying time to the device's computing time from which sharing pays
+_KINDS = 4  # parts of a layer's copies in the model of a division; products follow each part
+
+
+@dataclass
+class CpuPart:
+    """The CPU's pairs of one layer."""
+
+    experts: NDArray[np.int32]  # each pair's expert
+    pairs: NDArray[np.int32]  # indices into the batch's ids
+    host: HostGraph
+    weights: LayerWeights
+
+
+class PromptSide:
+    """Divides and computes the CPU's pairs of one executor's passes."""
+
+    def __init__(self, hybrid: Hybrid, device: Device, counters: StreamCounters) -> None:
+        self._hybrid, self._device = hybrid, device
+        self._graphs: dict[object, HostGraph] = {}
+        self._weights: dict[int, LayerWeights] = {}  # by group
+        self._thread = HostThread(hybrid.team, hybrid.pace.host_s, counters)
+        self._costs: tuple[SplitCosts, SplitCosts] | None = None  # measured; adapted to passes
+
+    def close(self) -> None:
+        self._thread.close()
+        for graph in self._graphs.values():
+            graph.close()
+
+    @property
+    def splitter(self) -> Splitter:
+        """The splitter that divides the layers of this device now."""
+        return self._hybrid.switch.splitter_of(self._hybrid.nth)
+
+    def shares(self, n_tokens: int) -> bool:
+        """True if the CPU computes a part of batches of this size."""
+        return not self._hybrid.is_foreign and self._hybrid.switch.shares_prompts(n_tokens)
+
+    def pays(self, pool: SlotPool, n_tokens: int) -> bool:
+        """True if copies are expected to take longer than the device's products.
+
+        Otherwise copies are hidden behind products, and gathering pairs would only add work.
+        """
+        splitter = self.splitter
+        if not isinstance(splitter, ByCosts):
+            return True
+        costs, n_experts = splitter.costs, pool.n_experts
+        rows = np.array([-(-n_tokens * pool.n_used // n_experts)])
+        missing = n_experts * (1.0 - pool.n_slots / pool.n_pieces)
+        device_s = n_experts * float(seconds_at(costs.device_s, rows)[0])
+        return missing * costs.copy_s > _LEAST_RATIO * device_s
+
+    def part(
+        self, form: ExpertForm, group: int, layer: int, pairs: NDArray[np.int32],
+        experts: NDArray[np.int32],
+    ) -> CpuPart:  # fmt: skip
+        """Return the CPU's part of a layer: `pairs`, and the expert of each. Raises DoesNotFit."""
+        host = self._graphs.get(form.key)
+        if host is None or host.most < len(pairs):
+            if host is not None:
+                host.close()
+            most = prompt_host_pairs(len(pairs))
+            host = self._graphs[form.key] = HostGraph(form, most, self._device, gathers=False)
+        return CpuPart(experts, pairs, host, self._weights_of(form, group, layer))
+
+    def _weights_of(self, form: ExpertForm, group: int, layer: int) -> LayerWeights:
+        """Return the weights of a layer. All graphs of a model have the same ones."""
+        found = self._weights.get(group)
+        if found is None:
+            found = self._weights[group] = layer_weights(form, layer)
+        return found
+
+    def experts(
+        self, ids: NDArray[np.int32], rows: NDArray[np.intp], resident: NDArray[np.bool_],
+        coming: Collection[int] = (),
+    ) -> list[int]:  # fmt: skip
+        """Return the experts that the CPU computes, those with the fewest pairs first.
+
+        `ids` [n_tokens, n_used], `rows` [n_experts] and `resident` as in `split_pairs`. `coming`:
+        experts whose copies are under way. They stay on the device, and others go to the CPU
+        instead.
+        """
+        splitter = self.splitter
+        if isinstance(splitter, ByCosts):
+            kinds = split_pairs(ids, resident, self._costs_of(splitter.costs), rows).kind
+        else:
+            kinds = splitter(ids, resident)
+        may_compute = (rows > 0) & ~resident
+        n = int(((kinds == HOST) & may_compute).sum())
+        may_compute[list(coming)] = False
+        if not isinstance(splitter, ByCosts):
+            may_compute &= kinds == HOST
+        found = may_compute.nonzero()[0]
+        found = found[rows[found].argsort(kind="stable")][:n]
+        within = rows[found].cumsum() <= MOST_HOST_PAIRS
+        return [int(expert) for expert in found[within]]
+
+    def _costs_of(self, costs: SplitCosts) -> SplitCosts:
+        """Return the costs of a layer in passes, whose groups each wait for their own copies."""
+        if self._costs is None or self._costs[0] is not costs:
+            self._costs = costs, replace(costs, kinds=(1 / _KINDS,) * _KINDS)
+        return self._costs[1]
+
+    def start(self, part: CpuPart) -> None:
+        """Let the thread compute the pairs, whose rows are in the host graph's memory."""
+        part.host.choose(part.weights, part.experts)
+        self._hybrid.team.choose(len(part.pairs))
+        self._thread.start(part.host, part.weights.layer, len(np.unique(part.experts)))
+
+    def join(self) -> int:
+        """Wait until the pairs are computed. Returns a ggml_status. Raises DeviceFailed."""
+        return self._thread.join()
+
+    def abandon(self) -> None:
+        """After a failure, wait for the thread and ignore its result."""
+        self._thread.abandon()

@@ -1,1 +1,0 @@
-"""Executes the schedule: copies pieces into slots, and runs graphs from cut to cut."""

@@ -1,0 +1,1 @@
+"""What one generation is asked, answers and counts, for sessions and their clients."""

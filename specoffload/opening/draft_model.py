@@ -1,0 +1,163 @@
+"""A session's draft model, in either engine: its vocabulary, and the measured time of its token.
+
+This module does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, TypeAlias
+
+from offload.engine import Engine
+from offload.measuring import Clock
+from offload.model_file import model_hash
+from offload.sequences.row_draft import RowDraft
+from offload.sequences.text import vocabulary_difference
+from specdec.errors import VocabularyMismatch
+from specdec.types import BlockModel, Target
+from specdec.whole_file import read_text
+from specoffload.config.resolution import demo_prompts
+from specoffload.errors import UsageError
+
+if TYPE_CHECKING:
+    from offload.torch_draft.draft import TorchEngine
+
+DraftModel: TypeAlias = "Engine | TorchEngine"
+
+SEQUENCE = 0
+DRAFT_DEPTHS = (16, 512)  # context lengths in tokens at which a draft's token is timed
+_N_STEPS = 16  # number of timed tokens, after as many for warm-up
+_MAX_SIZE_DIFFERENCE = 128  # tokens by which vocabularies may differ, as in llama.cpp's server
+_DRAFT = 4  # tokens of a timed draft by the model's own layers
+_BLOCK, _N_BLOCKS = 8, 3  # tokens of a timed block, and number of timed blocks
+
+
+def real_text(engine: DraftModel) -> list[int]:
+    """Tokens of the embedded pair's prompts, code and prose.
+
+    Measurements need real text, since the experts that a batch uses depend on it.
+    """
+    text = "\n".join(demo_prompts())
+    return engine.tokenize(text, add_special=False, parse_special=False)
+
+
+def step_by_depth_s(draft: Target | RowDraft, text: Sequence[int]) -> dict[int, float]:
+    """Seconds of one token of a draft model or of own layers, by number of context tokens.
+
+    These are DRAFT_DEPTHS, lowered to the room in the context and the text.
+    """
+    room = min(len(text), draft.n_ctx) - 2 * _N_STEPS
+    depths = sorted({max(0, min(depth, room)) for depth in DRAFT_DEPTHS})
+    if isinstance(draft, RowDraft):
+        return {depth: measure_layers(draft, text, depth=depth) for depth in depths}
+    return {depth: measure_step(draft, text, depth) for depth in depths}
+
+
+def measure_step(draft: Target, text: Sequence[int], depth: int = 0) -> float:
+    """Mean seconds of one token of the draft after `depth` tokens of context."""
+    n = max(1, min(_N_STEPS, draft.n_ctx // 2, len(text) // 2))
+    draft.rewind(SEQUENCE, 0)
+    if depth:
+        draft.extend(SEQUENCE, text[:depth], 0)
+    if isinstance(draft, BlockModel):
+        took_s, n = _blocks_s(draft, text, min(n, _BLOCK, draft.n_steps_max))
+    else:
+        tokens = [text[(depth + i) % len(text)] for i in range(2 * n)]
+        steps_s = []
+        for token in tokens:
+            began = perf_counter()
+            draft.extend(SEQUENCE, [token])
+            steps_s.append(perf_counter() - began)
+        took_s = sum(steps_s[n:])
+    draft.rewind(SEQUENCE, 0)
+    return took_s / n
+
+
+def measure_layers(
+    layers: RowDraft, text: Sequence[int], clock: Clock = perf_counter, depth: int = 0
+) -> float:
+    """Mean seconds of one drafted token after `depth` tokens, in drafts of usual length.
+
+    The first token of each draft also takes in the target's rows, as if half of the draft before
+    had been accepted.
+    """
+    n_steps = min(_DRAFT, layers.most_drafted or _DRAFT)
+    layers.begin(SEQUENCE, text[:depth])
+    length = depth
+    steps_s = []
+    for _ in range(2 * _N_BLOCKS):
+        length += 1 + n_steps // 2
+        layers.follow(SEQUENCE, text[:length])
+        history = list(text[: length + 1])
+        for step in range(n_steps):
+            began = clock()
+            tokens = [text[(depth + step) % len(text)]] if step else layers.tail(SEQUENCE, history)
+            layers.extend(SEQUENCE, tokens)
+            steps_s.append(clock() - began)
+    layers.emptied(SEQUENCE)
+    timed = steps_s[len(steps_s) // 2 :]
+    return sum(timed) / len(timed)
+
+
+def _blocks_s(draft: BlockModel, text: Sequence[int], n_steps: int) -> tuple[float, int]:
+    """Seconds of all timed blocks, including copies to the host, and their number of tokens."""
+    took, depth = 0.0, draft.length(SEQUENCE)
+    for i in range(2 * _N_BLOCKS):
+        began = perf_counter()
+        draft.draft([(SEQUENCE, [text[(depth + i) % len(text)]])], n_steps)
+        if i >= _N_BLOCKS:
+            took += perf_counter() - began
+        draft.rewind(SEQUENCE, depth)
+    return took, _N_BLOCKS * n_steps
+
+
+def draft_key(draft: DraftModel) -> str:
+    """The settings that the time of a draft model's step depends on, as text."""
+    o = draft.options
+    place = draft.place if isinstance(draft, Engine) else f"torch {draft.options.device}"
+    words = [model_hash(draft.facts), place, f"threads {o.n_threads}"]
+    if not isinstance(draft, Engine):
+        t = draft.options
+        words += [t.dtype, f"graphs {t.graphs}", f"kept {len(t.kept)}"]
+    return " ".join(words)
+
+
+# -- vocabularies ----------------------------------------------------------------------------------
+
+
+def check_same_vocabulary(target: Engine, draft: DraftModel) -> None:
+    """Raises VocabularyMismatch, which names the first difference between the vocabularies."""
+    difference = abs(target.n_vocab - draft.n_vocab)
+    if difference > _MAX_SIZE_DIFFERENCE:
+        raise VocabularyMismatch(
+            f"{draft.facts.path.name} has {draft.n_vocab} tokens and the target {target.n_vocab}; "
+            f"at most {_MAX_SIZE_DIFFERENCE} may differ: choose a draft of the same family"
+        )
+    if words := vocabulary_difference(target.model, draft.model, draft.facts.path.name):
+        raise VocabularyMismatch(f"{words}: choose a draft of the same family")
+
+
+def read_kept(path: Path) -> tuple[int, ...]:
+    """The token ids of a pruned vocabulary: one per line, text after a # is ignored.
+
+    Raises UsageError for a bad line.
+    """
+    try:
+        lines = read_text(path).splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(f"--draft-vocab {path}: cannot be read as UTF-8 text ({e})") from e
+    kept: list[int] = []
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        if not text.isdecimal():
+            raise UsageError(f"--draft-vocab {path}: line {number} is {text!r:.40}, no token id")
+        kept.append(int(text))
+    if not kept:
+        raise UsageError(
+            f"--draft-vocab {path}: holds no token id; scripts/lab/run prune-vocab writes a file"
+        )
+    return tuple(sorted(set(kept)))

@@ -1,0 +1,1 @@
+"""A session's speculation: its drafter, its policy, and the measured costs that price drafts."""

@@ -1,0 +1,78 @@
+"""When split layers run without a wait of the host."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.stream import doorbell
+from offload.stream.doorbell import RingChoice, waits_inside
+
+seconds = st.floats(0.0, 1e-2)
+
+
+@given(st.lists(seconds, max_size=60), st.integers(1, 100))
+def test_a_doorbell_pays_while_streaming_would_save_less_than_a_wait_costs(
+    before_s: list[float], n_layers: int
+) -> None:
+    """It follows the decodes, whatever came before."""
+    choice = RingChoice()
+    assert choice.pays, "before anything is known"
+    for left_s in before_s:
+        choice.saw(n_layers, n_layers * left_s, 1.0, rang=choice.pays)
+    for _ in range(doorbell.FIRST_TRIAL - 1):
+        choice.saw(n_layers, 0.0, 1.0, rang=choice.pays)
+    assert choice.pays or len(before_s) > 0
+    for _ in range(60):
+        choice.saw(n_layers, n_layers * 1e-3, 1.0, rang=choice.pays)
+    assert not choice.pays
+
+
+def ways(choice: RingChoice, n: int, ringing_s: float, waiting_s: float) -> list[bool]:
+    """The ways of `n` decodes, which take these times."""
+    found = []
+    for _ in range(n):
+        found.append(choice.pays)
+        choice.saw(4, 0.0, ringing_s if found[-1] else waiting_s, rang=found[-1])
+    return found
+
+
+@given(st.floats(1e-3, 1.0), st.floats(0.2, 5.0))
+def test_the_faster_way_is_taken_most_of_the_time(ringing_s: float, ratio: float) -> None:
+    choice = RingChoice()
+    found = ways(choice, 3000, ringing_s, ratio * ringing_s)
+    n_ringing = sum(found[500:])
+    if ratio > 1.05:
+        assert n_ringing > 0.95 * 2500
+    elif ratio < 0.95:
+        assert n_ringing < 0.05 * 2500
+    assert found[0]
+    assert 0 < sum(found) < 3000, "both ways are timed"
+
+
+def test_the_way_follows_a_change() -> None:
+    choice = RingChoice()
+    assert sum(ways(choice, 2000, 1.0, 1.2)[500:]) > 1400
+    assert sum(ways(choice, 9000, 1.0, 0.8)[7000:]) < 200
+
+
+def test_a_decode_that_cannot_ring_is_no_trial() -> None:
+    choice = RingChoice()
+    for _ in range(500):
+        choice.saw(4, 0.0, 1.0, rang=False)
+    assert choice.pays
+
+
+@pytest.mark.parametrize(
+    ("types", "n_tokens", "waits"),
+    [
+        ({"q4_K", "q6_K"}, 1, False), ({"q4_K", "q6_K"}, 63, False), ({"q4_K"}, 64, True),
+        ({"iq1_m"}, 1, False), ({"iq1_m"}, 2, True), ({"iq1_m", "q4_K"}, 2, True),
+        ({"bf16"}, 1, True), ({"q4_K", "f16"}, 1, True), ({"mxfp4"}, 8, False),
+    ],
+)  # fmt: skip
+def test_products_in_which_the_backend_waits_by_itself(
+    types: set[str], n_tokens: int, waits: bool
+) -> None:
+    assert waits_inside(types, n_tokens) == waits
