@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from offload.alignment import aligned
 from offload.schedule.passes import MOST_HOST_PAIRS, MOST_PAIRS
-from offload.times.min_batch import VERIFY_MOST
+from offload.schedule.switch import MOST_TOKENS
 
 _NUMBER_BYTES = 4  # of an f32 of a row, and of an i32 of a table
 _LEAST_HOST_PAIRS = 256  # pairs of a prompt that the CPU has memory for, at least
@@ -79,7 +79,7 @@ class PairShape:
 
 def small_batch_pairs(n_used: int) -> int:
     """Return the pairs that memory is taken for in batches whose layers are split by the player."""
-    return _power_of_two(VERIFY_MOST * n_used)
+    return _power_of_two(MOST_TOKENS * n_used)
 
 
 def prompt_host_pairs(n_pairs: int) -> int:

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("numa", "specdec", "offload", "specoffload")
 MAY_IMPORT = {
@@ -21,20 +23,55 @@ MAY_IMPORT = {
     "offload": {"offload", "numa"},
     "specoffload": set(PACKAGES),
 }
+# The folders and single files of a package, from the bottom up. Each imports only what stands in
+# lines above its own.
+LAYERS = {
+    "offload": (
+        ("alignment", "errors", "model", "notes", "units"),
+        ("header_check", "routing", "sampling", "trace"),
+        ("schedule",),
+        ("times",),
+        ("plan",),
+        ("ggml",),
+        ("device", "images", "mla", "model_file"),
+        ("load_check", "store", "threads"),
+        ("open_check", "remote", "stream"),
+        ("probe", "sequences"),
+        ("options", "torch_draft"),
+        ("engine",),
+        ("measuring", "worker"),
+    ),
+    "specoffload": (
+        ("chat", "ctrl_c", "errors"),
+        ("generation",),
+        ("kept", "report"),
+        ("kept_machine",),
+        ("config",),
+        ("models",),
+        ("opening",),
+        ("speculation",),
+        ("slots",),
+        ("session",),
+        ("bench", "server", "terminal"),
+        ("commands",),
+        ("cli",),
+        ("__main__",),
+    ),
+}
 FORBIDDEN_STEMS = {"utils", "util", "common", "helpers", "base", "misc"}
 
 # Modules that decide from plain data and return plain data. Neither they nor anything they import,
 # nested imports included, touches the native library, a clock, the environment or a file.
 PURE = (
     "offload.plan",
-    "offload.plan.decision",
+    "offload.times",
+    "offload.units",
     "offload.routing.routing",
     "offload.schedule",
     "offload.model",
     "offload.sampling",
     "offload.threads.numa_plan",
     "offload.threads.governor",
-    "offload.plan.store_layout",
     "offload.torch_draft.plan",
     "specdec.policies",
     "specoffload.chat",
@@ -53,7 +90,15 @@ IMPURE_CALLS = {
     *("read_text", "read_bytes", "write_text", "write_bytes", "exists", "is_file", "is_dir"),
     *("iterdir", "glob", "rglob", "stat", "resolve", "unlink", "mkdir", "touch"),
 }
-_BORDER = "offload/ggml/", "offload/player/"  # packages that know of addresses in memory
+# What knows addresses in memory: the Python side of native code, and the programs of the player.
+_BORDER = (
+    "offload/ggml/",
+    "offload/images/mtmd.py",
+    *(
+        f"offload/stream/{name}.py"
+        for name in ("doorbell", "entries", "layers_ahead", "play", "program")
+    ),
+)
 PRINTS = {"sys.stdout", "sys.stderr"}
 
 # law -> path -> reason of the temporary exception, and who will remove it
@@ -140,6 +185,22 @@ def test_a_package_imports_only_what_the_law_allows() -> None:
                 allowed = top in sys.stdlib_module_names or top == "psutil"
             if not allowed:
                 bad.append(f"{name_of(path)}:{line}: {package} may not import {module}")
+    assert bad == []
+
+
+@pytest.mark.parametrize("package", sorted(LAYERS))
+def test_folders_import_only_what_lies_below_them(package: str) -> None:
+    height = {name: at for at, names in enumerate(LAYERS[package]) for name in names}
+    parts = {name.split(".")[1] for name in modules() if name.startswith(f"{package}.")}
+    assert parts == set(height), "LAYERS names every folder and file of the package"
+    bad = []
+    for name, others in edges().items():
+        for other in others:
+            if not (name.startswith(f"{package}.") and other.startswith(f"{package}.")):
+                continue
+            part, below = name.split(".")[1], other.split(".")[1]
+            if part != below and height[below] >= height[part]:
+                bad.append(f"{name} imports {other}")
     assert bad == []
 
 
