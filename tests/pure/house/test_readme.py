@@ -244,7 +244,7 @@ def ratios_of(page: str, column: str) -> list[float]:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         head = head if line.startswith("|") else []
         if head and column in head and not set(line) <= set("|-: "):
-            found.append(float(cells[head.index(column)]))
+            found.append(float(cells[head.index(column)].strip("*")))
         head = head or (cells if line.startswith("|") else [])
     return found
 
