@@ -28,7 +28,7 @@ from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
 
 SMALL = ["-n", "8", "-r", "1"]
-STREAMED = ["--device", "sim", "--vram", "8MiB", "--min-batch", "1"]
+STREAMED = ["--device", "sim", "--vram", "10MiB", "-ncmoe", "9999", "--min-batch", "1"]
 
 
 def arguments(*words: str) -> list[str]:

@@ -17,9 +17,9 @@ from offload.remote.address import Address
 from offload.remote.offers import Offer
 from offload.store.store import Room
 from offload.times.context import ContextOptions, context_memory
-from specoffload import context_size, planning
 from specoffload.config.hardware import PRESETS
 from specoffload.config.options import PlanOptions
+from specoffload.opening import context_size, planning
 from specoffload.opening.context_size import planned_with_context, request_seconds, with_context
 from specoffload.opening.planning import Planned
 

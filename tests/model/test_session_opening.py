@@ -30,8 +30,10 @@ from specoffload.config.options import DraftEngine, DraftOptions
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import NO_DRAFTS
 from specoffload.generation.generation import GenerateOptions
-from specoffload.session import costs, draft_opening, opening
+from specoffload.opening import draft as draft_opening
+from specoffload.opening import target as opening
 from specoffload.session.session import Session
+from specoffload.speculation import costs
 
 
 def config_of(**options: object) -> Config:

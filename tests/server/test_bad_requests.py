@@ -75,7 +75,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": 3}]}, "content"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "'image_url', and this server reads text only",
+        "image input is not supported",
     ),
     ({"messages": [{"role": "tool"}]}, "messages[0]: content is missing"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "tool_calls"),

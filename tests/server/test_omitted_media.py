@@ -88,7 +88,7 @@ def test_an_image_of_the_user_is_refused(server: Running) -> None:
         body = {"messages": [{"role": role, "content": [image]}]}
         answer = http.post(server.url + "/v1/chat/completions", json=body)
         assert answer.status_code == 400
-        assert "reads text only" in answer.json()["error"]["message"]
+        assert "image input is not supported" in answer.json()["error"]["message"]
     block = {"type": "image", "source": SOURCE}
     body = {"max_tokens": 3, "messages": [{"role": "user", "content": [block]}]}
     assert http.post(server.url + "/v1/messages", json=body).status_code == 400

@@ -329,7 +329,6 @@ def test_records_of_tools_that_ran_elsewhere_are_left_out_and_named() -> None:
         {"input": [{"role": "king", "content": "x"}]},
         {"input": [{"role": "user"}]},
         {"input": [{"type": "item_reference", "id": "x"}]},
-        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         {"input": [{"type": "function_call", "name": "f"}]},
         {"input": [{"type": "function_call_output", "output": "f"}]},
         {"previous_response_id": "resp_1"},
