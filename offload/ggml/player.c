@@ -489,7 +489,8 @@ static int count_rows(struct player *p, struct layer *l) {
 
 static int costs_fit(const struct player *p) {
     const struct costs *c = p->costs;
-    return c && c->n_ends >= 2 && (c->n_lines == c->n_ends || c->n_lines == 2 * c->n_ends) &&
+    return c && c->n_ends >= 2 && c->n_ends <= c->n_lines &&
+           (c->n_lines == c->n_ends || c->n_lines - c->n_ends == c->n_ends) &&
            c->n_lines <= p->most_lines && c->n_rows > MOST_TOKENS && c->n_copies > p->most_experts;
 }
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from browser import Seen, send, served, shown, wait_for_answer
+from running import eventually
 
 from specoffload.config.resolution import demo_file
 
@@ -31,7 +32,7 @@ def test_the_chosen_model_answers_and_stays_chosen(
             page.get_by_role("option", name=name, exact=True).wait_for(state="attached")
         page.reload()
         page.locator("article.assistant").first.wait_for()
-        assert choice.input_value() == "one"
+        eventually(lambda: choice.input_value() == "one")
         page.get_by_role("tab", name="Why").click()
         page.locator("#why").get_by_text("one").first.wait_for()
 
