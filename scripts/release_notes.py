@@ -25,7 +25,7 @@ _ADDED = re.compile(r"^(llama_cpp/|specoffload\.libs/|[^/]+\.dist-info/|offload/
 
 @dataclass(frozen=True)
 class Made:
-    """What a release is made of, and what was checked."""
+    """The parts of a release, and the checks that they passed."""
 
     version: str
     commit: str

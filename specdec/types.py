@@ -359,7 +359,7 @@ class Policy(Protocol):
 
     @property
     def trees(self) -> Trees | None:
-        """What prices trees; None: the policy drafts chains only."""
+        """The policy as one that prices trees. None if it drafts chains only."""
         return None
 
     def share_batch(self, n_sequences: int) -> None:

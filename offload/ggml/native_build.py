@@ -61,9 +61,15 @@ def _library_files() -> list[Path]:
     try:
         paths = [Path(str(f.locate())) for f in importlib.metadata.files(_PACKAGE) or []]
     except importlib.metadata.PackageNotFoundError:
-        found = importlib.util.find_spec("llama_cpp")  # importing it would load the library
-        paths = [*Path(found.origin).parent.rglob("*")] if found and found.origin else []
+        package = package_folder()
+        paths = [] if package is None else [*package.rglob("*")]
     return [p for p in paths if (".so" in p.name or p.suffix in (".dylib", ".dll")) and p.exists()]
+
+
+def package_folder() -> Path | None:
+    """Return the folder of the installed llama_cpp, or None if there is none."""
+    found = importlib.util.find_spec("llama_cpp")  # importing it would load the library
+    return Path(found.origin).parent if found and found.origin else None
 
 
 def _cpu_backend_digest() -> str:

@@ -12,16 +12,14 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import shlex
-import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 
 from offload.errors import LibraryMismatch
+from offload.ggml.compiling import failure_of, find_compiler
 
 SOURCE = Path(__file__).with_name("player.c")
-GRAPHS = SOURCE.parents[1] / "ggml/graphs.c"
+GRAPHS = SOURCE.with_name("graphs.c")
 # Without contraction, sums have the bits that numpy's have.
 _FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-ffp-contract=off", "-fPIC", "-shared")
 _CHECKED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all")
@@ -56,23 +54,18 @@ def compile_player(folder: Path) -> Path:
     path = folder / library_name()
     if path.exists():
         return path
-    named = shlex.split(os.environ.get("CC", ""))
-    compiler = named or [*filter(shutil.which, ("cc", "gcc", "clang"))][:1]
+    compiler = find_compiler("CC", ("cc", "gcc", "clang"))
     if not compiler:
         raise LibraryMismatch(f"{path} is not compiled, and there is no compiler; {_REMEDY}")
     try:
         with tempfile.TemporaryDirectory(prefix="libplayer-", dir=folder) as work:
             made = Path(work) / path.name
-            subprocess.run(
-                [*compiler, *_flags(), "-o", str(made), str(SOURCE), str(GRAPHS), "-lm"],
-                check=True, capture_output=True, text=True,
-            )  # fmt: skip
-            made.replace(path)  # at once, as other processes may compile too
-    except subprocess.CalledProcessError as e:
-        status = f"{compiler[0]} ended with status {e.returncode}"
-        why = next((line for line in e.stderr.splitlines() if "error" in line), status)
+            why = failure_of(
+                [*compiler, *_flags(), "-o", str(made), str(SOURCE), str(GRAPHS), "-lm"]
+            )
+            if not why:
+                made.replace(path)  # at once, as other processes may compile too
+                return path
     except OSError as e:
         why = str(e)
-    else:
-        return path
     raise LibraryMismatch(f"{path} could not be compiled ({why}); {_REMEDY}")

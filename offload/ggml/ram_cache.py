@@ -58,8 +58,8 @@ class RamCache:
         self._pinned: list[HostRange] = []
         self._states: list[Buffer] = []
         self._room: dict[int, tuple[Buffer, int]] = {}  # by type of memory: buffer, first free byte
-        self.cache_bytes = 0  # of all caches in RAM
-        self.state_bytes = 0  # of all recurrent states on devices
+        self.cache_bytes = 0  # all caches in RAM together
+        self.state_bytes = 0  # all recurrent states on devices together
         self.why_not_pinned = ""  # why copies of caches are slow; "": they are pinned
 
     @contextmanager

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib.util
 import os
 import platform
-import shlex
 import shutil
 import subprocess
 import sys
@@ -24,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.errors import LibraryMismatch
+from offload.ggml.compiling import failure_of, find_compiler
 from offload.ggml.library.abi import PACKAGE_VERSION
-from offload.ggml.native_build import library_build
+from offload.ggml.native_build import library_build, package_folder
 
 COMPILING = "libmtmd is compiled for images, once"  # the step that reports progress
 FETCHING = "the source of libmtmd is fetched, once"
@@ -84,8 +83,7 @@ def _cache() -> Path:
 
 
 def _compiler() -> list[str]:
-    named = shlex.split(os.environ.get("CXX", ""))
-    compiler = named or [*filter(shutil.which, ("c++", "g++", "clang++"))][:1]
+    compiler = find_compiler("CXX", ("c++", "g++", "clang++"))
     if not compiler:
         raise LibraryMismatch(f"there is no C++ compiler; {_REMEDY}")
     return compiler
@@ -101,10 +99,10 @@ def _key(compiler: list[str]) -> str:
 
 def _libraries() -> Path:
     """Return the folder of the installed libllama."""
-    found = importlib.util.find_spec("llama_cpp")  # importing it would load the library
-    if found is None or found.origin is None:
+    package = package_folder()
+    if package is None:
         raise LibraryMismatch("llama-cpp-python is not installed")
-    return Path(found.origin).parent / "lib"
+    return package / "lib"
 
 
 @contextmanager
@@ -177,18 +175,14 @@ def _run(
     """Run the compiler, and let `target` appear at once. Raises LibraryMismatch."""
     partial = target.with_name(target.name + ".part")
     given = [] if source is None else [str(source)]
+    why = failure_of([*command, *given, "-o", str(partial), *(last or ())])
     try:
-        subprocess.run(
-            [*command, *given, "-o", str(partial), *(last or ())],
-            check=True, capture_output=True, text=True, errors="replace",
-        )  # fmt: skip
-        partial.replace(target)
-    except subprocess.CalledProcessError as e:
-        status = f"{command[0]} ended with status {e.returncode}"
-        why = next((line for line in e.stderr.splitlines() if "error" in line), status)
-        raise LibraryMismatch(f"{target.name} could not be compiled ({why}); {_REMEDY}") from e
+        if not why:
+            partial.replace(target)
     except OSError as e:
-        raise LibraryMismatch(f"{target.name} could not be compiled ({e}); {_REMEDY}") from e
+        why = str(e)
+    if why:
+        raise LibraryMismatch(f"{target.name} could not be compiled ({why}); {_REMEDY}")
 
 
 def _archive(folder: Path) -> Path:

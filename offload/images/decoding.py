@@ -20,7 +20,8 @@ MOST_FILE_BYTES = 32 << 20
 NO_IMAGES = (
     "image input is not supported - hint: if this is unexpected, you may need to provide the mmproj"
 )
-_MOST_PIXELS = 200_000_000  # of all images of a prompt together; each pixel takes 3 bytes
+# The images of a prompt may have this many pixels together. A pixel takes 3 bytes.
+_MOST_PIXELS = 200_000_000
 _TIME_LIMIT_S = 30.0
 
 

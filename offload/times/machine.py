@@ -111,7 +111,7 @@ class Machine:
     # cores of an AMD EPYC (docs/gpu.md). The device waits for the first two: until its first
     # launch after the router's ids. The other two bound the layer's time.
     per_passes_begin_s: float = 650e-6
-    per_launch_begin_s: float = 22e-6  # for each launch of the layer
+    per_launch_begin_s: float = 22e-6  # added once for each launch that the layer has
     per_copied_expert_s: float = 65e-6
     per_launch_s: float = 200e-6  # tables and submitting of up to `MOST_PAIRS` pairs
     # The same for several tokens. Their graph is new, so kernels are launched one by one after the

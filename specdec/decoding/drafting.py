@@ -144,7 +144,7 @@ class ChainDrafting:
         self._drafter.forget(sequence)
 
     def _trees_for(self, member: BatchMember) -> Trees | None:
-        """What prices trees for the member; None if it has limits of its own."""
+        """Return the policy's prices of trees, or None if the member has limits of its own."""
         if not self._holds_trees:
             return None
         # Only the target's own choice can go down a tree.

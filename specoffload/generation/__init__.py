@@ -1,1 +1,1 @@
-"""What one generation is asked, answers and counts, for sessions and their clients."""
+"""Options, answers and counts of one generation, for sessions and their clients."""

@@ -97,7 +97,7 @@ def serve(
 
 
 class ModelParts(NamedTuple):
-    """What a model's engine and application are made of."""
+    """The parts from which a model's engine and application are made."""
 
     factory: Factory
     chat: ChatSettings | None = None

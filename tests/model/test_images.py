@@ -90,7 +90,7 @@ def continued(
 
 
 def evaluated_by_libmtmd(engine: Engine, n: int = 12) -> tuple[list[int], NDArray[np.float32]]:
-    """What `continued` returns, by mtmd_helper_eval_chunks in a context of plain libllama."""
+    """Return the same as `continued`, computed by mtmd_helper_eval_chunks in plain libllama."""
     import llama_cpp.llama_cpp as structs
     from llama_cpp import mtmd_cpp
 

@@ -18,7 +18,7 @@ from resolved import config_of
 from typer.testing import CliRunner
 
 from lab import plans
-from lab.synth.published import PUBLISHED, published_facts
+from lab.synth.published import PUBLISHED, PublishedFacts
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, is_experts, layer_of
 from offload.plan.ends import LEAST_GAIN
@@ -54,21 +54,9 @@ VRAM_GIB = (8, 12, 16, 24, 48, 80)
 CONTEXTS = (4096, 32768, 131072)
 
 
-class Shapes(dict[str, ModelFacts]):
-    """Facts of published models by title. Each header is made when it is first asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self._folder = folder
-
-    def __missing__(self, title: str) -> ModelFacts:
-        self[title] = published_facts(title, self._folder)
-        return self[title]
-
-
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelFacts]:
-    return Shapes(tmp_path_factory.mktemp("headers"))
+    return PublishedFacts(tmp_path_factory.mktemp("headers"))
 
 
 def plan_of(

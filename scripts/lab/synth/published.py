@@ -44,6 +44,18 @@ PUBLISHED: dict[str, tuple[str, str | None]] = {
 _SHARED = r"\.nextn\.(embed_tokens|shared_head_head)\.weight$"
 
 
+class PublishedFacts(dict[str, ModelFacts]):
+    """Facts of published models by title. Each header is made when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def __missing__(self, title: str) -> ModelFacts:
+        self[title] = published_facts(title, self._folder)
+        return self[title]
+
+
 def published_facts(title: str, folder: Path, *, mtp: bool = False) -> ModelFacts:
     """Facts of the full model. Its header is written to `folder` and read like any other file.
 

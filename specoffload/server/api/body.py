@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from offload.errors import BadRequest
-from specoffload.server.engine.messages import Problem, RequestFailed
+from specoffload.server.engine.messages import Problem, RequestFailed, unavailable
 
 HEADER = b"x-ignored-parameters"
 _STATE = "ignored"  # key of the ignored parameters' names in a request's scope
@@ -75,6 +75,18 @@ _OFF: tuple[object, ...] = (False, 0, 0.0, -1, "", [], {})  # values that turn a
 
 _FIELD = re.compile("(?!(?:str|int|float|bool)$)[a-z_][a-z0-9_.]*")
 _Body = TypeVar("_Body", bound=BaseModel)
+
+
+MOST_BYTES = 64 * 2**20  # of a body
+MOST_BYTES_AT_ONCE = 2 * MOST_BYTES  # of all bodies that are held
+_RETRY_AFTER_S = 2
+
+
+def check_held(n_bytes: int) -> None:
+    """Raise RequestFailed (503) if bodies of `n_bytes` together are too large to be held."""
+    if n_bytes > MOST_BYTES_AT_ONCE:
+        words = f"bodies of over {MOST_BYTES_AT_ONCE} bytes are being read"
+        raise RequestFailed(unavailable(words, _RETRY_AFTER_S))
 
 
 def read_json(data: bytearray) -> dict[str, Any]:

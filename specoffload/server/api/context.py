@@ -20,6 +20,8 @@ from specoffload.chat.tool_schemas import SchemaNote
 from specoffload.generation.generation import GenerateOptions, ModelCard
 from specoffload.server.access import client_of
 from specoffload.server.api.body import (
+    MOST_BYTES,
+    check_held,
     has_body,
     ignore,
     ignored_names,
@@ -50,9 +52,6 @@ from specoffload.session.chat import answer_options, check_options, format_of
 from specoffload.session.images import PromptImages
 
 _OVERHEAD_BYTES = 2**20  # room for tools, schemas, and the JSON around a prompt
-_MOST_BYTES = 64 * 2**20
-_MOST_BYTES_AT_ONCE = 2 * _MOST_BYTES  # limit of all bodies that are being read
-_RETRY_AFTER_S = 2
 _MOST_LOGGED = 1000
 _MOST_NAME_CHARS = 80
 
@@ -107,7 +106,7 @@ class ServerContext:
         # Text may take twice as many bytes when JSON escapes it.
         longest_bytes = _OVERHEAD_BYTES + 2 * self.card.n_ctx * self.card.longest_token_bytes
         # The size of images says nothing about their tokens.
-        limit_bytes = _MOST_BYTES if self.card.reads_images else min(longest_bytes, _MOST_BYTES)
+        limit_bytes = MOST_BYTES if self.card.reads_images else min(longest_bytes, MOST_BYTES)
         data = bytearray()
         try:
             async for chunk in request.stream():
@@ -119,9 +118,7 @@ class ServerContext:
                         "fits the context can take: shorten it or raise --ctx-size",
                         413,
                     )
-                if self._n_bytes > _MOST_BYTES_AT_ONCE:
-                    message = f"bodies of over {_MOST_BYTES_AT_ONCE} bytes are being read"
-                    raise RequestFailed(unavailable(message, _RETRY_AFTER_S))
+                check_held(self._n_bytes)
         finally:
             self._n_bytes -= len(data)
         return read_json(data)

@@ -31,7 +31,7 @@ from specoffload.generation.generation import OnProgress
 from specoffload.server.access import AccessRules
 from specoffload.server.api.answers import Json, problem_response, server_sent
 from specoffload.server.api.app import bare_app, create_app, describe, guard
-from specoffload.server.api.body import invalid, read_json
+from specoffload.server.api.body import MOST_BYTES, check_held, invalid, read_json
 from specoffload.server.api.kept import STREAM_ID, KeptStreams, streams_router
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.messages import Problem, RequestFailed, unavailable
@@ -42,9 +42,6 @@ from specoffload.server.router.pool import Entry, Model, ModelPool, Wish
 if TYPE_CHECKING:  # the API process has no engine
     from specoffload.session.session import Session
 
-_MOST_BYTES = 64 * 2**20  # limit of a body, as for one model
-_MOST_BYTES_AT_ONCE = 2 * _MOST_BYTES
-_RETRY_AFTER_S = 2
 _HEADER_PATIENCE_S = 10.0  # a stream's header is sent after this time, so that proxies wait
 _NEWS_S = 1.0  # seconds between comments about loading
 _EVENT_PATIENCE_S = 10.0
@@ -319,11 +316,9 @@ async def _read(receive: Receive) -> bytes:
         if message["type"] == "http.disconnect":
             raise invalid("the client left while it sent the body")
         data += message.get("body", b"")
-        if len(data) > _MOST_BYTES:
-            raise invalid(f"the body is over {_MOST_BYTES} bytes: shorten it", 413)
-        if _Bodies.n_bytes + len(data) > _MOST_BYTES_AT_ONCE:
-            words = f"bodies of over {_MOST_BYTES_AT_ONCE} bytes are being read"
-            raise RequestFailed(unavailable(words, _RETRY_AFTER_S))
+        if len(data) > MOST_BYTES:
+            raise invalid(f"the body is over {MOST_BYTES} bytes: shorten it", 413)
+        check_held(_Bodies.n_bytes + len(data))
         if not message.get("more_body", False):
             return bytes(data)
 

@@ -41,7 +41,8 @@ class Standing:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do now. The decision is made again at every change, and at `look_again_s`.
+    """Models to open and to close now. Each change leads to a new decision, and so does the time
+    `look_again_s`.
 
     Models of `hold` take no new requests until they are closed or no longer in `hold`. Models of
     `rest` are closed because nobody has used them, those of `close` because others need their room.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Needs:
-    """What the plans of a model say, in bytes.
+    """The memory that a model needs by its plans, in bytes.
 
     `least_device_bytes` is the smallest device memory that works, and `most_device_bytes` is what
     the model can use. `host_bytes` is RAM of its weights, whatever its share of the device is.

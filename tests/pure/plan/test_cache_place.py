@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lab.synth.published import published_facts
+from lab.synth.published import PublishedFacts
 from offload.errors import BadRequest, DoesNotFit
 from offload.model import ModelFacts
 from offload.plan.cache_place import full_context_s
@@ -40,19 +39,9 @@ titles, sizes = st.sampled_from(TITLES), st.floats(6.0, 48.0)
 contexts = st.sampled_from([4096, 32768, 131072, 262144])
 
 
-class Headers(dict[str, ModelFacts]):
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self._folder = folder
-
-    def __missing__(self, title: str) -> ModelFacts:
-        self[title] = published_facts(title, self._folder)
-        return self[title]
-
-
 @pytest.fixture(scope="module")
-def headers(tmp_path_factory: pytest.TempPathFactory) -> Headers:
-    return Headers(tmp_path_factory.mktemp("headers"))
+def headers(tmp_path_factory: pytest.TempPathFactory) -> PublishedFacts:
+    return PublishedFacts(tmp_path_factory.mktemp("headers"))
 
 
 def decided(
@@ -88,7 +77,7 @@ def or_none(*arguments: object, **named: object) -> Layout | None:
 @settings(max_examples=25, deadline=None)
 @given(titles, sizes, contexts)
 def test_the_choice_is_never_slower_than_either_place(
-    headers: Headers, title: str, gib: float, n_ctx: int
+    headers: PublishedFacts, title: str, gib: float, n_ctx: int
 ) -> None:
     facts = headers[title]
     places = {place: or_none(facts, gib, n_ctx, place) for place in ("device", "ram")}
@@ -106,7 +95,7 @@ def test_the_choice_is_never_slower_than_either_place(
 @settings(max_examples=25, deadline=None)
 @given(titles, sizes, st.floats(0.0, 12.0), contexts)
 def test_more_memory_never_makes_it_slower(
-    headers: Headers, title: str, gib: float, more: float, n_ctx: int
+    headers: PublishedFacts, title: str, gib: float, more: float, n_ctx: int
 ) -> None:
     """Within a tenth: plans are made for shorter texts, and for other hits than the mean."""
     facts = headers[title]
@@ -115,7 +104,7 @@ def test_more_memory_never_makes_it_slower(
         assert seconds(decided(facts, gib + more, n_ctx)) <= 1.1 * seconds(less)
 
 
-def test_128k_tokens_of_qwen3_235b_run_on_12_gib(headers: Headers) -> None:
+def test_128k_tokens_of_qwen3_235b_run_on_12_gib(headers: PublishedFacts) -> None:
     facts = headers["Qwen3-235B-A22B"]
     with pytest.raises(DoesNotFit):
         decided(facts, 12, 131072, "device")
@@ -133,7 +122,7 @@ def test_128k_tokens_of_qwen3_235b_run_on_12_gib(headers: Headers) -> None:
     assert plan.attention_batch == 2
 
 
-def test_a_cache_takes_ram_that_weights_then_do_not_have(headers: Headers) -> None:
+def test_a_cache_takes_ram_that_weights_then_do_not_have(headers: PublishedFacts) -> None:
     facts = headers["Qwen3-235B-A22B"]
     roomy, tight = (decided(facts, 12, 131072, "ram", ram_gib=gib) for gib in (256, 144))
     assert roomy.experts is None
@@ -142,7 +131,7 @@ def test_a_cache_takes_ram_that_weights_then_do_not_have(headers: Headers) -> No
 
 
 @pytest.mark.parametrize("place", ["device", "ram"])
-def test_layers_have_the_caches_memory_together(headers: Headers, place: str) -> None:
+def test_layers_have_the_caches_memory_together(headers: PublishedFacts, place: str) -> None:
     facts = headers["Kimi-K3"]
     spec = ContextOptions(32768, kv_offload=place == "device")
     memory = context_memory(facts, spec)
@@ -153,7 +142,7 @@ def test_layers_have_the_caches_memory_together(headers: Headers, place: str) ->
     assert most_state_bytes(facts, spec) == most_state_bytes(facts, replace(spec, kv_offload=True))
 
 
-def test_a_prompts_attention_needs_a_layers_cache_on_the_device(headers: Headers) -> None:
+def test_a_prompts_attention_needs_a_layers_cache_on_the_device(headers: PublishedFacts) -> None:
     for title, n_copies in (("Qwen3-235B-A22B", 1), ("DeepSeek-R1", 2)):
         facts, spec = headers[title], ContextOptions(32768, flash_attn="on")
         there, here = (
@@ -163,7 +152,7 @@ def test_a_prompts_attention_needs_a_layers_cache_on_the_device(headers: Headers
         assert here.compute_bytes - there.compute_bytes == n_copies * layer_bytes
 
 
-def test_several_devices_share_a_model_with_its_cache_in_ram(headers: Headers) -> None:
+def test_several_devices_share_a_model_with_its_cache_in_ram(headers: PublishedFacts) -> None:
     layout = decided(headers["Qwen3-235B-A22B"], 12, 131072, n_devices=2)
     assert not layout.context.kv_offload
     assert len(layout.devices) == 2
@@ -176,7 +165,7 @@ def test_several_devices_share_a_model_with_its_cache_in_ram(headers: Headers) -
 )  # fmt: skip
 @settings(max_examples=25, deadline=None)
 def test_attention_is_priced_where_it_is_fastest(
-    headers: Headers, ram: float, link: float, n_tokens: int, title: str, n_ctx: int
+    headers: PublishedFacts, ram: float, link: float, n_tokens: int, title: str, n_ctx: int
 ) -> None:
     facts = headers[title]
     machine = replace(TYPICAL, ram_bytes_per_s=ram, link_bytes_per_s=link)
@@ -204,14 +193,14 @@ def test_attention_is_priced_where_it_is_fastest(
     ],
 )
 def test_a_cache_that_cannot_be_in_ram_is_refused_and_never_offered(
-    title: str, context: dict[str, object], words: str, headers: Headers
+    title: str, context: dict[str, object], words: str, headers: PublishedFacts
 ) -> None:
     with pytest.raises(BadRequest, match=words):
         decided(headers[title], 24, 32768, "ram", **context)  # type: ignore[arg-type]
     assert or_none(headers[title], 6, 262144, **context) is None
 
 
-def test_a_cache_in_ram_never_crosses_the_network(headers: Headers) -> None:
+def test_a_cache_in_ram_never_crosses_the_network(headers: PublishedFacts) -> None:
     worker = FoundDevice("RPC0", Kind.WORKER, 24 * GIB)
     found = Found((FoundDevice("GPU0", Kind.GPU, 24 * GIB),), workers=(worker,))
     wanted = Wanted(ContextOptions(4096, kv_offload=False), PlanRequest(), most_ubatch=512)
