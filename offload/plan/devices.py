@@ -224,7 +224,7 @@ def plan_parts(
     used = [(i, d, r) for i, (d, r) in enumerate(zip(devices, ranges, strict=True)) if len(r)]
     sizes: Sequence[int | None] = (None,)
     if len(used) > 1:
-        sizes = (n_ubatch,) if n_ubatch else ubatches(facts, [d for _, d, _ in used], request)
+        sizes = (n_ubatch,) if n_ubatch else ubatches([d for _, d, _ in used], request)
     best, error = _fastest_parts(facts, used, request, draft_on, sizes, None)
     host_bytes = request.host_bytes
     streamed = 0 if best is None else sum(part.plan.streamed_bytes for part in best)

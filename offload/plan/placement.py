@@ -290,7 +290,9 @@ class PlanRequest:
         """The expected time by which ways to use memory are compared."""
         return Objective(self.workload, self.plan_for_splits, self.shares_prompts)
 
-    def ubatches(self, *, has_experts: bool) -> tuple[int, ...]:
+    @property
+    def ubatches(self) -> tuple[int, ...]:
+        """The sizes of ubatches to choose from, in tokens."""
         tuned = self.tuned_ubatch
         if tuned is not None and tuned <= (self.most_ubatch or tuned):
             return (tuned,)
@@ -299,8 +301,6 @@ class PlanRequest:
         if self.most_ubatch is None:
             return (self.context.n_ubatch,)
         most = self.most_ubatch
-        if not has_experts:
-            return (min(DEFAULT_UBATCH, most),)
         needed = [n for n in UBATCHES if n == UBATCHES[0] or n < 2 * self.context.n_ctx]
         return tuple(n for n in (*needed, *SMALL_UBATCHES) if n <= most) or (most,)
 
@@ -479,7 +479,7 @@ def _fastest(
     """
     weights, budget_bytes = model.weights, request.budget_bytes
     assert budget_bytes is not None
-    ubatches = request.ubatches(has_experts=bool(weights.expert_layers))
+    ubatches = request.ubatches
     reserves_bytes = {n: request.reserve_of(model.facts, n) for n in ubatches}
     works_bytes = {n: request.working_of(model.facts, n).device_bytes for n in ubatches}
     limits = request.limits(weights.whole)

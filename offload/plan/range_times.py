@@ -64,13 +64,11 @@ class DeviceRoom:
         return "" if self.shares_buffers else f"the backend of {self.name} does not share buffers"
 
 
-def ubatches(
-    facts: ModelFacts, devices: Sequence[DeviceRoom], request: PlanRequest
-) -> tuple[int, ...]:
+def ubatches(devices: Sequence[DeviceRoom], request: PlanRequest) -> tuple[int, ...]:
     """Return the sizes of ubatches to choose from. All devices use the same size."""
     if request.tuned_ubatch is None and not any(device.is_counted for device in devices):
         return (DEFAULT_UBATCH,)
-    return request.ubatches(has_experts=request.stream_experts and bool(facts.expert_weights))
+    return request.ubatches
 
 
 def hand_over_s(

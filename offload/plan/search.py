@@ -118,7 +118,7 @@ class Search:
         best = [Found(), Found()]
         for home in homes:
             is_over = [False, use_all]
-            for n_ubatch in ubatches(self._facts, self._devices, self._request):
+            for n_ubatch in ubatches(self._devices, self._request):
                 both = self._with_ubatch(n_ubatch, home, use_all=use_all)
                 for i, found in enumerate(both):
                     if not is_over[i] and found.seconds < best[i].seconds:

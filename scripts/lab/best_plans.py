@@ -94,7 +94,7 @@ def row(facts: ModelFacts, title: str, gib: int) -> Row | None:
         return None
     model = Model(facts, request)
     weights, budget_bytes = model.weights, (gib - 1) * GIB
-    ubatches = np.array(request.ubatches(has_experts=True))[:, None]
+    ubatches = np.array(request.ubatches)[:, None]
     sizes = ubatches.ravel().tolist()
     rooms = np.array([[budget_bytes - request.reserve_of(facts, n)] for n in sizes])
     works = np.array([[request.working_of(facts, n).device_bytes] for n in sizes])

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lab.plans import README_TITLES
@@ -102,6 +102,8 @@ cases = st.builds(
     st.sampled_from([None, EVEN, ALIKE]),
 )
 
+DENSE = Case("Mistral-Large-2411", PRESETS["h100"].machine, 12, 4096, None)
+
 
 @settings(max_examples=20, deadline=None)
 @given(
@@ -111,6 +113,7 @@ cases = st.builds(
     st.floats(0, 1),
     st.booleans(),
 )
+@example(DENSE, TokenMix(64, 1), 2048, 0.0, False)  # has larger ubatches than 512, as it streams
 def test_no_plan_that_can_be_asked_for_beats_the_chosen_one(
     case: Case, mix: TokenMix | None, n_ubatch: int, share: float, streams_dense: bool
 ) -> None:

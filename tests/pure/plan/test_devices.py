@@ -183,7 +183,7 @@ def test_few_plans_are_made_and_few_times_estimated(
         assert counts["plans"] == len(found.parts)
         # For each ubatch and device: alone, as the last one and as another one, with and without a
         # draft.
-        n_ubatches = len(request.ubatches(has_experts=True))
+        n_ubatches = len(request.ubatches)
         assert counts["estimates"] <= n_ubatches * n_devices * 3 * (2 if reserve_bytes else 1)
         counts.clear()
         divide(FACTS, rooms(*[budgets[0]] * n_devices), request)
