@@ -20,7 +20,7 @@ from setting import Setting
 from timed_parts import LeftOut
 
 from lab.synth.routing import drawn_text
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.errors import OffloadError
 from offload.model import ModelFacts
 from offload.model_file import read_facts
@@ -129,7 +129,7 @@ def _way(
                 at += len(tokens)
         return {"token_s": statistics.median(times)}, None
     began_s = time.monotonic()
-    with patch.object(doorbell, "FIRST_TRIAL", 1 << 30), Engine(path, EngineOptions(
+    with patch.object(doorbell, "FIRST_TRIAL", 1 << 30), open_engine(path, EngineOptions(
         device=setting.choice.name, n_ctx=N_CTX, n_ubatch=N_UBATCH, n_outputs=N_UBATCH,
         n_threads=threads, n_threads_batch=threads, flash_attn=flash_attn, **options,
     )) as engine:  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 from setting import Setting
 
 from lab.synth import write_preset
-from offload.engine import Engine, EngineOptions
+from offload.engine import EngineOptions, open_engine
 from offload.model_file import read_facts
 from offload.torch_draft.draft import Drafted, TorchDraft
 from offload.torch_draft.plan import TorchDraftOptions
@@ -129,7 +129,7 @@ def measure_speeds(
         device=ggml_device, wrapped=False, stream_experts=False, n_ctx=n_ctx,
         n_threads=options.n_threads, n_threads_batch=options.n_threads,
     )  # fmt: skip
-    with Engine(path, llama) as engine:
+    with open_engine(path, llama) as engine:
         tokens_per_s = {}
         for n in k:
             drafter: Drafter = ModelDrafter(engine.sequences)

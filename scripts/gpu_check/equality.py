@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from setting import Setting
 from timed_parts import LeftOut
 
-from offload.engine import Engine, EngineOptions
+from offload.engine import EngineOptions, open_engine
 from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
 from offload.schedule.switch import stay
@@ -109,7 +109,7 @@ def _computed(
     }  # fmt: skip
     rows: dict[int, list[Logits]] = {n: [] for n in SIZES}
     counted = {n: dict.fromkeys(_COUNTED, 0) for n in SIZES}
-    with Engine(path, EngineOptions(**{**settings, **changes})) as engine:
+    with open_engine(path, EngineOptions(**{**settings, **changes})) as engine:
         for text in range(n_texts):
             for n in SIZES:
                 before = engine.counters()

@@ -15,7 +15,7 @@ from logits import divergences, judged
 from numpy.typing import NDArray
 from setting import Setting
 
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.errors import DeviceFailed
 from offload.model_file import read_facts
 from offload.stream.options import StreamingOptions
@@ -101,7 +101,7 @@ def measure_ways(
             n_threads_batch=setting.args.threads,
             flash_attn="off" if setting.args.small else "auto",
         )
-        with Engine(path, options) as engine:
+        with open_engine(path, options) as engine:
             ways[name] = time_steps(engine, batches, setting.args.repetitions)
             setting.report["model"][f"{name}_s"] = ways[name].step_s
             setting.save()

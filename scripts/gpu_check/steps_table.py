@@ -19,7 +19,7 @@ from timed_parts import LeftOut
 from lab.gpu_cases import MODEL, SETUPS, SMALL, Setup, Timed, options_of, predicted_s
 from lab.virtual_gpu import kept_steps_s
 from offload.device import devices
-from offload.engine import Engine
+from offload.engine import open_engine
 from offload.errors import OffloadError
 from offload.model import ModelFacts
 from offload.model_file import read_facts
@@ -90,7 +90,7 @@ def _measure_setup(
     if setting.args.small:
         n_prompts = {512: 32, 4096: 128}
         setup = replace(setup, prompts=tuple(n_prompts[n] for n in setup.prompts), n_ubatch=64)
-    with Engine(path, options_of(facts, setup, names, setting.args.threads)) as engine:
+    with open_engine(path, options_of(facts, setup, names, setting.args.threads)) as engine:
         timed = Timed(setup, engine)
         list(timed.rows(0))  # for warm-up: captures graphs, and fills slots
         for found in timed.rows(1):

@@ -28,7 +28,7 @@ from lab.synth.mixtures import (
     mtp_architectures_of,
     write_mixture,
 )
-from offload.engine import Engine, EngineOptions
+from offload.engine import EngineOptions, open_engine
 from offload.errors import OffloadError
 from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
@@ -89,7 +89,7 @@ def ways(path: Path) -> Mapping[str, EngineOptions]:
 
 def computed(path: Path, way: str, options: EngineOptions) -> tuple[Rows, bool]:
     """Logits after batches of all sizes, and whether experts were computed in this way."""
-    with Engine(path, options) as engine:
+    with open_engine(path, options) as engine:
         rows = [
             engine.sequences.extend(0, [(13 * i + 5 * n) % engine.n_vocab for i in range(n)])
             for n in BATCHES

@@ -29,7 +29,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from specdec.costs.draft_quality import TextCompared, block_lengths, compared
 from specdec.costs.profile import CostProfile
 from specdec.decoding.acceptance import Greedy, MatchAcceptance
@@ -251,7 +251,7 @@ def study(n_turns: int, folder: Path, variants: Sequence[Variant] = VARIANTS) ->
     half = N_TEXTS // 2
     first = [*code[:half], *prose[:half]]
     others = [*code[half : 2 * half], *prose[half : 2 * half]]
-    with Engine(demo_file("target.gguf"), options) as target:
+    with open_engine(demo_file("target.gguf"), options) as target:
         texts = greedy_texts(target, first)
         counts = Counter(t for text in (*code[10:], *prose[8:]) for t in
                          target.tokenize(text, add_special=True, parse_special=False))  # fmt: skip
@@ -260,7 +260,7 @@ def study(n_turns: int, folder: Path, variants: Sequence[Variant] = VARIANTS) ->
         for i, variant in enumerate(variants):
             path = folder / f"{i}.gguf"
             sizes.append(write_variant(variant, path, demo_file("draft.gguf")))
-            drafts.append(Engine(path, options))
+            drafts.append(open_engine(path, options))
         models = []
         for variant, draft in zip(variants, drafts, strict=True):
             order = sorted(range(draft.n_vocab), key=lambda t: (-counts[t], t))

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import typer
 
 from lab import ROOT, filled
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.routing.routing import counted_unions, expected_union
 from offload.stream.options import StreamingOptions
 from offload.times.min_batch import MinBatch
@@ -40,7 +40,7 @@ def counted(engine: Engine, tokens: Iterable[int], *, first: bool) -> dict[int, 
 def table() -> str:
     path = demo_file("target.gguf")
     options = EngineOptions(device="sim", min_batch=MinBatch(1, 1), n_ctx=N_TOKENS + 64)
-    with Engine(path, options) as whole:
+    with open_engine(path, options) as whole:
         assert whole.plan is not None
         vram = whole.plan.resident_bytes + whole.plan.slot_bytes // 2
     streaming = StreamingOptions(vram_bytes=vram, record_routing=True)
@@ -48,7 +48,7 @@ def table() -> str:
         device="sim", min_batch=MinBatch(1, 1), n_ctx=N_TOKENS + 64, streaming=streaming
     )
     rng = random.Random(1)
-    with Engine(path, options) as engine:
+    with open_engine(path, options) as engine:
         engine.routing.is_on = True
         text = real_text(engine)[:N_TOKENS]
         n_vocab, facts = engine.n_vocab, engine.facts

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from lab.disk import lab_model
 from lab.synth.routing import drawn_text
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.model_file import read_facts
 from offload.store.expert_memory import ExpertMemory
 from offload.store.store import StoreOptions
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace, rate: float | None, *, is_whole: bool = False)
             disk_bytes_per_s=rate,
         ),
     )  # fmt: skip
-    with Engine(args.model, options) as engine:
+    with open_engine(args.model, options) as engine:
         decode(engine, warm)
         with slow_layers(1e-3 * args.layer_ms) if args.layer_ms else nullcontext():
             return {name: decode(engine, [*new.keys() - warm]) for name in ("new", "known")}

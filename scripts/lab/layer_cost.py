@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from lab.synth import write_preset
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.ggml.graph import Graph
 from offload.ggml.library.lib import library
 from offload.ggml.pydevice import WrappedStream
@@ -139,7 +139,7 @@ def measure(
         n_threads_batch=1,
     )
     own_s, share, steps_s = [], [], []
-    with Engine(path, options) as engine:
+    with open_engine(path, options) as engine:
         assert engine.device is not None
         clock.watch(engine.device)
         engine.routing.is_on = streaming.record_routing

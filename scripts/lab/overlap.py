@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.synth import write_preset
-from offload.engine import Engine, EngineOptions
+from offload.engine import EngineOptions, open_engine
 from offload.measuring import decode_s
 from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
@@ -257,7 +257,7 @@ def _steps_in_turns(
     )
     found = [_Steps([], StreamCounters()) for _ in turns]
     order = [i for k in range(repetitions) for i in range(len(turns))[:: -1 if k % 2 else 1]]
-    with Engine(path, options) as engine:
+    with open_engine(path, options) as engine:
         for k, i in enumerate([0, 0, *order]):
             if len(turns) > 1 and engine.device is not None:
                 for executor in engine.device.executors.values():

@@ -27,7 +27,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from lab.synth import write_preset
-from offload.engine import Engine, EngineOptions
+from offload.engine import EngineOptions, open_engine
 from offload.remote.address import Address, RemoteOptions, parse_address
 from offload.remote.secret import Secret
 from offload.times.min_batch import MinBatch
@@ -66,7 +66,7 @@ def speeds_of(model: Path, worker: Address, n_tokens: int) -> Speeds:
         tensor_split=(1.0, 1.0), n_ctx=1024, n_ubatch=_UBATCH, n_outputs=_UBATCH, n_threads=1,
         n_threads_batch=1,
     )  # fmt: skip
-    with Engine(model, options) as engine:
+    with open_engine(model, options) as engine:
         rows, found = engine.sequences, []
         for n in (1, _UBATCH):
             tokens = [(13 * i) % engine.n_vocab for i in range(n)]

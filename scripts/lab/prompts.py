@@ -27,7 +27,7 @@ import numpy as np
 
 from lab.overlap import bench
 from lab.split import all_host, shaped
-from offload.engine import Engine, EngineOptions
+from offload.engine import EngineOptions, open_engine
 from offload.measuring import decode_s
 from offload.schedule.division import SplitCosts, split_pairs
 from offload.schedule.switch import ByCosts, Splitter, all_on_device
@@ -99,7 +99,7 @@ def measure(case: Case, folder: Path, repetitions: int) -> Prompt:
         n_threads_batch=1,
     )
     times: dict[str, list[float]] = {way: [] for way in ways}
-    with Engine(path, options) as engine:
+    with open_engine(path, options) as engine:
         assert engine.hybrid is not None
         for i in range(repetitions + 1):
             for way, splitter in ways.items():

@@ -26,7 +26,7 @@ import numpy as np
 
 from lab.synth import write_preset
 from offload.device import devices
-from offload.engine import Engine, EngineOptions
+from offload.engine import EngineOptions, open_engine
 from offload.ggml.library.callback import calls_into_python
 from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
@@ -82,7 +82,7 @@ class Measured:
         settings |= options
         if settings["streaming"] is not ALL:
             settings["streaming"] = _with_half(path, settings["streaming"])
-        self.engine = Engine(path, EngineOptions(**settings))
+        self.engine = open_engine(path, EngineOptions(**settings))
         self.engine.sequences.extend(
             0, [i % self.engine.n_vocab for i in range(N_TEXT)], n_logits=1
         )

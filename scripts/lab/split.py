@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from lab.overlap import bench
 from lab.synth import write_preset
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.measuring import decode_s
 from offload.model_file import read_facts
 from offload.plan.placement import Plan, make_plan
@@ -176,7 +176,7 @@ def _steps(
         n_threads_batch=1,
     )
     times: list[float] = []
-    with Engine(path, options) as engine:
+    with open_engine(path, options) as engine:
         if counted is not None:
             _fill(engine, counted)
         for i in range(repetitions + 2):

@@ -210,7 +210,7 @@ class Today:
     def __init__(self, shape: Shape, folder: Path, timeline: Timeline) -> None:
         from lab.synth import write_preset
         from offload.device import devices
-        from offload.engine import Engine, EngineOptions
+        from offload.engine import EngineOptions, open_engine
         from offload.model_file import read_facts
         from offload.plan.placement import PlanRequest, make_plan
         from offload.schedule.switch import stay
@@ -229,7 +229,7 @@ class Today:
             hybrid=True, splitter=stay, prefetch=False,
         )  # fmt: skip
         gpu = next(device.name for device in devices() if device.on_gpu)
-        self._engine = Engine(path, EngineOptions(
+        self._engine = open_engine(path, EngineOptions(
             device=gpu, streaming=streaming, stream_experts=True, n_ctx=4096, n_threads=1,
             min_batch=MinBatch(NEVER, NEVER), n_threads_batch=1, flash_attn="auto",
         ))  # fmt: skip

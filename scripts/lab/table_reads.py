@@ -19,7 +19,7 @@ import numpy as np
 
 from lab.synth.tables import table_shape
 from lab.synth.write import plan_shape, write
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.store.store import StoreOptions
 from offload.store.table_rows import TableRows
 
@@ -76,7 +76,7 @@ def main() -> None:
         texts = [rng.integers(3, N_VOCAB - 8, N_PROMPT + N_TOKENS).tolist() for _ in range(N_TRIES)]
         for text in texts:
             for name, ram_bytes in (("in RAM", None), ("ahead", 1), ("not ahead", 1)):
-                with Engine(path, options(ram_bytes)) as engine:
+                with open_engine(path, options(ram_bytes)) as engine:
                     assert bool(engine.layout.on_disk) == (name != "in RAM")
                     seconds(engine, [*range(3, 3 + len(text))])  # makes graphs
                     if name == "in RAM":

@@ -142,7 +142,7 @@ def measure_cases(path: Path, wanted: Sequence[str] = ()) -> Iterator[Virtual]:
     """Time all cases of the `wanted` setups on all cards. See lab.gpu_cases."""
     from lab.gpu_cases import SETUPS, Timed, options_of, predicted_s
     from offload.device import devices
-    from offload.engine import Engine
+    from offload.engine import open_engine
     from offload.model_file import read_facts
 
     facts = read_facts(path)
@@ -150,7 +150,7 @@ def measure_cases(path: Path, wanted: Sequence[str] = ()) -> Iterator[Virtual]:
     for setup in SETUPS:
         if wanted and setup.name not in wanted:
             continue
-        with Engine(path, options_of(facts, setup, gpus, 1)) as engine:
+        with open_engine(path, options_of(facts, setup, gpus, 1)) as engine:
             timed = Timed(setup, engine, lambda: float(_library.standin_waited_s()))
             list(timed.rows(0))  # for warm-up: captures graphs, and fills slots
             for seed, (card, preset) in enumerate(CARDS.items(), 1):
@@ -205,15 +205,15 @@ def measure_turns(path: Path, n_turns: int = 16, n_each: int = 16) -> Iterator[T
     """
     from lab.gpu_cases import SETUPS, Timed, options_of
     from offload.device import devices
-    from offload.engine import Engine
+    from offload.engine import open_engine
     from offload.model_file import read_facts
 
     facts = read_facts(path)
     gpus = [device.name for device in devices() if device.on_gpu]
     resident, in_slots = SETUPS[:2]
     with (
-        Engine(path, options_of(facts, resident, gpus, 1)) as first,
-        Engine(path, options_of(facts, in_slots, gpus, 1)) as second,
+        open_engine(path, options_of(facts, resident, gpus, 1)) as first,
+        open_engine(path, options_of(facts, in_slots, gpus, 1)) as second,
     ):
         Timed(in_slots, second)  # fills the slots
         for card, preset in CARDS.items():
@@ -299,7 +299,7 @@ def measure_overlap(folder: Path, repetitions: int = 9) -> Iterator[Overlap]:
 
 def _steps(path: Path, case: OverlapCase, way: str, n: int) -> tuple[float, float]:
     """Return the median seconds of `n` steps after warm-up, and a step's copied bytes."""
-    from offload.engine import Engine, EngineOptions
+    from offload.engine import EngineOptions, open_engine
     from offload.model_file import read_facts
     from offload.plan.placement import PlanRequest, make_plan
     from offload.stream.options import StreamingOptions
@@ -319,7 +319,7 @@ def _steps(path: Path, case: OverlapCase, way: str, n: int) -> tuple[float, floa
     )  # fmt: skip
     times = []
     n_warm = case.n_warm if way == "overlapped" else 2
-    with Engine(path, options) as engine:
+    with open_engine(path, options) as engine:
         for i in range(n + n_warm):
             if i == n_warm:
                 before = engine.counters()

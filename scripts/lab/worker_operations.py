@@ -29,7 +29,7 @@ from unittest.mock import patch
 from lab import ROOT
 from lab.synth import eagle, mtp, write_preset
 from lab.synth.mixtures import ARCHITECTURES, write_mixture
-from offload.engine import Engine, EngineOptions
+from offload.engine import EngineOptions, open_engine
 from offload.errors import BadModel, OffloadError
 from offload.ggml.node_table import NodeTable, is_packed, operations, type_name
 from offload.ggml.tensor import type_number
@@ -151,7 +151,7 @@ def operations_of(path: Path, way: Way, options: EngineOptions | None = None) ->
 
 
 def _decode(path: Path, options: EngineOptions) -> None:
-    with Engine(path, options) as engine:
+    with open_engine(path, options) as engine:
         if (options.mtp or options.eagle) and engine.row_draft is None:
             raise BadModel(engine.row_complaint)
         texts: list[list[int]] = [[] for _ in range(options.n_sequences)]

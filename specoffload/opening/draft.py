@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.device import DeviceChoice, choose_device
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.errors import BadModel, DeviceFailed, DeviceUnavailable, DoesNotFit
 from offload.ggml.library.log import spare_cells
 from offload.ggml.native_build import library_build
@@ -222,7 +222,7 @@ def _open_llama(config: Config, path: Path, target: Engine) -> Engine:
     device, remote = options.remote.of(options.device, "--device-draft")
     # The texts of all requests fit the target's context; the other cells are for drafted tokens.
     with spare_cells(target.n_ctx, facts.n_ctx_train):
-        return Engine(path, replace(options, device=device, remote=remote))
+        return open_engine(path, replace(options, device=device, remote=remote))
 
 
 def _place(config: Config, target: Engine) -> DeviceChoice:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from offload.device import choose_device, choose_devices
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.errors import BadModel
 from offload.ggml.native_build import library_build
 from offload.images.place import projector_bytes, why_on_cpu
@@ -170,7 +170,7 @@ def open_target(
         measure_links=link_rates(config),
         measure_layouts=None if folder is None else partial(layouts_of, folder),
     )
-    engine = Engine(config.model, options, on_progress)
+    engine = open_engine(config.model, options, on_progress)
     try:
         if config.streaming.warmup:
             engine.try_out()

@@ -11,7 +11,7 @@ from budgets import limited
 from numpy.typing import NDArray
 
 from offload.device import DeviceChoice
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.stream.options import StreamingOptions
 from offload.times.min_batch import MinBatch
 
@@ -71,7 +71,7 @@ def logits(engine: Engine, batches: Sequence[int] = BATCHES) -> Logits:
 
 
 def logits_of(path: Path, opened: EngineOptions, batches: Sequence[int] = BATCHES) -> Logits:
-    with Engine(path, opened) as engine:
+    with open_engine(path, opened) as engine:
         return logits(engine, batches)
 
 

@@ -15,7 +15,7 @@ from on_gpu import Logits, assert_close, options, slots_for
 
 from lab.synth import write_preset
 from offload.device import DeviceChoice
-from offload.engine import Engine
+from offload.engine import Engine, open_engine
 from offload.schedule.switch import Splitter, all_on_device, stay
 from offload.stream import play
 from offload.times.min_batch import NEVER, MinBatch
@@ -53,14 +53,14 @@ def test_layers_computed_ahead_without_all_experts_are_repaired(
     if not path.exists():
         write_preset("qwen3-30b-a3b", path, quant=f"q8_0,experts={quant}", seed=1, **SHAPE)
     monkeypatch.setattr(play.Waits, "choose", lambda _, n_layers: n_layers)
-    with Engine(path, options(gpu, stream_experts=False, n_ubatch=32)) as engine:
+    with open_engine(path, options(gpu, stream_experts=False, n_ubatch=32)) as engine:
         expected, _ = changing(engine)
     streaming = slots_for(path, "half", hybrid=True, splitter=splitter or stay, doorbell=False)
     first = NEVER if splitter else 1
     if splitter is None:
         streaming = replace(streaming, hybrid=False, splitter=None)
     least = MinBatch(experts=first, dense=first)
-    with Engine(path, options(gpu, streaming, n_ubatch=32, min_batch=least)) as engine:
+    with open_engine(path, options(gpu, streaming, n_ubatch=32, min_batch=least)) as engine:
         got, n_repairs = changing(engine)
     not_ahead = [n for n in SIZES if n >= 9 and n_repairs[n] == 0]
     assert not not_ahead, n_repairs

@@ -15,7 +15,7 @@ from on_gpu import Logits, assert_same, options, slots_for
 
 from lab.synth import write_preset
 from offload.device import DeviceChoice
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.schedule.switch import all_on_device
 from offload.times.min_batch import NEVER, MinBatch
 
@@ -40,7 +40,7 @@ def decoded(path: Path, opened: EngineOptions) -> tuple[Logits, int]:
             parts = [(0, [7 * i + 1], 1), (1, [5 * i + 2, 3 * i + 4], 2)]
             yield from engine.sequences.extend_batch(parts)
 
-    with Engine(path, opened) as engine:
+    with open_engine(path, opened) as engine:
         return np.concatenate([*rows(engine)]), engine.counters().split_layers
 
 

@@ -10,7 +10,7 @@ from on_gpu import Logits, assert_same, options, slots_for
 
 from lab.synth import write_preset
 from offload.device import DeviceChoice
-from offload.engine import Engine
+from offload.engine import Engine, open_engine
 
 N_UBATCH = 80  # more than the player's batches
 
@@ -33,9 +33,9 @@ def prompts(engine: Engine) -> Logits:
 @pytest.mark.timeout(1200)  # Debian's software driver takes five minutes
 def test_copies_for_the_next_ubatch_change_no_logit(gpu: DeviceChoice, path: Path) -> None:
     sizes = {"n_ubatch": N_UBATCH, "n_batch": 512, "n_ctx": 512}
-    with Engine(path, options(gpu, **sizes)) as engine:
+    with open_engine(path, options(gpu, **sizes)) as engine:
         expected = prompts(engine)
-    with Engine(path, options(gpu, slots_for(path, "half"), **sizes)) as engine:
+    with open_engine(path, options(gpu, slots_for(path, "half"), **sizes)) as engine:
         got = prompts(engine)
         assert engine.counters().n_early >= 2 * 2
     assert_same(gpu, got, expected)

@@ -16,7 +16,7 @@ from on_gpu import assert_same, logits, options
 
 from lab.synth import write_preset
 from offload.device import DeviceChoice, devices
-from offload.engine import Engine
+from offload.engine import open_engine
 from offload.stream.options import StreamingOptions
 
 
@@ -85,7 +85,7 @@ def main(model: str, target: str) -> None:
     streaming = StreamingOptions(bounce=False, vram_bytes=1 << 30, n_cpu_moe=99)
     opened = options(gpus[0], streaming, tensor_split=shares, n_ctx=512, n_ubatch=72)
     names = ",".join(choice.name for choice in gpus)
-    with Engine(model, replace(opened, device=names)) as engine:
+    with open_engine(model, replace(opened, device=names)) as engine:
         np.save(target, logits(engine, (5, 1, 200, 3)))
         counters = engine.counters_by_device().values()
         print(json.dumps(([c.cuts for c in counters], [c.n_deferred for c in counters])))

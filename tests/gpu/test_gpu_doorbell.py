@@ -21,7 +21,7 @@ from on_gpu import Logits, assert_same, options, slots_for
 
 from lab.synth import write_preset
 from offload.device import DeviceChoice
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.errors import DeviceFailed
 from offload.ggml.backend import Device, Stream
 from offload.measuring import measure_split
@@ -66,7 +66,7 @@ def both(
     found = []
     for rings in (False, True):
         streaming = slots_for(path, "half", hybrid=True, splitter=stay, doorbell=rings)
-        with Engine(path, opened(gpu, streaming, **changes)) as engine:
+        with open_engine(path, opened(gpu, streaming, **changes)) as engine:
             logits, rung = decoded(engine, sizes)
             assert engine.counters().n_pairs_host > 0
             found.append(logits)
@@ -110,7 +110,7 @@ def test_sequences_and_rewinds_have_the_bits_of_decodes_that_wait(
     found = []
     for rings in (False, True):
         streaming = slots_for(moe, "half", hybrid=True, splitter=stay, doorbell=rings)
-        with Engine(moe, opened(async_gpu, streaming, n_sequences=3)) as engine:
+        with open_engine(moe, opened(async_gpu, streaming, n_sequences=3)) as engine:
             rows = []
             for turn in range(8):
                 batch = [(s, [(7 * turn + s) % engine.n_vocab, 3 + s]) for s in range(3)]
@@ -141,7 +141,7 @@ def test_measured_costs_divide_the_layers_that_pay(
 ) -> None:
     """Layers wait again if streaming a missing expert saves more than the wait costs."""
     streaming = slots_for(many, "half", hybrid=True, splitter=stay)
-    with Engine(many, opened(cuda, streaming)) as engine:
+    with open_engine(many, opened(cuda, streaming)) as engine:
         assert engine.hybrid is not None
         (costs,) = measure_split(engine).values()
         engine.hybrid.switch.splitter = ByCosts(costs.costs())
@@ -165,7 +165,7 @@ def test_a_driver_without_words_keeps_the_wait(
 
     monkeypatch.setattr(doorbell.DriverStream, "check_words", refuse)
     streaming = slots_for(many, "half", hybrid=True, splitter=stay)
-    with Engine(many, opened(cuda, streaming)) as engine:
+    with open_engine(many, opened(cuda, streaming)) as engine:
         _, rung = decoded(engine, (1,), 3)
     assert max(rung[1]) == 0
 
@@ -182,7 +182,7 @@ def test_memory_that_is_not_pinned_keeps_the_wait(
             lambda device, n, most=most_bytes: pinned(device, n) if n <= most else None,
         )  # fmt: skip
         streaming = slots_for(many, "half", hybrid=True, splitter=stay)
-        with Engine(many, opened(cuda, streaming)) as engine:
+        with open_engine(many, opened(cuda, streaming)) as engine:
             got, rung = decoded(engine, (1,))
         assert_same(cuda, got, found[0] if found else got)
         found.append(got)
@@ -220,7 +220,9 @@ def test_a_refused_call_ends_the_decode_and_the_next_one_is_served(
         return made[-1]
 
     monkeypatch.setattr(play, "Doorbell", keep)
-    with Engine(many, opened(cuda, slots_for(many, "half", hybrid=True, splitter=stay))) as engine:
+    with open_engine(
+        many, opened(cuda, slots_for(many, "half", hybrid=True, splitter=stay))
+    ) as engine:
         expected, _ = decoded(engine, (1,))
         engine.sequences.rewind(0, 0)
         with (
@@ -246,7 +248,9 @@ def decode_until_ctrl_c(engine: Engine, delay_s: float) -> None:
 def test_ctrl_c_ends_the_decode_and_the_next_one_is_served(
     cuda: DeviceChoice, many: Path, delay_s: float
 ) -> None:
-    with Engine(many, opened(cuda, slots_for(many, "half", hybrid=True, splitter=stay))) as engine:
+    with open_engine(
+        many, opened(cuda, slots_for(many, "half", hybrid=True, splitter=stay))
+    ) as engine:
         expected, _ = decoded(engine, (1,))
         engine.sequences.rewind(0, 0)
         with pytest.raises(KeyboardInterrupt):

@@ -24,7 +24,7 @@ from on_gpu import (
 
 from lab.synth import write_preset
 from offload.device import DeviceChoice
-from offload.engine import Engine, EngineOptions
+from offload.engine import EngineOptions, open_engine
 from offload.errors import DoesNotFit
 from offload.ggml.library.lib import library
 from offload.ggml.memory import HostRange
@@ -46,7 +46,7 @@ def test_the_wrapped_gpu_computes_what_the_plain_one_and_the_cpu_compute(
     model: str, gpu: DeviceChoice, request: pytest.FixtureRequest
 ) -> None:
     path, resident = request.getfixturevalue(model), request.getfixturevalue(f"resident_{model}")
-    with Engine(path, options(gpu, stream_experts=False)) as engine:
+    with open_engine(path, options(gpu, stream_experts=False)) as engine:
         got = logits(engine)
         assert engine.device is not None
         assert engine.device.n_graphs > 0, "the graphs must pass through our device"
@@ -82,7 +82,7 @@ WAYS: dict[str, tuple[str, str, dict[str, Any]]] = {
 def test_streamed_is_resident(way: str, gpu: DeviceChoice, request: pytest.FixtureRequest) -> None:
     model, slots, changes = WAYS[way]
     path, resident = request.getfixturevalue(model), request.getfixturevalue(f"resident_{model}")
-    with Engine(path, options(gpu, slots_for(path, slots, **changes))) as engine:
+    with open_engine(path, options(gpu, slots_for(path, slots, **changes))) as engine:
         assert engine.device is not None
         assert engine.plan is not None
         assert engine.device.is_native == changes.get("native", True)
@@ -105,7 +105,7 @@ def poison(pages: HostRange) -> None:
 def memory_for(gpu: DeviceChoice, path: Path, plan: StreamingOptions, share: float) -> StoreOptions:
     """Memory for a share of the experts, or for those of one layer if that is more."""
     with pytest.raises(DoesNotFit, match="raise --ram") as refused:
-        Engine(path, options(gpu, plan, store=StoreOptions(ram_bytes=1)))
+        open_engine(path, options(gpu, plan, store=StoreOptions(ram_bytes=1)))
     assert refused.value.least_bytes is not None
     ram_bytes = max(refused.value.least_bytes, int(share * read_facts(path).expert_bytes))
     return StoreOptions(ram_bytes=ram_bytes, leave=poison)
@@ -120,7 +120,7 @@ def test_experts_read_from_the_disk_are_resident(
     """Memory holds a share of the experts, or those of one layer. Copies may be late."""
     streaming = slots_for(moe, slots, bounce=bounce)
     store = memory_for(gpu, moe, streaming, share)
-    with Engine(moe, options(gpu, streaming, store=store)) as engine:
+    with open_engine(moe, options(gpu, streaming, store=store)) as engine:
         assert_same(gpu, logits(engine), resident_moe)
         assert engine.store is not None
         assert engine.store.experts is not None
@@ -141,7 +141,7 @@ def test_split_layers_from_the_disk_give_the_bits_of_those_in_memory(
     plan = slots_for(moe, "half", hybrid=True, splitter=splitter, bounce=bounce, passes="on")
 
     def run(opened: EngineOptions) -> tuple[Logits, dict[str, float]]:
-        with Engine(moe, opened) as engine:
+        with open_engine(moe, opened) as engine:
             first = logits(engine)
             return np.concatenate([first, logits(engine)]), engine.disk_counters()
 
@@ -162,7 +162,9 @@ def test_one_token_at_a_time_through_the_fewest_slots_is_resident(
 ) -> None:
     ones = (1,) * 6
     expected = logits_of(moe, options(gpu, stream_experts=False), ones)[:6]
-    with Engine(moe, options(gpu, slots_for(moe, "least", depth=depth, n_gpu_layers=99))) as engine:
+    with open_engine(
+        moe, options(gpu, slots_for(moe, "least", depth=depth, n_gpu_layers=99))
+    ) as engine:
         assert engine.plan is not None
         assert all(pool.n_slots == pool.n_used for pool in engine.plan.layout.pools)
         got = logits(engine, ones)[:6]
@@ -181,7 +183,7 @@ def test_larger_batches_through_the_fewest_slots_go_in_passes_or_to_the_cpu(
     """
     for passes in ("on", "off"):
         streaming = slots_for(moe, "least", n_gpu_layers=99, passes=passes)
-        with Engine(moe, options(gpu, streaming)) as engine:
+        with open_engine(moe, options(gpu, streaming)) as engine:
             got = logits(engine)
             assert engine.device is not None
             assert engine.device.is_native == (passes == "on")
@@ -222,7 +224,7 @@ def test_the_mla_switch_rounds_differently_and_streaming_does_not_change_its_bit
         options(gpu, stream_experts=False, mla_crossover=64),
         options(gpu, slots_for(moe, "half"), mla_crossover=64),
     ):
-        with Engine(moe, opened) as engine:
+        with open_engine(moe, opened) as engine:
             rows.append(logits(engine))
             assert engine.device is not None
             assert engine.device.mla.n_replaced > 0
@@ -235,7 +237,9 @@ def test_the_threshold_holds_for_whole_decodes_kind_by_kind(
     gpu: DeviceChoice, moe: Path, native: bool
 ) -> None:
     streaming = StreamingOptions(n_gpu_layers=1, bounce=False, native=native)
-    with Engine(moe, options(gpu, streaming, min_batch=MinBatch(experts=8, dense=4))) as engine:
+    with open_engine(
+        moe, options(gpu, streaming, min_batch=MinBatch(experts=8, dense=4))
+    ) as engine:
         for n in (3, 5, 9, 2, 8, 3):
             before = engine.counters().cuts
             engine.sequences.extend(0, [(7 * i) % 200 for i in range(n)])
@@ -250,7 +254,7 @@ def test_decodes_without_logits_leave_the_last_layer_no_tokens(
     gpu: DeviceChoice, moe: Path, resident_moe: Logits
 ) -> None:
     """In a prompt of several parts, all parts except the last are decoded without logits."""
-    with Engine(moe, options(gpu, slots_for(moe, "half"))) as engine:
+    with open_engine(moe, options(gpu, slots_for(moe, "half"))) as engine:
         for n in (1, 5, 2, 3):
             engine.sequences.extend(0, [9] * n, n_logits=0)
         assert_same(gpu, logits(engine), resident_moe)
@@ -270,7 +274,7 @@ def test_copies_through_the_pinned_ring_give_the_same(
     # Buffers much smaller than a matrix, so that each copy goes around the ring.
     monkeypatch.setattr("offload.stream.building.RING_BYTES", 3 * 4096)
     monkeypatch.setattr(BounceCopier.__init__, "__defaults__", (NO_TRACE, 4096))
-    with Engine(
+    with open_engine(
         moe, options(async_gpu, slots_for(moe, "half", bounce=True, depth=depth))
     ) as engine:
         assert_same(async_gpu, logits(engine), resident_moe)
@@ -289,14 +293,14 @@ def test_slots_sized_after_a_warm_up_give_the_same(
     taken = plan.resident_bytes + plan.reserve_bytes
     if warmup:  # drivers and libraries take more memory than estimated from the header
         free_before = gpu.device.memory_bytes()[0]
-        with Engine(moe, opened) as engine:
+        with open_engine(moe, opened) as engine:
             logits(engine)
             assert engine.plan is not None
             used = free_before - gpu.device.memory_bytes()[0]
             taken = max(taken, used - engine.plan.slot_bytes)
     half = {"device_bytes": taken + plan.slot_bytes // 2, "n_gpu_layers": ON_GPU}
     streaming = replace(opened.streaming, **half)
-    with Engine(moe, replace(opened, streaming=streaming)) as engine:
+    with open_engine(moe, replace(opened, streaming=streaming)) as engine:
         assert engine.plan is not None
         assert 0 < engine.plan.slot_bytes <= plan.slot_bytes // 2
         assert engine.counters().copies == 0, "a warm-up copies nothing"
@@ -313,7 +317,7 @@ def test_a_batch_of_the_same_size_again_reads_other_slots(gpu: DeviceChoice, mod
 
     def rows(opened: EngineOptions) -> tuple[Logits, int]:
         found = []
-        with Engine(path, opened) as engine:
+        with open_engine(path, opened) as engine:
             for prompt in prompts:
                 engine.sequences.rewind(0, 0)
                 found.append(engine.sequences.extend(0, prompt))
@@ -348,7 +352,7 @@ def test_what_is_taken_from_the_device_is_given_back_when_closed(
     count("ggml_backend_buft_alloc_buffer", 1, "buffers")
     count("ggml_backend_buffer_free", -1, "buffers")
     for _ in range(5):
-        with Engine(moe, options(async_gpu, slots_for(moe, "half"))) as engine:
+        with open_engine(moe, options(async_gpu, slots_for(moe, "half"))) as engine:
             engine.sequences.extend(0, [1, 2, 3, 4])
             assert held["events"] > 0
             assert held["backends"] >= 2, "one computes, one copies"

@@ -13,7 +13,7 @@ from on_gpu import Logits, assert_same, options, slots_for
 
 from lab.synth import write_preset
 from offload.device import DeviceChoice
-from offload.engine import Engine, EngineOptions
+from offload.engine import EngineOptions, open_engine
 from offload.schedule.slots import StreamCounters
 from offload.schedule.switch import all_on_device, stay
 from offload.stream.options import StreamingOptions
@@ -38,7 +38,7 @@ def opened(gpu: DeviceChoice, streaming: StreamingOptions) -> EngineOptions:
 
 def logits(path: Path, made: EngineOptions) -> tuple[Logits, StreamCounters]:
     rng, rows = random.Random(1), []
-    with Engine(path, made) as engine:
+    with open_engine(path, made) as engine:
         assert engine.device is not None
         if made.streaming.lend and engine.device.compute_buffer is None:
             pytest.skip(engine.notes[-1])

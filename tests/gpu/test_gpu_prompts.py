@@ -14,7 +14,7 @@ from offload.device import DeviceChoice, devices
 
 _PROMPTS = """
 import sys
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.times.min_batch import MinBatch
 from offload.stream.options import StreamingOptions
 path, device, streams = sys.argv[1:]
@@ -22,7 +22,7 @@ options = EngineOptions(
     device=device, n_ctx=2048, n_batch=2048, n_ubatch=256, n_outputs=8, min_batch=MinBatch(1, 1),
     stream_experts=bool(streams), streaming=StreamingOptions(warmup=False),
 )
-with Engine(path, options) as engine:
+with open_engine(path, options) as engine:
     for n_logits in (1, 0, 3):
         engine.sequences.extend(0, [7] * 1024, n_logits=n_logits)
         engine.sequences.rewind(0, 0)

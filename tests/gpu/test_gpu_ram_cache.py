@@ -14,7 +14,7 @@ from on_gpu import Logits, assert_close, assert_same, is_standin, options, slots
 import offload.plan.devices
 from lab.synth import write_preset
 from offload.device import DeviceChoice
-from offload.engine import Engine, EngineOptions
+from offload.engine import EngineOptions, open_engine
 from offload.model_file import read_facts
 from offload.schedule.switch import all_on_device, stay
 from offload.times.context import context_memory
@@ -46,7 +46,7 @@ def opened(gpu: DeviceChoice, path: Path, way: str, *, kv_offload: bool) -> Engi
 
 def logits(path: Path, made: EngineOptions) -> Logits:
     rng, rows = random.Random(1), []
-    with Engine(path, made) as engine:
+    with open_engine(path, made) as engine:
         if engine.ram_cache is not None:
             # Vulkan cannot pin memory of ours, and copies from ordinary memory.
             is_pinned = not engine.ram_cache.why_not_pinned
@@ -80,11 +80,11 @@ def test_a_cache_in_ram_changes_no_logits(
 def test_a_state_is_loaded_in_the_other_place(gpu: DeviceChoice, path: Path) -> None:
     text = [3, 1, 4, 1, 5] * 20
     rows = {}
-    with Engine(path, opened(gpu, path, "streamed", kv_offload=True)) as engine:
+    with open_engine(path, opened(gpu, path, "streamed", kv_offload=True)) as engine:
         engine.sequences.extend(0, text, n_logits=0)
         state = engine.sequences.save(0)
         rows[True] = engine.sequences.extend(0, [9, 2, 6])
-    with Engine(path, opened(gpu, path, "streamed", kv_offload=False)) as engine:
+    with open_engine(path, opened(gpu, path, "streamed", kv_offload=False)) as engine:
         engine.sequences.load(1, state, text)
         rows[False] = engine.sequences.extend(1, [9, 2, 6])
     assert_alike(gpu, rows[False], rows[True], is_on_gpu=False)
@@ -97,7 +97,7 @@ def test_a_cache_in_ram_takes_no_device_memory(gpu: DeviceChoice, path: Path) ->
     before = gpu.device.memory_bytes()[0]
     free = {}
     for place in (True, False):
-        with Engine(path, replace(made, kv_offload=place)):
+        with open_engine(path, replace(made, kv_offload=place)):
             free[place] = gpu.device.memory_bytes()[0]
     assert gpu.device.memory_bytes()[0] == before  # nothing is left behind
     there, here = (

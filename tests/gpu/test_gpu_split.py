@@ -14,7 +14,7 @@ from on_gpu import BATCHES, Logits, assert_close, assert_same, logits, logits_of
 from lab.split import all_host
 from lab.synth import write_preset
 from offload.device import DeviceChoice
-from offload.engine import Engine, EngineOptions
+from offload.engine import EngineOptions, open_engine
 from offload.ggml.graph import Graph
 from offload.ggml.tensor import Relocation
 from offload.measuring import measure_split
@@ -43,7 +43,7 @@ def split(gpu: DeviceChoice, path: Path, splitter: Splitter, **changes: bool) ->
 def test_a_split_layer_gives_what_the_resident_model_gives(
     gpu: DeviceChoice, moe: Path, resident_moe: Logits, splitter: Splitter
 ) -> None:
-    with Engine(moe, split(gpu, moe, splitter)) as engine:
+    with open_engine(moe, split(gpu, moe, splitter)) as engine:
         got = logits(engine)
         counters = engine.counters()
         assert engine.hybrid is not None
@@ -62,7 +62,7 @@ def test_a_shared_prompt_gives_what_the_resident_model_gives(
     resident = logits_of(moe, options(gpu, stream_experts=False, **sizes), batches)
     streaming = slots_for(moe, slots, hybrid=True, splitter=splitter, n_gpu_layers=99)
     never = MinBatch(NEVER, NEVER)
-    with Engine(moe, options(gpu, streaming, min_batch=never, **sizes)) as engine:
+    with open_engine(moe, options(gpu, streaming, min_batch=never, **sizes)) as engine:
         got = logits(engine, batches)
         counters = engine.counters()
     assert (counters.passes > 0) == (splitter is not all_host), "then the device computes no pair"
@@ -81,7 +81,7 @@ def test_what_goes_ahead_of_the_cpus_rows_changes_no_bit(
 
     found = []
     for ahead in (True, False):
-        with Engine(moe, split(gpu, moe, halves)) as engine:
+        with open_engine(moe, split(gpu, moe, halves)) as engine:
             found.append(logits(engine))
             counters = engine.counters()
             assert counters.n_pairs_host > 0
@@ -93,7 +93,7 @@ def test_what_goes_ahead_of_the_cpus_rows_changes_no_bit(
 def test_a_gpu_is_measured_and_layers_are_split_by_it(
     gpu: DeviceChoice, moe: Path, resident_moe: Logits
 ) -> None:
-    with Engine(moe, split(gpu, moe, stay)) as engine:
+    with open_engine(moe, split(gpu, moe, stay)) as engine:
         assert engine.hybrid is not None
         (costs,) = measure_split(engine).values()
         arrays = costs.costs()
@@ -112,10 +112,10 @@ def test_all_experts_on_the_cpu_give_the_bits_of_what_is_below_min_batch(
         path = write_preset(preset, models / "gpu_biases.gguf", size="tiny", seed=1)
     opened = split(gpu, path, all_host)
     below = replace(opened, streaming=replace(opened.streaming, hybrid=False))
-    with Engine(path, below) as engine:
+    with open_engine(path, below) as engine:
         expected = logits(engine, BATCHES[:2])
         assert engine.counters().cuts == 0
-    with Engine(path, opened) as engine:
+    with open_engine(path, opened) as engine:
         np.testing.assert_array_equal(logits(engine, BATCHES[:2]), expected)
         assert engine.counters().n_pairs_host > 0
     assert_close(logits_of(path, split(gpu, path, halves), BATCHES[:2]), expected, 0.08)
@@ -131,9 +131,9 @@ def test_a_decode_without_logits_has_no_ids_to_read_in_its_last_layer(
     streaming = slots_for(path, "half", hybrid=hybrid, splitter=stay if hybrid else None)
     opened = options(gpu, streaming, min_batch=MinBatch(least, least))
     tokens = [5, 6, 7]
-    with Engine(path, replace(opened, device="cpu")) as engine:
+    with open_engine(path, replace(opened, device="cpu")) as engine:
         expected = engine.sequences.extend(0, tokens)[-1:]
-    with Engine(path, opened) as engine:
+    with open_engine(path, opened) as engine:
         for token in tokens[:-1]:
             engine.sequences.extend(0, [token], n_logits=0)
         counters = engine.counters()
@@ -154,7 +154,7 @@ def test_a_prompt_goes_around_the_experts_that_decodes_left(
     opened = replace(split(gpu, path, all_on_device), min_batch=MinBatch(65, 65), n_ubatch=80)
 
     def run() -> tuple[Logits, int]:
-        with Engine(path, opened) as engine:
+        with open_engine(path, opened) as engine:
             rows = [engine.sequences.extend(0, [11 * i]) for i in range(6)]
             engine.sequences.rewind(0, 0)
             tokens = [7 * i % engine.n_vocab for i in range(80)]

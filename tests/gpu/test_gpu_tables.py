@@ -13,7 +13,7 @@ from on_gpu import options
 
 from lab.synth.tables import ARCHITECTURES, write_with_table
 from offload.device import DeviceChoice
-from offload.engine import Engine
+from offload.engine import open_engine
 from offload.model_file import read_facts
 from offload.plan.store_layout import PAGE_BYTES
 from offload.plan.tables import LookupTable, lookup_tables
@@ -42,7 +42,7 @@ def test_a_table_is_never_in_gpu_memory(gpu: DeviceChoice, models: Path, archite
     found = []
     for ram_bytes in (None, facts.expert_bytes + 1):
         opened = options(gpu, store=StoreOptions(ram_bytes=ram_bytes))
-        with log_lines() as lines, Engine(path, opened) as engine:
+        with log_lines() as lines, open_engine(path, opened) as engine:
             assert bool(engine.layout.on_disk) == (ram_bytes is not None)
             rows = [engine.sequences.extend(0, list(range(n, 2 * n))) for n in (3, 24, 1, 5)]
             found.append(np.concatenate(rows))

@@ -17,7 +17,7 @@ from worker import has_rpc
 
 from lab.synth import write_preset
 from offload.device import DeviceChoice
-from offload.engine import Engine
+from offload.engine import open_engine
 from offload.remote.address import RemoteOptions
 
 pytestmark = [
@@ -42,7 +42,7 @@ def test_streamed_on_a_worker_is_resident_here(
     with working(path, *flags) as running:
         remote = RemoteOptions((running.address,), order="only")
         for _ in range(2):  # a second client
-            with Engine(path, replace(options(gpu), device="cpu", remote=remote)) as engine:
+            with open_engine(path, replace(options(gpu), device="cpu", remote=remote)) as engine:
                 got = logits(engine)
         if is_standin(gpu) or hybrid == "off":
             assert_same(gpu, got, expected)

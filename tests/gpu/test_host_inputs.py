@@ -11,7 +11,7 @@ from on_gpu import options
 
 from lab.synth import write_preset
 from offload.device import DeviceChoice
-from offload.engine import Engine
+from offload.engine import open_engine
 from offload.model_file import read_facts
 from offload.times.context import ContextOptions, host_input_bytes
 
@@ -26,7 +26,7 @@ def test_inputs_take_the_planned_host_memory(
     if not path.exists():
         write_preset(preset, path, seed=1)
     chosen = options(gpu, stream_experts=False, n_ctx=n_ctx, n_ubatch=n_ubatch)
-    with caplog.at_level(logging.INFO), Engine(path, chosen):
+    with caplog.at_level(logging.INFO), open_engine(path, chosen):
         pass
     taken = re.findall(r"_Host compute buffer size = +([\d.]+) MiB", caplog.text)
     if not taken:

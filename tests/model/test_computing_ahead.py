@@ -17,7 +17,7 @@ from player_calls import Compute, computing
 from test_hybrid import PRESETS, Rows, logits, options, split_by
 
 from lab.synth import write_preset
-from offload.engine import Engine
+from offload.engine import Engine, open_engine
 from offload.errors import DeviceFailed
 from offload.ggml.backend import Device
 from offload.ggml.library import abi
@@ -35,7 +35,7 @@ def model(request: pytest.FixtureRequest, models: Path) -> tuple[Path, Rows, boo
     """Return a random model, its logits with all weights resident, and whether repairs work."""
     path = models / f"ahead-{request.param}.gguf"
     write_preset(PRESETS[request.param], path, size="tiny", seed=1)
-    with Engine(path, replace(options(StreamingOptions(), 1), stream_experts=False)) as engine:
+    with open_engine(path, replace(options(StreamingOptions(), 1), stream_experts=False)) as engine:
         return path, repeated(engine), request.param != "qwen35moe"
 
 
@@ -72,7 +72,7 @@ def test_repairs_give_the_resident_models_bits(
 ) -> None:  # fmt: skip
     path, expected, is_repeatable = model
     choose(monkeypatch, *layers_per_wait)
-    with Engine(path, split_by(SPLITS[split], path, "half")) as engine:
+    with open_engine(path, split_by(SPLITS[split], path, "half")) as engine:
         assert np.array_equal(repeated(engine), expected)
         counters = engine.counters()
     assert went_ahead(counters) == is_repeatable
@@ -86,7 +86,7 @@ def test_streamed_layers_are_repaired_too(
     path, expected, is_repeatable = model
     choose(monkeypatch, 99, 3, 2)
     streaming = replace(split_by(stay, path, "half").streaming, hybrid=False, splitter=None)
-    with Engine(path, options(streaming, 1)) as engine:
+    with open_engine(path, options(streaming, 1)) as engine:
         assert np.array_equal(repeated(engine), expected)
         assert went_ahead(engine.counters()) == is_repeatable
 
@@ -103,7 +103,10 @@ def test_batches_of_every_size_are_repaired(
             engine.sequences.rewind(0, 0)
 
     resident = replace(options(StreamingOptions(), 1), stream_experts=False)
-    with Engine(path, resident) as whole, Engine(path, split_by(stay, path, "half")) as split:
+    with (
+        open_engine(path, resident) as whole,
+        open_engine(path, split_by(stay, path, "half")) as split,
+    ):
         for n, rows in enumerate(zip(of_every_size(whole), of_every_size(split), strict=True), 1):
             assert np.array_equal(*rows), n
         counters = split.counters()
@@ -127,7 +130,7 @@ def test_prepared_graphs_share_the_host_memory_for_ids(
     choose(monkeypatch, 99)
     monkeypatch.setattr(Device, "pinned_memory", pinned_memory)
     monkeypatch.setattr("offload.stream.program.AheadEntry", made)
-    with Engine(tiny_moe, split_by(stay, tiny_moe, "half")) as engine:
+    with open_engine(tiny_moe, split_by(stay, tiny_moe, "half")) as engine:
         before = len(asked)
         for n in range(1, MOST_TOKENS + 1):
             engine.sequences.extend(0, [(11 * i + 3 * n) % engine.n_vocab for i in range(n)])
@@ -151,11 +154,13 @@ def test_a_decode_that_ends_anywhere_is_redone(
 
         return end
 
-    with Engine(tiny_moe, replace(options(StreamingOptions(), 1), stream_experts=False)) as one:
+    with open_engine(
+        tiny_moe, replace(options(StreamingOptions(), 1), stream_experts=False)
+    ) as one:
         expected = repeated(one)
     choose(monkeypatch, 99, 2)
     computing(monkeypatch, made)
-    with Engine(tiny_moe, split_by(splitter, tiny_moe, "half")) as one:
+    with open_engine(tiny_moe, split_by(splitter, tiny_moe, "half")) as one:
         for nth in range(1, 20):
             ends_at, n_computed = nth, 0
             status = abi.GGML_STATUS_ABORTED if nth % 2 else abi.GGML_STATUS_FAILED

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.engine import Engine, EngineOptions
+from offload.engine import EngineOptions, open_engine
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending, guard, pending_around
 
@@ -134,7 +134,7 @@ def test_opening_an_engine_raises_what_came_inside_a_callback(
 
     monkeypatch.setattr(HostBufferType, "_on_alloc", press)
     with pytest.raises(KeyboardInterrupt):
-        Engine(tiny_moe, EngineOptions(device="sim", n_ctx=256))
+        open_engine(tiny_moe, EngineOptions(device="sim", n_ctx=256))
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from test_threads import needs_two, plan_of, two_nodes
 
 from lab.synth import write_preset
 from numa.place import Strategy
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.model_file import read_facts
 from offload.schedule.switch import all_on_device
 from offload.store.store import StoreOptions
@@ -42,7 +42,7 @@ def path(models: Path) -> Path:
 @pytest.fixture(scope="module")
 def expected(path: Path) -> Rows:
     """Logits of one device, which streams."""
-    with Engine(path, options("sim")) as engine:
+    with open_engine(path, options("sim")) as engine:
         return logits(engine)
 
 
@@ -55,9 +55,11 @@ def test_experts_from_the_disk(path: Path, mode: str) -> None:
     """Pages of experts that are not in memory hold NaN."""
     streaming = StreamingOptions(hybrid=mode == "split", splitter=all_on_device)
     ram_bytes = read_facts(path).expert_bytes // 3
-    with Engine(path, test_disk.options("sim", None, streaming)) as engine:
+    with open_engine(path, test_disk.options("sim", None, streaming)) as engine:
         expected = test_disk.logits(engine)
-    with Engine(path, replace(test_disk.options("sim", ram_bytes, streaming), **TWO)) as engine:
+    with open_engine(
+        path, replace(test_disk.options("sim", ram_bytes, streaming), **TWO)
+    ) as engine:
         assert len(engine.devices) == 2
         assert np.array_equal(test_disk.logits(engine), expected)
         memory = test_disk.experts_of(engine)
@@ -70,7 +72,7 @@ def test_weights_in_the_page_cache(path: Path, expected: Rows) -> None:
     mapped = replace(
         options("sim,sim", tensor_split=(1, 1)), store=StoreOptions(keep_page_cache=True)
     )
-    with Engine(path, mapped) as engine:
+    with open_engine(path, mapped) as engine:
         assert np.array_equal(logits(engine), expected)
         assert all(used_by_each(engine, "streamed_experts"))
 
@@ -78,7 +80,7 @@ def test_weights_in_the_page_cache(path: Path, expected: Rows) -> None:
 @needs_two
 def test_weights_on_memory_nodes(path: Path, expected: Rows) -> None:
     numa = plan_of(two_nodes(), Strategy.ROWS, 2)
-    with Engine(path, options("sim,sim", tensor_split=(1, 1), numa=numa)) as engine:
+    with open_engine(path, options("sim,sim", tensor_split=(1, 1), numa=numa)) as engine:
         assert np.array_equal(logits(engine), expected)
         assert any("numa rows: streamed weights placed" in note for note in engine.numa_notes)
 
@@ -87,7 +89,7 @@ def test_embeddings(path: Path) -> None:
     found = []
     for device in ("sim", "sim,sim"):
         asked = EngineOptions(device=device, n_ctx=256, n_ubatch=64, pooling="mean")
-        with Engine(path, replace(asked, min_batch=MinBatch(1, 1))) as engine:
+        with open_engine(path, replace(asked, min_batch=MinBatch(1, 1))) as engine:
             assert engine.embedder is not None
             engine.sequences.extend(0, [1, 2, 3])
             found.append(engine.embedder.embed(list(range(40)))[0])

@@ -17,7 +17,7 @@ from lab.synth import write_preset
 from lab.synth.eagle import write_eagle, write_target
 from lab.synth.mtp import write_mtp
 from offload.device import choose_devices, devices
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.errors import DeviceUnavailable, DoesNotFit
 from offload.measuring import measure_split, use_split_costs
 from offload.model import is_experts, layer_of
@@ -97,11 +97,11 @@ def sims(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_two_devices_give_the_bits_of_one(model: Path, mode: str) -> None:
-    with Engine(model, options("sim", mode)) as engine:
+    with open_engine(model, options("sim", mode)) as engine:
         expected = logits(engine)
     for shares, rates in (((1, 1), ("4GB/s", "4GB/s")), ((1, 3), ("4GB/s", "1GB/s"))):
         device = sims(model, shares, rates) if mode != "resident" else "sim,sim"
-        with Engine(model, options(device, mode, tensor_split=shares)) as engine:
+        with open_engine(model, options(device, mode, tensor_split=shares)) as engine:
             assert len(engine.devices) == 2
             assert np.array_equal(logits(engine), expected), (shares, rates)
             assert not any(device.declined for device in engine.devices)
@@ -112,9 +112,9 @@ def test_two_devices_give_the_bits_of_one(model: Path, mode: str) -> None:
 
 def test_three_devices_give_the_bits_of_one(models: Path) -> None:
     path = written("deepseek-v3", models)
-    with Engine(path, options("sim")) as engine:
+    with open_engine(path, options("sim")) as engine:
         expected = logits(engine)
-    with Engine(path, options("sim,sim,sim", tensor_split=(3, 2, 2))) as engine:
+    with open_engine(path, options("sim,sim,sim", tensor_split=(3, 2, 2))) as engine:
         assert np.array_equal(logits(engine), expected)
         assert all(c.cuts for c in engine.counters_by_device().values())
 
@@ -126,7 +126,7 @@ def test_each_device_computes_and_copies_its_own_layers(
     """ggml gives a product to the first device that accepts its weight's type of memory."""
     facts, trace = read_facts(model), Trace()
     asked = options("sim,sim", tensor_split=shares, streaming={"trace": trace})
-    with Engine(model, asked) as engine:
+    with open_engine(model, asked) as engine:
         engine.sequences.extend(0, list(range(64)))
         counters = engine.counters_by_device()
         assert [layers for _, layers in engine.choices] == [*by_shares(facts.n_layers, shares)]
@@ -144,7 +144,7 @@ def test_each_device_computes_and_copies_its_own_layers(
 
 def test_a_device_without_layers_is_left_out(models: Path) -> None:
     path = written("qwen3moe", models)
-    with Engine(path, options("sim,sim,sim", tensor_split=(0, 1, 0))) as engine:
+    with open_engine(path, options("sim,sim,sim", tensor_split=(0, 1, 0))) as engine:
         assert [choice.name for choice, _ in engine.choices] == ["sim1"]
         assert engine.counters_by_device().keys() == {"sim1"}
 
@@ -154,10 +154,10 @@ def test_two_devices_hold_what_one_cannot(models: Path) -> None:
     whole = make_plan(read_facts(path), PlanRequest(stream_experts=False)).resident_bytes
     small = f"sim:vram={round(whole * 0.7) // 1024}KiB"
     fits = StreamingOptions(n_cpu_moe="fit", n_gpu_layers=99)
-    with Engine(path, replace(options(small), streaming=fits)) as engine:
+    with open_engine(path, replace(options(small), streaming=fits)) as engine:
         assert engine.plan is not None
         assert engine.plan.streamed
-    with Engine(path, replace(options(f"{small},{small}"), streaming=fits)) as engine:
+    with open_engine(path, replace(options(f"{small},{small}"), streaming=fits)) as engine:
         assert engine.plan is not None
         assert not engine.plan.streamed
 
@@ -179,7 +179,7 @@ def test_bad_devices_and_shares_are_named_in_one_sentence(
     models: Path, device: str, shares: tuple[float, ...], words: str
 ) -> None:
     with pytest.raises(DeviceUnavailable, match=words) as e:
-        Engine(written("qwen3moe", models), options(device, tensor_split=shares))
+        open_engine(written("qwen3moe", models), options(device, tensor_split=shares))
     assert "\n" not in str(e.value)
 
 
@@ -195,7 +195,7 @@ def test_bad_devices_and_shares_are_named_in_one_sentence(
 def test_more_or_fewer_shares_than_devices_mean_what_they_mean_to_llama_cpp(
     models: Path, device: str, shares: tuple[float, ...], used: list[str], words: str
 ) -> None:
-    with Engine(written("qwen3moe", models), options(device, tensor_split=shares)) as engine:
+    with open_engine(written("qwen3moe", models), options(device, tensor_split=shares)) as engine:
         assert [choice.name for choice, _ in engine.choices] == used
         said = [note for note in engine.notes if "--tensor-split" in note]
         assert len(said) == bool(words)
@@ -225,7 +225,7 @@ def test_gpus_are_chosen_as_llama_cpp_chooses_them(monkeypatch: pytest.MonkeyPat
 
 def test_a_device_that_is_too_small_is_named(models: Path) -> None:
     with pytest.raises(DoesNotFit, match=r"sim1, layers 4-5: .*--tensor-split"):
-        Engine(written("qwen3moe", models), options("sim,sim:vram=1KiB", tensor_split=(1, 1)))
+        open_engine(written("qwen3moe", models), options("sim,sim:vram=1KiB", tensor_split=(1, 1)))
 
 
 def test_a_device_copies_while_the_one_before_it_computes(models: Path) -> None:
@@ -233,7 +233,7 @@ def test_a_device_copies_while_the_one_before_it_computes(models: Path) -> None:
     path, trace = written("qwen3moe", models), Trace()
     streaming = {"trace": trace, "cache": False}
     device = sims(path, (1, 1), ("10MB/s", "100MB/s"), 1.0)
-    with Engine(path, options(device, tensor_split=(1, 1), streaming=streaming)) as engine:
+    with open_engine(path, options(device, tensor_split=(1, 1), streaming=streaming)) as engine:
         logits(engine, (64,))
         trace.restart()
         engine.sequences.extend(0, list(range(128)))  # two ubatches of 64 tokens
@@ -250,9 +250,9 @@ def test_a_device_copies_while_the_one_before_it_computes(models: Path) -> None:
 
 def test_a_graph_that_was_expected_and_did_not_come_changes_nothing(models: Path) -> None:
     path = written("qwen3moe", models)
-    with Engine(path, options("sim")) as engine:
+    with open_engine(path, options("sim")) as engine:
         expected = logits(engine)
-    with Engine(path, options(sims(path, (1, 1), ("1GB/s", "1GB/s")))) as engine:
+    with open_engine(path, options(sims(path, (1, 1), ("1GB/s", "1GB/s")))) as engine:
         second = engine.devices[1]
         rows = []
         for i, n in enumerate(BATCHES):
@@ -277,7 +277,7 @@ def test_own_layers_draft_on_the_last_device(models: Path, architecture: str, wa
         stream_experts=way != "resident", streaming=StreamingOptions(hybrid=way == "split"),
     )  # fmt: skip
     fresh = replace(chosen, device="cpu", tensor_split=(), n_ctx=512, n_sequences=1)
-    with Engine(path, chosen) as engine, Engine(path, fresh) as one:
+    with open_engine(path, chosen) as engine, open_engine(path, fresh) as one:
         assert len(engine.devices) == 2
         check_each_draft(engine, one)
 
@@ -315,14 +315,14 @@ def test_the_plan_divides_by_room_and_says_so(models: Path) -> None:
     rates = {"sim0": 50e6, "sim1": 5e9}
     chosen = options(f"sim:vram={roomy}b,sim:vram={tight}b", streaming={"n_cpu_moe": "fit"})
     chosen = replace(chosen, measure_links=lambda c: [rates[choice.name] for choice in c])
-    with Engine(path, chosen) as engine:
+    with open_engine(path, chosen) as engine:
         (first, second) = engine.parts
         assert [layers.first for _, layers in engine.choices] == [0, 4]
         assert (first.plan.n_resident, second.plan.n_resident) == (3, 1), "passes need little room"
         assert any("sim0 layers 0-3, sim1 layers 4-5" in note for note in engine.notes)
         assert second.plan.resident_bytes + second.plan.slot_bytes <= tight
         divided = logits(engine)
-    with Engine(path, options("sim")) as engine:
+    with open_engine(path, options("sim")) as engine:
         assert np.array_equal(divided, logits(engine))
 
 
@@ -340,7 +340,7 @@ def test_a_start_makes_each_plan_once(models: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("offload.plan.found.FoundDevice.is_counted", lambda *_: True)
     sizes = {"n_cpu_moe": 2, "device_bytes": 8 << 20}
     asked = replace(options("sim,sim", streaming=sizes), most_ubatch=512)
-    with Engine(written("qwen3moe", models), asked) as engine:
+    with open_engine(written("qwen3moe", models), asked) as engine:
         assert len(engine.parts) == 2
         assert any(part.plan.streamed for part in engine.parts)
     assert n_plans == 2
@@ -351,18 +351,18 @@ def test_vram_is_given_for_each_device_or_for_all(models: Path) -> None:
     facts = read_facts(path)
     sizes = [device_bytes(facts) // 2, device_bytes(facts)]
     streaming = {"each_device_bytes": tuple(sizes)}
-    with Engine(path, options("sim,sim", streaming=streaming)) as engine:
+    with open_engine(path, options("sim,sim", streaming=streaming)) as engine:
         for part, size in zip(engine.parts, sizes, strict=True):
             assert part.plan.resident_bytes + part.plan.slot_bytes <= size
     for device, n in (("sim", 1), ("sim,sim,sim", 3)):
         with pytest.raises(DeviceUnavailable, match=f"--vram has 2 sizes, but --device has {n}"):
-            Engine(path, options(device, streaming=streaming))
+            open_engine(path, options(device, streaming=streaming))
 
 
 def test_each_device_splits_layers_by_costs_of_its_own(models: Path) -> None:
     path = written("qwen3moe", models)
     device = sims(path, (1, 1), ("400MB/s", "20MB/s"))
-    with Engine(path, options(device, "split", tensor_split=(1, 1))) as engine:
+    with open_engine(path, options(device, "split", tensor_split=(1, 1))) as engine:
         costs = measure_split(engine)
         assert list(costs) == ["sim0", "sim1"]
         fast, slow = (costs[name].costs().copy_s for name in costs)
@@ -373,7 +373,7 @@ def test_each_device_splits_layers_by_costs_of_its_own(models: Path) -> None:
         assert [s.costs.copy_s for s in own if isinstance(s, ByCosts)] == [fast, slow]
         found = logits(engine)
         assert all(c.split_layers > 0 for c in engine.counters_by_device().values())
-    with Engine(path, options("sim")) as engine:
+    with open_engine(path, options("sim")) as engine:
         assert np.array_equal(found, logits(engine))
 
 
@@ -383,7 +383,7 @@ def test_between_both_thresholds_only_the_device_with_the_faster_link_streams(
     path = written("qwen3moe", models)
     device = "sim:vram=1MiB,bw=4GB/s,sim:vram=1MiB,bw=1GB/s"
     options = EngineOptions(device=device, n_ctx=256, min_batch=MinBatch(NEVER, NEVER))
-    with Engine(path, options) as engine:
+    with open_engine(path, options) as engine:
         fast, slow = (part.choice.name for part in engine.parts)
         for part, n in zip(engine.parts, (100, 300), strict=True):
             # The model expects streaming to pay at once for weights as small as these.

@@ -23,7 +23,7 @@ from lab.held import Decodes, compared, decode, slow_layers
 from lab.synth import write_preset
 from lab.synth.routing import drawn_text
 from offload import probe as probing
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.errors import DeviceFailed, DoesNotFit, ModelChanged
 from offload.ggml.memory import HostRange
 from offload.model import ModelFacts
@@ -113,7 +113,7 @@ def experts_of(engine: Engine) -> ExpertMemory:
 def least_ram(path: Path, device: str, streaming: StreamingOptions) -> int:
     """The least bytes of memory with which the model opens."""
     with pytest.raises(DoesNotFit, match="raise --ram") as refused:
-        Engine(path, options(device, 1, streaming))
+        open_engine(path, options(device, 1, streaming))
     assert refused.value.least_bytes is not None
     return refused.value.least_bytes
 
@@ -127,7 +127,7 @@ def model(request: pytest.FixtureRequest, models: Path) -> Path:
 @pytest.fixture(scope="module")
 def whole(model: Path) -> Rows:
     """Logits of the model wholly in memory."""
-    with Engine(model, options("sim", None, StreamingOptions())) as engine:
+    with open_engine(model, options("sim", None, StreamingOptions())) as engine:
         assert engine.store is not None
         assert engine.store.experts is None
         return logits(engine)
@@ -137,7 +137,7 @@ def check(model: Path, whole: Rows, device: str, more: StreamingOptions) -> None
     """Compare with memory for nearly all, 60 %, 30 % and the least share of the experts."""
     most, least = read_facts(model).expert_bytes, least_ram(model, device, more)
     for ram_bytes in dict.fromkeys(max(least, int(most * s)) for s in (0.99, 0.6, 0.3, 0.0)):
-        with Engine(model, options(device, ram_bytes, more)) as engine:
+        with open_engine(model, options(device, ram_bytes, more)) as engine:
             assert np.array_equal(logits(engine), whole)
             memory = experts_of(engine)
             assert memory.used_bytes <= memory.capacity_bytes <= ram_bytes
@@ -180,14 +180,14 @@ def test_split_layers(model: Path, whole: Rows, how: str, n_late: list[int]) -> 
 def test_prompts_in_passes(model: Path, how: str) -> None:
     """Passes wait for experts from the disk. The CPU takes no part, whatever the splitter."""
     batches, n_ubatch = (100, 3, 1, 200), 128
-    with Engine(model, options("sim", None, StreamingOptions(), n_ubatch)) as engine:
+    with open_engine(model, options("sim", None, StreamingOptions(), n_ubatch)) as engine:
         whole = logits(engine, batches)
     streaming = limited(model, StreamingOptions(passes="on", n_gpu_layers=ON_GPU), "least")
     if how in SPLITS:
         streaming = replace(streaming, hybrid=True, splitter=SPLITS[how])
     least = least_ram(model, "sim", streaming)
     for ram_bytes in (least, max(least, half_of(model))):
-        with Engine(model, options("sim", ram_bytes, streaming, n_ubatch)) as engine:
+        with open_engine(model, options("sim", ram_bytes, streaming, n_ubatch)) as engine:
             assert np.array_equal(logits(engine, batches), whole)
             assert experts_of(engine).counters.reads.read_bytes > 0
             assert engine.counters().passes > 0
@@ -197,12 +197,12 @@ def test_split_layers_of_slow_sides(one: Path, n_late: list[int]) -> None:
     """Another thread computes the CPU's experts in memory."""
     streaming = StreamingOptions(hybrid=True)
     streaming = limited(one, streaming, "half")
-    with Engine(one, options("sim", None, streaming)) as engine:
+    with open_engine(one, options("sim", None, streaming)) as engine:
         whole = logits(engine)
     for how in SPLITS.values():
         paced = replace(streaming, splitter=how)
         sim = "sim:expert=10us,host=10us,disk=1GB/s"
-        with Engine(one, options(sim, half_of(one), paced)) as engine:
+        with open_engine(one, options(sim, half_of(one), paced)) as engine:
             assert np.array_equal(logits(engine), whole)
     assert n_late[0] > 0
 
@@ -235,7 +235,7 @@ def test_several_sequences(one: Path, device: str) -> None:
     def rows(ram_bytes: int | None) -> Rows:
         chosen = replace(options(device, ram_bytes, StreamingOptions()), n_sequences=3)
         found = []
-        with Engine(one, chosen) as engine:
+        with open_engine(one, chosen) as engine:
             assert (ram_bytes is None) == (engine.store is None or engine.store.experts is None)
             for step in range(4):
                 found += [
@@ -273,11 +273,11 @@ def test_a_model_larger_than_free_memory_opens_without_a_flag(
     streaming = StreamingOptions(vram_bytes=budget(one, StreamingOptions(), "least"))
     chosen = options(device, None, streaming if device == "sim" else StreamingOptions())
     chosen = replace(chosen, n_ctx=256, n_outputs=64)
-    with Engine(one, chosen) as engine:
+    with open_engine(one, chosen) as engine:
         assert engine.store is None or engine.store.experts is None
         whole = engine.sequences.extend(0, [1, 2, 3])
     free_bytes[0] = needed_bytes[0] - half_of(one) // 2
-    with Engine(one, chosen) as engine:
+    with open_engine(one, chosen) as engine:
         memory = experts_of(engine)
         assert memory.capacity_bytes < memory.all_bytes
         assert np.array_equal(engine.sequences.extend(0, [1, 2, 3]), whole)
@@ -289,7 +289,7 @@ def test_memory_is_left_for_a_draft_model_and_for_large_batches(one: Path) -> No
     for reserve_bytes in (0, 8 << 20):
         streaming = StreamingOptions(reserve_bytes=reserve_bytes)
         chosen = replace(options("cpu", half_of(one), streaming), most_ubatch=2048, n_ctx=2048)
-        with Engine(one, chosen) as engine:
+        with open_engine(one, chosen) as engine:
             limits = engine.options.store.expert_limits
             assert limits is not None
             assert engine.options.n_ubatch == 2048
@@ -303,7 +303,7 @@ def test_memory_is_left_for_routers_that_guess(one: Path) -> None:
     later_bytes = []
     for prefetch in (False, True):
         streaming = StreamingOptions(prefetch=prefetch)
-        with Engine(one, options("cpu", half_of(one), streaming)) as engine:
+        with open_engine(one, options("cpu", half_of(one), streaming)) as engine:
             limits = engine.options.store.expert_limits
             assert limits is not None
             later_bytes.append(sum(limits.later_bytes(512).values()))
@@ -346,7 +346,7 @@ def test_memory_stays_within_the_limit(one: Path, device: str) -> None:
     """Through long prompts and many sequences. The pages are counted by the kernel."""
     chosen = options(device, half_of(one), StreamingOptions())
     store = replace(chosen.store, leave=HostRange.give_back)
-    with Engine(one, replace(chosen, store=store, n_sequences=8, n_ctx=2048)) as engine:
+    with open_engine(one, replace(chosen, store=store, n_sequences=8, n_ctx=2048)) as engine:
         assert engine.store is not None
         assert engine.store.memory is not None
         pages = HostRange.of_placed(engine.store.memory)
@@ -362,9 +362,9 @@ def test_experts_that_were_used_most_are_read_before_the_first_decode(
     one: Path, device: str
 ) -> None:
     tokens, uses = [(11 * i) % 50 for i in range(9)], {0: [5] * 64, 1: [3] * 20 + [0] * 44}
-    with Engine(one, options(device, half_of(one), StreamingOptions())) as engine:
+    with open_engine(one, options(device, half_of(one), StreamingOptions())) as engine:
         expected = engine.sequences.extend(0, tokens)
-    with Engine(one, options(device, half_of(one), StreamingOptions())) as engine:
+    with open_engine(one, options(device, half_of(one), StreamingOptions())) as engine:
         for _ in engine.fill_slots(uses):
             pass
         filled = engine.disk_counters()
@@ -386,7 +386,7 @@ def test_experts_that_a_token_chose_before_are_read_ahead(
     if hybrid is not None:
         vram_bytes = budget(one, streaming, "least")
         streaming = replace(streaming, hybrid=hybrid, vram_bytes=vram_bytes)
-    with Engine(one, options(device, half_of(one), streaming)) as engine:
+    with open_engine(one, options(device, half_of(one), streaming)) as engine:
         engine.routing.is_on = True
         for _ in range(2):
             for token in tokens:
@@ -405,11 +405,11 @@ def test_experts_of_new_tokens_are_read_ahead_by_the_next_routers(
     streaming = StreamingOptions(hybrid=bool(hybrid))
     tokens = list(dict.fromkeys(drawn_text(600, 60)))
     device = "cpu" if hybrid is None else "sim"
-    with Engine(skewed, options(device, None, StreamingOptions())) as engine:
+    with open_engine(skewed, options(device, None, StreamingOptions())) as engine:
         whole = [engine.sequences.extend(0, [token]) for token in tokens]
     if hybrid is not None:
         streaming = replace(streaming, vram_bytes=budget(skewed, streaming, "least"))
-    with Engine(skewed, options(device, half_of(skewed) // 2, streaming)) as engine:
+    with open_engine(skewed, options(device, half_of(skewed) // 2, streaming)) as engine:
         held = [engine.sequences.extend(0, [token]) for token in tokens]
         counters = engine.disk_counters()
     assert np.array_equal(held, whole)
@@ -419,7 +419,7 @@ def test_experts_of_new_tokens_are_read_ahead_by_the_next_routers(
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_a_model_that_fits_is_not_read_while_it_runs(one: Path, device: str) -> None:
-    with Engine(one, options(device, 1 << 40, StreamingOptions())) as engine:
+    with open_engine(one, options(device, 1 << 40, StreamingOptions())) as engine:
         assert engine.store is None or engine.store.experts is None
         assert engine.host is None or engine.host.experts is None
 
@@ -450,7 +450,7 @@ def test_a_read_error_ends_the_request_and_the_next_one_is_right(
         return real(descriptor, buffers, offset, flags)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    with Engine(one, options(device, half_of(one), StreamingOptions())) as engine:
+    with open_engine(one, options(device, half_of(one), StreamingOptions())) as engine:
         expected = engine.sequences.extend(0, tokens)
         engine.sequences.rewind(0, 0)
         for step in range(12):  # other experts take the place of those
@@ -466,7 +466,7 @@ def test_a_read_error_ends_the_request_and_the_next_one_is_right(
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_a_file_cut_short_while_the_model_runs_is_an_error(copied: Path, device: str) -> None:
-    with Engine(copied, options(device, half_of(copied), StreamingOptions())) as engine:
+    with open_engine(copied, options(device, half_of(copied), StreamingOptions())) as engine:
         engine.sequences.extend(0, [1, 2, 3])
         facts = read_facts(copied)
         end = max(p.entry.offset_bytes for p in facts.weights.values() if "_exps" in p.entry.name)
@@ -485,7 +485,7 @@ def test_no_decode_succeeds_after_another_program_wrote_to_the_file(
 ) -> None:
     """Even if its experts are in memory, because the kernel maps other weights from the file."""
     ram_bytes = int(0.99 * read_facts(copied).expert_bytes)
-    with Engine(copied, options(device, ram_bytes, StreamingOptions())) as engine:
+    with open_engine(copied, options(device, ram_bytes, StreamingOptions())) as engine:
         for _ in range(2):
             engine.sequences.extend(0, [1])
         os.utime(copied, ns=(1, 1))
@@ -510,7 +510,7 @@ def faulty(device: str, path: Path) -> EngineOptions:
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_text_to_embed_evicts_no_more_than_a_prompt(one: Path, device: str) -> None:
     chosen = replace(faulty(device, one), pooling="mean")
-    with Engine(one, chosen) as engine:
+    with open_engine(one, chosen) as engine:
         memory = experts_of(engine)
         for _ in range(3):
             engine.sequences.extend(0, [1])
@@ -540,7 +540,7 @@ def test_a_disk_that_stalls_is_waited_for_and_then_fails_the_request(
 
     monkeypatch.setattr(os, "preadv", preadv)
     monkeypatch.setattr(expert_memory, "_SILENT_S", 0.1)
-    with Engine(one, faulty(device, one)) as engine:
+    with open_engine(one, faulty(device, one)) as engine:
         expected = engine.sequences.extend(0, tokens)
         decode_others(engine)
         engine.sequences.rewind(0, 0)
@@ -560,7 +560,7 @@ def test_a_disk_that_stalls_is_waited_for_and_then_fails_the_request(
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_file_that_is_replaced_is_read_as_it_was(copied: Path, device: str) -> None:
     tokens = [(11 * i) % 50 for i in range(9)]
-    with Engine(copied, faulty(device, copied)) as engine:
+    with open_engine(copied, faulty(device, copied)) as engine:
         expected = engine.sequences.extend(0, tokens)
         other = copied.with_name("other")
         other.write_bytes(bytes(copied.stat().st_size))
@@ -577,11 +577,11 @@ def test_memory_may_be_taken_away_at_any_time(
     """Another thread takes memory and gives it back, while tokens are decoded."""
     monkeypatch.setattr(expert_memory, "_WATCH_S", 0.002)
     free = [1 << 30]
-    with Engine(one, options("sim", None, StreamingOptions())) as engine:
+    with open_engine(one, options("sim", None, StreamingOptions())) as engine:
         whole = logits(engine)
     for module in (store_module, probing):
         monkeypatch.setattr(module, "room_now", lambda: Room(free[0], "free memory"))
-    with Engine(one, faulty(device, one)) as engine:
+    with open_engine(one, faulty(device, one)) as engine:
         memory, n = experts_of(engine), [0]
         real, least = memory.begin, memory.least_bytes  # far less than the margin
 
@@ -631,7 +631,7 @@ def test_a_decode_takes_as_long_as_the_latest_of_disk_link_and_cpu(
     device = f"sim:disk={RATE:.0f}B/s,bw={bw}" + (f",host={host_s}s" if host_s else "")
     ratios: list[float] = []
     while len(ratios) < 3 and min(ratios, default=9.9) > 1.1:  # other programs only delay
-        with Engine(one, options(device, half_of(one), streaming)) as engine:
+        with open_engine(one, options(device, half_of(one), streaming)) as engine:
             engine.sequences.extend(0, [1])
             before = latest(engine, bw)
             start_s = time.perf_counter()
@@ -665,7 +665,7 @@ def test_reads_ahead_take_their_time_while_layers_are_computed(skewed: Path, dev
             streaming = replace(streaming, vram_bytes=budget(skewed, streaming, "least"))
         chosen = options(device, int(share * read_facts(skewed).expert_bytes), streaming)
         store = replace(chosen.store, disk_bytes_per_s=rate)
-        with Engine(skewed, replace(chosen, store=store)) as engine, slow_layers(LAYER_S):
+        with open_engine(skewed, replace(chosen, store=store)) as engine, slow_layers(LAYER_S):
             found = {"new": decode(engine, tokens)}
             engine.sequences.rewind(0, 0)
             return found | {"known": decode(engine, tokens)}

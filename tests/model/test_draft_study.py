@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType as Type
 
 from lab import draft_study
 from lab.draft_study import Variant, narrowed, ranks_agree, study, write_variant
-from offload.engine import Engine, EngineOptions
+from offload.engine import EngineOptions, open_engine
 from specoffload.config.resolution import demo_file
 
 OPTIONS = EngineOptions(device="cpu", n_ctx=256)
@@ -18,7 +18,7 @@ TEXT = [5, 80, 300, 4000, 17, 256]
 
 
 def logits(path: Path) -> np.ndarray:  # type: ignore[type-arg]
-    with Engine(path, OPTIONS) as engine:
+    with open_engine(path, OPTIONS) as engine:
         return engine.sequences.extend(0, TEXT)
 
 

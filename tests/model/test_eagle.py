@@ -21,7 +21,7 @@ from test_slots import answer_of, open_slots
 from lab.synth import plan_shape, write_header_only
 from lab.synth.eagle import TARGETS, eagle_shape, write_eagle, write_target
 from lab.synth.tensors import Fill, Tensor
-from offload.engine import Engine, EngineOptions
+from offload.engine import EngineOptions, open_engine
 from offload.ggml.library.lib import library
 from offload.model_file import read_facts
 from offload.plan import weights
@@ -86,8 +86,8 @@ def test_each_draft_is_that_of_a_fresh_evaluation(
 ) -> None:
     target, eagle = pair(models, architecture)
     with (
-        Engine(target, options_of(way, target, eagle, n_sequences)) as engine,
-        Engine(target, options_of("resident", target, eagle)) as fresh,
+        open_engine(target, options_of(way, target, eagle, n_sequences)) as engine,
+        open_engine(target, options_of("resident", target, eagle)) as fresh,
     ):
         assert engine.row_complaint == ""
         check_each_draft(engine, fresh)
@@ -118,8 +118,8 @@ def test_more_texts_than_a_ubatch_has_tokens(models: Path) -> None:
     target, eagle = pair(models, "qwen3moe")
     many = replace(options_of("resident", target, eagle, 5), n_ubatch=4, n_batch=4)
     with (
-        Engine(target, many) as engine,
-        Engine(target, options_of("resident", target, eagle)) as fresh,
+        open_engine(target, many) as engine,
+        open_engine(target, options_of("resident", target, eagle)) as fresh,
     ):
         check_each_draft(engine, fresh)
 
@@ -128,7 +128,10 @@ def test_rows_of_the_first_and_the_last_layer_are_read(models: Path) -> None:
     target = write_target(models, "gpt-oss")
     eagle = write_eagle(models, target, name="-ends", target_layers=(0, 2, 5))
     options = options_of("streamed", target, eagle)
-    with Engine(target, options) as engine, Engine(target, replace(options, device="cpu")) as cpu:
+    with (
+        open_engine(target, options) as engine,
+        open_engine(target, replace(options, device="cpu")) as cpu,
+    ):
         check_each_draft(engine, cpu)
 
 
@@ -263,7 +266,7 @@ def notes_of(target: Path, eagle: Path) -> list[str]:
         assert session.speculation is None
         assert written(session, [5, 6, 7], n=3)
         found = [*session.notes]
-    with Engine(target, EngineOptions(device="cpu", n_ctx=256, eagle=eagle)) as engine:
+    with open_engine(target, EngineOptions(device="cpu", n_ctx=256, eagle=eagle)) as engine:
         assert engine.row_draft is None
         assert engine.row_complaint
     return found

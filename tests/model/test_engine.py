@@ -17,7 +17,7 @@ import pytest
 from budgets import budget
 from numpy.typing import NDArray
 
-from offload.engine import Engine, EngineOptions
+from offload.engine import EngineOptions, open_engine
 from offload.errors import BadRequest, DeviceUnavailable, DoesNotFit
 from offload.stream.device import StreamingDevice
 from offload.stream.options import StreamingOptions
@@ -32,7 +32,7 @@ def options(device: str, **changes: object) -> EngineOptions:
 
 def logits_of(path: Path, opened: EngineOptions, batches: Sequence[int]) -> NDArray[np.float32]:
     """Logits of batches of the given sizes, one after the other in one sequence."""
-    with Engine(path, opened) as engine:
+    with open_engine(path, opened) as engine:
         rows = [
             engine.sequences.extend(0, [(11 * i + 3 * n) % engine.n_vocab for i in range(n)])
             for n in batches
@@ -55,7 +55,7 @@ def test_the_wrapped_device_gives_the_bits_of_plain_libllama(
 def test_below_the_threshold_nothing_reaches_the_copy_path_and_at_it_everything_does(
     tiny_moe: Path,
 ) -> None:
-    with Engine(tiny_moe, options("sim", min_batch=MinBatch(experts=3, dense=3))) as engine:
+    with open_engine(tiny_moe, options("sim", min_batch=MinBatch(experts=3, dense=3))) as engine:
         n_cuts = len(engine.facts.expert_weights)
         assert n_cuts > 0
         for n in (1, 2):
@@ -68,24 +68,24 @@ def test_below_the_threshold_nothing_reaches_the_copy_path_and_at_it_everything_
 
 
 def test_rewinding_gives_the_logits_of_a_fresh_evaluation(tiny_moe: Path) -> None:
-    with Engine(tiny_moe, options("sim", min_batch=ALWAYS)) as engine:
+    with open_engine(tiny_moe, options("sim", min_batch=ALWAYS)) as engine:
         engine.sequences.extend(0, [1, 2, 3, 4])
         engine.sequences.extend(0, [9, 9, 9])
         engine.sequences.rewind(0, 4)
         again = engine.sequences.extend(0, [5])
-    with Engine(tiny_moe, options("sim", min_batch=ALWAYS)) as engine:
+    with open_engine(tiny_moe, options("sim", min_batch=ALWAYS)) as engine:
         engine.sequences.extend(0, [1, 2, 3, 4])
         fresh = engine.sequences.extend(0, [5])
     assert np.array_equal(again, fresh)
 
 
 def test_sequences_do_not_see_each_other(tiny_moe: Path) -> None:
-    with Engine(tiny_moe, options("sim", n_sequences=2)) as engine:
+    with open_engine(tiny_moe, options("sim", n_sequences=2)) as engine:
         engine.sequences.extend(0, [1, 2, 3])
         engine.sequences.extend(1, [7, 7])
         one, two = engine.sequences.extend_batch([(0, [4, 5], 2), (1, [8], 1)])
         assert (engine.sequences.length(0), engine.sequences.length(1)) == (5, 3)
-    with Engine(tiny_moe, options("sim")) as engine:
+    with open_engine(tiny_moe, options("sim")) as engine:
         alone = engine.sequences.extend(0, [1, 2, 3, 4, 5], n_logits=2)
     assert one.shape == (2, alone.shape[1])
     assert two.shape == (1, alone.shape[1])
@@ -96,7 +96,7 @@ def test_only_the_wanted_rows_come_back_and_long_inputs_are_cut_into_batches(
     tiny_dense: Path,
 ) -> None:
     tokens = [(7 * i) % 250 for i in range(150)]
-    with Engine(tiny_dense, options("cpu", n_batch=64, n_ubatch=64, n_outputs=16)) as engine:
+    with open_engine(tiny_dense, options("cpu", n_batch=64, n_ubatch=64, n_outputs=16)) as engine:
         last = engine.sequences.extend(0, tokens, n_logits=1)
         assert last.shape[0] == 1
         engine.sequences.rewind(0, 0)
@@ -120,7 +120,7 @@ def test_only_the_wanted_rows_come_back_and_long_inputs_are_cut_into_batches(
 def test_tokens_that_cannot_be_evaluated_are_refused_and_nothing_is_lost(
     tiny_moe: Path, tokens: list[int], error: type[Exception], words: str
 ) -> None:
-    with Engine(tiny_moe, options("sim")) as engine:
+    with open_engine(tiny_moe, options("sim")) as engine:
         engine.sequences.extend(0, [1, 2])
         with pytest.raises(error, match=words):
             engine.sequences.extend(0, tokens)
@@ -130,7 +130,7 @@ def test_tokens_that_cannot_be_evaluated_are_refused_and_nothing_is_lost(
 
 def test_an_unknown_device_is_refused_with_the_names_that_exist(tiny_moe: Path) -> None:
     with pytest.raises(DeviceUnavailable, match="auto, cpu, sim"):
-        Engine(tiny_moe, options("cuda7"))
+        open_engine(tiny_moe, options("cuda7"))
 
 
 class Boom(Exception):
@@ -144,7 +144,7 @@ def test_what_a_callback_raises_during_a_decode_comes_out_of_extend(
     def explode(*_: object) -> int:
         raise Boom(hook)
 
-    with Engine(tiny_moe, options("sim", min_batch=ALWAYS)) as engine:
+    with open_engine(tiny_moe, options("sim", min_batch=ALWAYS)) as engine:
         before = engine.sequences.extend(0, [1, 2, 3])
         with monkeypatch.context() as patch:
             patch.setattr(StreamingDevice, hook, explode)
@@ -159,7 +159,7 @@ def test_what_a_callback_raises_during_a_decode_comes_out_of_extend(
 def test_ctrl_c_ends_a_decode_and_the_engine_goes_on(tiny_moe: Path, device: str) -> None:
     opened = EngineOptions(device=device, n_ctx=4096, min_batch=ALWAYS)
     tokens = [(7 * i) % 250 for i in range(4000)]
-    with Engine(tiny_moe, opened) as engine:
+    with open_engine(tiny_moe, opened) as engine:
         start = time.perf_counter()
         engine.sequences.extend(0, tokens, n_logits=1)
         whole_s = time.perf_counter() - start
@@ -184,7 +184,7 @@ def test_a_signal_whose_handler_returns_does_not_lose_the_decode(tiny_moe: Path)
     previous = signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
     tokens = [(7 * i) % 250 for i in range(2000)]
     try:
-        with Engine(tiny_moe, EngineOptions(device="cpu", n_ctx=2048)) as engine:
+        with open_engine(tiny_moe, EngineOptions(device="cpu", n_ctx=2048)) as engine:
             start = time.perf_counter()
             expected = engine.sequences.extend(0, tokens, n_logits=1)
             whole_s = time.perf_counter() - start
@@ -211,7 +211,7 @@ def test_a_signal_is_looked_at_before_each_part_of_a_graph(
 
     streaming = StreamingOptions(n_gpu_layers=0, depth=0, prefetch=False)
     streaming = replace(streaming, vram_bytes=budget(tiny_moe, streaming, "half"))
-    with Engine(tiny_moe, options("sim", min_batch=ALWAYS, streaming=streaming)) as engine:
+    with open_engine(tiny_moe, options("sim", min_batch=ALWAYS, streaming=streaming)) as engine:
         expected = engine.sequences.extend(0, tokens)
         engine.sequences.rewind(0, 0)
         whole = engine.counters().cuts
@@ -227,7 +227,7 @@ def test_opening_and_closing_a_hundred_times_leaks_nothing(tiny_moe: Path) -> No
 
     def cycle(n: int) -> None:
         for _ in range(n):
-            with Engine(tiny_moe, options("sim", min_batch=ALWAYS)) as engine:
+            with open_engine(tiny_moe, options("sim", min_batch=ALWAYS)) as engine:
                 engine.sequences.extend(0, [1, 2, 3])
         gc.collect()
 

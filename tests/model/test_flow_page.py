@@ -109,6 +109,6 @@ def test_opening_an_engine_calls_the_files_below_it_in_their_order(
 ) -> None:
     its = calls["a GGUF path"]
     names = [item.symbol for item in its.items]
-    opening = names.index("Engine")
-    order = list(dict.fromkeys(index for caller, index in its.found if caller == opening))
-    assert [names[i] for i in order] == names[opening + 1 :]
+    opening = names.index("Opening")
+    of_opening = (index for caller, index in its.found if (caller or 0) >= opening)
+    assert [names[i] for i in dict.fromkeys(of_opening)] == names[opening + 1 :]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from player_calls import Compute, computing
 
 from lab.synth import write_preset
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.ggml.graph import GRAPH, Graph
 from offload.ggml.library import abi
 from offload.ggml.library.callback import calls_into_python
@@ -38,7 +38,7 @@ def engine_of(
 ) -> Engine:
     options: dict[str, Any] = {"device": "sim", "n_ctx": 1024, "n_threads": 1}
     options |= {"min_batch": MinBatch(1, 1), "streaming": WAYS[way], "mla_crossover": crossover}
-    return Engine(path, EngineOptions(**options | changes))
+    return open_engine(path, EngineOptions(**options | changes))
 
 
 def device_of(engine: Engine) -> StreamingDevice:

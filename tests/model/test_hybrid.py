@@ -22,7 +22,7 @@ from player_calls import Compute, computing, host_graphs, played_layers, uploadi
 from splits import all_host, at_random, logits_of, sim_options, split_streaming
 
 from lab.synth import write_preset
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.errors import DeviceFailed
 from offload.ggml.backend import RouterIds, SlotIds, Stream
 from offload.ggml.graph import Graph
@@ -84,7 +84,7 @@ def model(request: pytest.FixtureRequest, models: Path) -> Iterator[tuple[Path, 
     """A random model of an architecture, and the logits of all of it resident."""
     path = models / f"hybrid-{request.param}.gguf"
     write_preset(PRESETS[request.param], path, size="tiny", seed=1)
-    with Engine(path, replace(options(StreamingOptions(), 1), stream_experts=False)) as engine:
+    with open_engine(path, replace(options(StreamingOptions(), 1), stream_experts=False)) as engine:
         yield path, logits(engine)
 
 
@@ -102,7 +102,7 @@ def test_a_split_layer_gives_the_resident_models_bits(
     model: tuple[Path, Rows], split: str, slots: str
 ) -> None:
     path, expected = model
-    with Engine(path, split_by(SPLITS[split](), path, slots)) as engine:
+    with open_engine(path, split_by(SPLITS[split](), path, slots)) as engine:
         assert np.array_equal(logits(engine), expected)
         assert engine.hybrid is not None
         assert not engine.hybrid.switch.declined
@@ -124,8 +124,8 @@ def test_every_size_of_a_batch_gives_the_resident_models_bits(model: tuple[Path,
 
     resident = replace(options(StreamingOptions(), 1), stream_experts=False)
     with (
-        Engine(path, resident) as whole,
-        Engine(path, split_by(at_random(2), path, "half")) as split,
+        open_engine(path, resident) as whole,
+        open_engine(path, split_by(at_random(2), path, "half")) as split,
     ):
         both = zip(of_every_size(whole), of_every_size(split), strict=True)
         for n, (expected, found) in enumerate(both, 1):
@@ -166,7 +166,7 @@ def test_no_token_is_shown_a_slot_twice(
     monkeypatch.setattr(Stream, "upload", checked)
     uploading(monkeypatch, uploaded)
     for made in SPLITS.values():
-        with Engine(path, split_by(made(), path, slots)) as engine:
+        with open_engine(path, split_by(made(), path, slots)) as engine:
             logits(engine)
             counters = engine.counters()
             # Layers of whole graphs read the router's own ids.
@@ -183,7 +183,9 @@ def test_no_token_is_shown_a_slot_twice(
 
 @pytest.fixture(scope="module")
 def expected(tiny_moe: Path) -> Rows:
-    with Engine(tiny_moe, replace(options(StreamingOptions(), 1), stream_experts=False)) as engine:
+    with open_engine(
+        tiny_moe, replace(options(StreamingOptions(), 1), stream_experts=False)
+    ) as engine:
         return logits(engine)
 
 
@@ -194,10 +196,10 @@ def test_factors_of_experts_are_the_cpus_too(models: Path, preset: str) -> None:
     write_preset(preset, path, seed=1, expert_scales=True)
     names = {tensor.name for tensor in GGUFReader(path).tensors}
     assert {f"blk.1.ffn_{kind}_exps.scale" for kind in ("gate", "up", "down")} <= names
-    with Engine(path, replace(options(StreamingOptions(), 1), stream_experts=False)) as engine:
+    with open_engine(path, replace(options(StreamingOptions(), 1), stream_experts=False)) as engine:
         expected = logits(engine)
     for split in ("random", "all-host"):
-        with Engine(path, split_by(SPLITS[split](), path, "half")) as engine:
+        with open_engine(path, split_by(SPLITS[split](), path, "half")) as engine:
             assert np.array_equal(logits(engine), expected), split
             assert engine.hybrid is not None
             assert not engine.hybrid.switch.declined
@@ -212,7 +214,7 @@ def flat_costs(copy_s: float) -> Splitter:
 
 def test_an_idle_link_brings_what_the_cpu_computed(tiny_moe: Path, expected: Rows) -> None:
     """A copy takes 5 s, longer than one token's four experts and shorter than two layers."""
-    with Engine(tiny_moe, split_by(flat_costs(5.0), tiny_moe, "half")) as engine:
+    with open_engine(tiny_moe, split_by(flat_costs(5.0), tiny_moe, "half")) as engine:
         assert np.array_equal(logits(engine), expected)
         for i in range(8):
             engine.sequences.extend(0, [7 * i + 1])
@@ -227,7 +229,7 @@ def test_nothing_is_promoted_over_a_busy_link_or_without_prefetch(
 ) -> None:
     chosen = split_by(flat_costs(copy_s), tiny_moe, "half")
     streaming = replace(chosen.streaming, prefetch=prefetch)
-    with Engine(tiny_moe, replace(chosen, streaming=streaming)) as engine:
+    with open_engine(tiny_moe, replace(chosen, streaming=streaming)) as engine:
         assert np.array_equal(logits(engine), expected)
         assert engine.counters().n_promoted == 0
         assert engine.counters().n_pairs_host > 0
@@ -248,7 +250,7 @@ def around_prompts(path: Path) -> tuple[Rows, StreamCounters, tuple[int, int]]:
     half = limited(path, streaming, "half")
     chosen = options(replace(half, vram_bytes=(half.vram_bytes or 0) + 120_000), 65)
     rows, hits, uses = [], 0, 0
-    with Engine(path, replace(chosen, n_ubatch=80)) as engine:
+    with open_engine(path, replace(chosen, n_ubatch=80)) as engine:
         assert engine.plan is not None
         (pool,) = engine.plan.layout.pools
         assert 3 * pool.n_experts <= pool.n_slots < 5 * pool.n_experts
@@ -288,7 +290,7 @@ WITH_SHARED = ("deepseek2", "glm4moe", "llama4", "qwen35moe")
 def test_the_shared_expert_goes_ahead_of_the_cpus_rows(model: tuple[Path, Rows]) -> None:
     path, expected = model
     has_shared = path.stem.removeprefix("hybrid-") in WITH_SHARED
-    with Engine(path, split_by(all_host, path, "half")) as engine:
+    with open_engine(path, split_by(all_host, path, "half")) as engine:
         assert np.array_equal(logits(engine), expected)
         counters = engine.counters()
         if has_shared:
@@ -334,7 +336,7 @@ def test_the_device_has_the_shared_expert_before_the_cpus_part_ends(
         n_waited += 1
 
     opened = replace(split_by(at_random(6), tiny_moe, "half"), device=device)
-    with Engine(tiny_moe, opened) as engine:
+    with open_engine(tiny_moe, opened) as engine:
         assert np.array_equal(logits(engine), expected)
         engine.sequences.rewind(0, 0)
         hosts |= host_graphs(engine)[0]
@@ -348,7 +350,7 @@ def test_the_device_has_the_shared_expert_before_the_cpus_part_ends(
 def test_a_decode_without_logits_has_nothing_to_split_in_its_last_layer(
     tiny_moe: Path, expected: Rows
 ) -> None:
-    with Engine(tiny_moe, split_by(stay, tiny_moe, "half")) as engine:
+    with open_engine(tiny_moe, split_by(stay, tiny_moe, "half")) as engine:
         engine.sequences.extend(0, [3, 4], n_logits=0)
         engine.sequences.extend(0, [5], n_logits=0)
         engine.sequences.rewind(0, 0)
@@ -362,7 +364,7 @@ def test_an_unknown_form_runs_as_before_and_says_why(
         raise NoForm("its rows are folded")
 
     monkeypatch.setattr(path_module, "find_form", refuse)
-    with Engine(tiny_moe, split_by(stay, tiny_moe, "least")) as engine:
+    with open_engine(tiny_moe, split_by(stay, tiny_moe, "least")) as engine:
         assert np.array_equal(logits(engine), expected)
         assert engine.hybrid is not None
         assert "its rows are folded" in engine.hybrid.switch.declined
@@ -379,7 +381,7 @@ def test_layers_are_split_by_what_was_measured_of_them(
     """This also holds without prefetching, when no expert has a slot yet."""
     chosen = split_by(stay, tiny_moe, "half")
     streaming = replace(chosen.streaming, prefetch=prefetch)
-    with Engine(tiny_moe, replace(chosen, streaming=streaming)) as engine:
+    with open_engine(tiny_moe, replace(chosen, streaming=streaming)) as engine:
         (costs,) = measure_split(engine).values()
         assert engine.hybrid is not None
         assert engine.hybrid.switch.splitter is stay
@@ -402,7 +404,7 @@ class Broken(Exception):
 def test_biases_are_read_by_ids_in_range_when_a_layer_is_measured(models: Path) -> None:
     """Later nodes overwrite the router's ids. Ids out of range would end the process."""
     path = write_preset("gpt-oss", models / "measured-gpt-oss.gguf", seed=4)
-    with Engine(path, split_by(stay, path, "half")) as engine:
+    with open_engine(path, split_by(stay, path, "half")) as engine:
         engine.sequences.extend(0, [1, 2, 3])
         ((_, sides),) = take_splits(engine)
         assert sides.step.ids is not None  # type: ignore[attr-defined]
@@ -465,7 +467,7 @@ def test_a_fault_ends_the_request_and_the_next_one_has_the_right_bits(
 ) -> None:
     turns = at_random(3)
 
-    with Engine(tiny_moe, replace(split_by(turns, tiny_moe, "half"), device=device)) as engine:
+    with open_engine(tiny_moe, replace(split_by(turns, tiny_moe, "half"), device=device)) as engine:
         engine.sequences.extend(0, [4, 5, 6])
         engine.sequences.rewind(0, 0)
         with pytest.MonkeyPatch.context() as patch:
@@ -494,7 +496,9 @@ def test_a_decode_that_a_signal_ends_anywhere_in_split_layers_is_redone(
         return end
 
     computing(monkeypatch, made)
-    with Engine(tiny_moe, replace(split_by(at_random(5), tiny_moe, "half"), device=device)) as one:
+    with open_engine(
+        tiny_moe, replace(split_by(at_random(5), tiny_moe, "half"), device=device)
+    ) as one:
         one.sequences.extend(0, [1, 2, 3, 250, 99])
         one.sequences.rewind(0, 0)
         n_all, n_computed = n_computed, 0
@@ -520,7 +524,7 @@ def test_a_copy_for_later_that_fails_is_told_by_the_next_decode_and_never_comput
             engine.sequences.extend(0, [7 * n % engine.n_vocab])
         engine.settle()
 
-    with Engine(tiny_moe, split_by(stay, tiny_moe, slots)) as engine:
+    with open_engine(tiny_moe, split_by(stay, tiny_moe, slots)) as engine:
         for _ in range(3):
             with pytest.MonkeyPatch.context() as patch:
                 _fail_to_copy(patch, engine)
@@ -535,7 +539,7 @@ def test_a_trace_has_what_the_player_did_and_its_program(tiny_moe: Path, expecte
     trace = Trace()
     chosen = split_by(at_random(4), tiny_moe, "half")
     streaming = replace(chosen.streaming, trace=trace)
-    with Engine(tiny_moe, replace(chosen, streaming=streaming)) as engine:
+    with open_engine(tiny_moe, replace(chosen, streaming=streaming)) as engine:
         assert np.array_equal(logits(engine), expected)
         counters = engine.counters()
     names = [event.name.split(" ")[0] for event in trace.events() if event.lane != COUNTER]
@@ -566,7 +570,7 @@ def test_a_program_that_names_what_is_not_there_is_refused(
 
     monkeypatch.setattr(Program, "_compile", wrong)
     with (
-        Engine(tiny_moe, split_by(all_host, tiny_moe, "half")) as engine,
+        open_engine(tiny_moe, split_by(all_host, tiny_moe, "half")) as engine,
         pytest.raises(DeviceFailed, match=r"stopped at instruction \d+ .* bug: .* --device cpu"),
     ):
         logits(engine)
@@ -575,7 +579,7 @@ def test_a_program_that_names_what_is_not_there_is_refused(
 def test_a_program_in_a_wrong_order_stops_the_decode_and_the_next_one_is_right(
     tiny_moe: Path, monkeypatch: pytest.MonkeyPatch, expected: Rows
 ) -> None:
-    with Engine(tiny_moe, split_by(all_host, tiny_moe, "half")) as engine:
+    with open_engine(tiny_moe, split_by(all_host, tiny_moe, "half")) as engine:
         programs = list[Program]()
         begin = GraphPlayer._arm
 

@@ -20,7 +20,7 @@ from test_hybrid import logits, options, split_by
 
 from lab.synth import write_preset
 from offload.device import choose_device
-from offload.engine import Engine, EngineOptions
+from offload.engine import EngineOptions, open_engine
 from offload.errors import DeviceFailed
 from offload.ggml.tensor import new_tensor
 from offload.schedule.switch import stay
@@ -66,10 +66,10 @@ def test_uploads_of_each_path_are_checked(
 ) -> None:
     monkeypatch.setattr(play.Waits, "choose", lambda _, n_layers: n_layers)
     checked_ids.n_checked.clear()
-    with Engine(path, streamed(path)) as engine:
+    with open_engine(path, streamed(path)) as engine:
         engine.sequences.extend(0, [7 * i % engine.n_vocab for i in range(3)])
     assert checked_ids.n_checked["Python"] > 0
-    with Engine(path, split_by(stay, path, "half")) as engine:
+    with open_engine(path, split_by(stay, path, "half")) as engine:
         for _ in range(5):  # a graph goes ahead from its second decode on
             logits(engine)
     assert min(checked_ids.n_checked.get(name, 0) for name in ("player", "table")) > 0
@@ -94,7 +94,7 @@ def test_python_s_slots_that_repeat_are_found(
 ) -> None:
     changed = sends(lambda experts, slots: (experts, [slots[0]] * len(slots)))
     monkeypatch.setattr(IdExchange, "send", changed)
-    with Engine(path, streamed(path)) as engine:
+    with open_engine(path, streamed(path)) as engine:
         engine.sequences.extend(0, [7 * i % engine.n_vocab for i in range(3)])
     broken, checked_ids.broken = checked_ids.broken, []
     assert any(line.startswith("Python: ") and "name a slot twice" in line for line in broken)
@@ -104,7 +104,7 @@ def test_the_player_s_slots_that_repeat_are_found(
     path: Path, checked_ids: id_law.Found, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(split_path, "may_repeat", lambda n_tokens, types: True)
-    with Engine(path, split_by(stay, path, "half")) as engine:
+    with open_engine(path, split_by(stay, path, "half")) as engine:
         logits(engine)
     broken, checked_ids.broken = checked_ids.broken, []
     assert any(line.startswith("player: ") and "name a slot twice" in line for line in broken)
@@ -113,7 +113,7 @@ def test_the_player_s_slots_that_repeat_are_found(
 def test_an_expert_without_a_slot_ends_the_decode_and_gets_no_old_slot(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Engine(path, streamed(path)) as engine:
+    with open_engine(path, streamed(path)) as engine:
         tokens = [7 * i % engine.n_vocab for i in range(3)]
         engine.sequences.extend(0, tokens)  # all experts had slots
         engine.sequences.rewind(0, 0)

@@ -24,7 +24,7 @@ from resolved import config_of
 
 from lab.synth.mtp import write_mtp
 from lab.synth.projector import write_projector
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.errors import BadModel, BadRequest, DoesNotFit, NotSupported
 from offload.ggml.library.lib import library
 from offload.images.building import image_library
@@ -61,7 +61,7 @@ def opened(kind: str, models: Path, device: str, **given: Any) -> Engine:
         **{"n_ctx": 1024, "n_batch": 256, "n_ubatch": 128, "n_threads": 1, "n_threads_batch": 1},
         **{"n_outputs": 8, "projector": ProjectorOptions(projector, "of a test"), **given},
     }
-    return Engine(model, EngineOptions(device=device, **options))
+    return open_engine(model, EngineOptions(device=device, **options))
 
 
 def read(engine: Engine, prompt: Sequence[int], sequence: int = 0, start: int = 0) -> None:

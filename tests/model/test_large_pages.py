@@ -29,7 +29,7 @@ def checked(address, *arguments):
     return advise(address, *arguments)
 system.advise = checked
 
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.times.min_batch import MinBatch
 from offload.store.store import StoreOptions
 from offload.stream.options import StreamingOptions
@@ -40,7 +40,7 @@ for ram_bytes in (None, int(sys.argv[3])):
         min_batch=MinBatch(1, 1), n_ctx=64, n_ubatch=16, n_outputs=16, n_threads=1,
         n_threads_batch=1,
     )
-    with Engine(sys.argv[1], options) as engine:
+    with open_engine(sys.argv[1], options) as engine:
         read = engine.sequences.extend(0, [3, 1, 4, 1, 5])
         print(read.astype("<f4").tobytes().hex())
         assert (engine.store.experts is not None) == (ram_bytes is not None)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from splits import all_host, at_random
 
 from lab.synth import write_preset
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.ggml.compute_buffer import ComputeBuffer
 from offload.model_file import read_facts
 from offload.plan.placement import make_plan
@@ -75,7 +75,7 @@ def logits(engine: Engine, seed: int, n_batches: int = 30) -> NDArray[np.float32
 
 
 def of(opened: EngineOptions, path: Path, seed: int) -> tuple[NDArray[np.float32], StreamCounters]:
-    with Engine(path, opened) as engine:
+    with open_engine(path, opened) as engine:
         return logits(engine, seed), engine.counters()
 
 
@@ -110,7 +110,7 @@ def test_the_player_reads_lent_slots(
     made, found, lent_hits = SPLITS[split], [], 0
     for lend in (False, True):
         changes = {} if split == "none" else {"hybrid": True, "splitter": made()}
-        with Engine(path, options(path, lend=lend, **changes)) as engine:
+        with open_engine(path, options(path, lend=lend, **changes)) as engine:
             rows = [engine.sequences.extend(0, list(range(1, 251)), 1)]
             runs.clear()
             for i in range(24):
@@ -145,7 +145,7 @@ def test_drafts_by_own_layers_are_the_same_beside_lent_slots(models: Path, split
         metadata={"nextn_predict_layers": 1},
     )  # fmt: skip
     for lend in (False, True):
-        with Engine(path, mtp_options(path, split, lend=lend)) as engine:
+        with open_engine(path, mtp_options(path, split, lend=lend)) as engine:
             assert engine.row_draft is not None
             steps: list[Any] = []
             for _ in range(3):
@@ -213,7 +213,7 @@ def test_a_buffer_that_is_taken_anew_while_slots_are_lent_changes_no_logits(
     adapter_path, made, found = write_lora(path, 256), SPLITS[split], []
     for lend in (False, True):
         changes = {} if split == "none" else {"hybrid": True, "splitter": made()}
-        with Engine(path, options(path, lend=lend, **changes)) as engine:
+        with open_engine(path, options(path, lend=lend, **changes)) as engine:
             model = engine._model.handle
             adapter = native.llama_adapter_lora_init(model, str(adapter_path).encode())
             assert adapter
@@ -236,7 +236,7 @@ def test_prompts_whose_experts_the_cpu_computes_take_the_buffer_too(path: Path) 
     """The device may compute such a prompt's graphs unseen by the executor."""
     found = []
     for lend in (False, True):
-        with Engine(path, options(path, share=0.15, lend=lend)) as engine:
+        with open_engine(path, options(path, share=0.15, lend=lend)) as engine:
             assert engine.device is not None
             engine.device.passes = False
             found.append(logits(engine, seed=7))
@@ -246,7 +246,7 @@ def test_prompts_whose_experts_the_cpu_computes_take_the_buffer_too(path: Path) 
 
 
 def test_the_start_says_how_many_slots_the_buffer_has(path: Path) -> None:
-    with Engine(path, options(path)) as engine:
+    with open_engine(path, options(path)) as engine:
         device = engine.device
         assert device is not None
         assert device.n_lent > 0
@@ -256,7 +256,7 @@ def test_the_start_says_how_many_slots_the_buffer_has(path: Path) -> None:
 @pytest.mark.parametrize("share", [0.2, 0.3, 0.6])
 def test_the_plan_counts_the_slots_that_are_open_between_prompts(path: Path, share: float) -> None:
     opened = replace(options(path, share), n_ctx=512, n_ubatch=512, n_sequences=1)
-    with Engine(path, opened) as engine:
+    with open_engine(path, opened) as engine:
         device, planned = engine.device, engine.layout.plan
         assert device is not None
         assert planned is not None
@@ -285,7 +285,7 @@ def test_the_start_says_why_it_lends_nothing(
     path: Path, why: str, device: str, changes: dict[str, object]
 ) -> None:
     opened = replace(options(path, share=1.0, **changes), device=device, n_ctx=512)
-    with Engine(path, opened) as engine:
+    with open_engine(path, opened) as engine:
         assert engine.devices[0].compute_buffer is None
         said = f"no experts in the compute buffer: {why}"
         assert any(note.endswith(said) for note in engine.notes)

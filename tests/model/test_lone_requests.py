@@ -11,7 +11,7 @@ import pytest
 from lossless_parts import EXACT
 from test_slots import FIVE, SPECS, draft_of, model, open_slots, texts_of
 
-from offload.engine import Engine, EngineOptions
+from offload.engine import EngineOptions, open_engine
 from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
 from specoffload.slots.request import Request
@@ -179,7 +179,7 @@ def test_an_emptied_memory_begins_at_its_first_cell(models: Path) -> None:
         n_threads_batch=1, **EXACT,
     )  # fmt: skip
     text = [(29 * i + 5) % 60 for i in range(700)]
-    with Engine(model("gpt-oss", models), options) as engine:
+    with open_engine(model("gpt-oss", models), options) as engine:
         sequences = engine.sequences
         wanted = sequences.extend(0, text, 1)
         sequences.rewind(0, 0)

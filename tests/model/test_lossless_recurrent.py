@@ -34,7 +34,7 @@ from speculation_parts import Sampler
 
 from lab.synth import Shape, plan_shape, write, write_preset
 from lab.synth.mtp import HEADS
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.ggml.context import PARTIAL_STATE
 from specdec.decoding.acceptance import Greedy, MatchAcceptance, Verdict
 from specdec.decoding.drafting import ChainDrafting
@@ -135,7 +135,10 @@ def recurrent(request: pytest.FixtureRequest, models: Path) -> Iterator[Recurren
     name, n_rs_seq = request.param
     path = write_model(models, name)
     options = EngineOptions(device="cpu", n_ctx=128, **EXACT, n_rs_seq=n_rs_seq)
-    with Engine(path, options) as target, Engine(path, replace(options, n_rs_seq=0)) as fresh:
+    with (
+        open_engine(path, options) as target,
+        open_engine(path, replace(options, n_rs_seq=0)) as fresh,
+    ):
         assert not target.sequences.can_rewind
         assert target.sequences.n_rs_seq == n_rs_seq
         yield Recurrent(name, target, fresh)
@@ -281,10 +284,10 @@ def test_a_recurrent_draft_is_rolled_back_to_what_was_kept(models: Path, name: s
     """The draft is the target's own model, then one of other weights."""
     target_path, other_path = write_model(models, name), write_model(models, name, 5)
     options = EngineOptions(device="cpu", n_ctx=128, **EXACT)
-    with Engine(target_path, options) as target, Engine(target_path, options) as fresh:
+    with open_engine(target_path, options) as target, open_engine(target_path, options) as fresh:
         pair = Recurrent(name, target, fresh)
         for path in (target_path, other_path):
-            with Engine(path, options) as draft, Engine(path, options) as fresh_draft:
+            with open_engine(path, options) as draft, open_engine(path, options) as fresh_draft:
                 drafter = DraftedAfresh(draft, fresh_draft)
                 # At this temperature, drafts of the target's own model are right only in part.
                 sampler = Sampler(0.7, rng=np.random.default_rng(1))
@@ -335,7 +338,7 @@ def test_turns_with_rejected_drafts_leave_the_memory_of_a_fresh_evaluation(
         copied = opened.target.counters().streamed_bytes
     assert rejected > 0
     assert (copied > 0) == (place == "streamed")
-    with Engine(path, EngineOptions(device="cpu", n_ctx=256, **EXACT)) as fresh:
+    with open_engine(path, EngineOptions(device="cpu", n_ctx=256, **EXACT)) as fresh:
         assert distance_from_fresh(fresh, history, 1, kept) < (
             BATCH_NOISE if name == "target" else NOISE
         )
@@ -352,7 +355,7 @@ def test_n_grams_of_an_agents_log_leave_a_recurrent_models_text_unchanged(
     texts = [text[-600:] for text in judged_prompts(WorkloadName.AGENT)]
     with (
         open_session(path, spec, draft=None) as opened,
-        Engine(path, EngineOptions(device="cpu", n_ctx=1024, **EXACT)) as engine,
+        open_engine(path, EngineOptions(device="cpu", n_ctx=1024, **EXACT)) as engine,
     ):
         runs = judged(opened, Judge(engine), texts)
         rollbacks = opened.target.sequences.rollbacks

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import offload.engine
 import offload.mla
+import offload.opening.placing
 import offload.stream.device
 from lab.synth import write_preset
 from offload.device import choose_device
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.errors import DoesNotFit
 from offload.ggml.backend import Device
 from offload.ggml.graph import Graph
@@ -66,11 +66,11 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Open:
     crossover."""
     monkeypatch.setattr(offload.stream.device, "MlaSwitch", Recorded)
 
-    def open_engine(path: Path, crossover: int | None, **changes: Any) -> Engine:
+    def opened_with(path: Path, crossover: int | None, **changes: Any) -> Engine:
         options = EngineOptions(device="sim", n_ctx=256, n_threads=1, mla_crossover=crossover)
-        return Engine(path, replace(options, **changes))
+        return open_engine(path, replace(options, **changes))
 
-    return open_engine
+    return opened_with
 
 
 def switch_of(engine: Engine) -> Recorded:
@@ -144,11 +144,11 @@ def test_both_forms_of_a_projection_give_the_same_numbers(
     model: str, flash_attn: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = request.getfixturevalue(model)
-    monkeypatch.setattr(offload.engine, "StreamingDevice", Compared)
+    monkeypatch.setattr(offload.opening.placing, "StreamingDevice", Compared)
     opened = EngineOptions(
         device="sim", n_ctx=256, n_threads=1, flash_attn=flash_attn, stream_experts=False
     )
-    with Engine(path, opened) as engine:
+    with open_engine(path, opened) as engine:
         assert isinstance(engine.device, Compared)
         engine.device.differences = []
         evaluate(engine, SIZES)

@@ -28,7 +28,7 @@ from resolved import config_of
 from splits import at_random
 
 from lab.synth.mtp import ARCHITECTURES, MIXTURES, SEVERAL, write_mtp
-from offload.engine import Engine, EngineOptions
+from offload.engine import EngineOptions, open_engine
 from offload.errors import BadModel, BadRequest
 from offload.ggml.library.lib import library
 from offload.model_file import read_facts
@@ -70,7 +70,7 @@ def test_texts_and_drafts_are_the_same_if_prompts_are_computed_in_passes(
     """Routers choose 2 of 8 experts, so all ways have to compute equal bits in equal batches."""
     few = {"expert_used_count": 2}
     path = write_mtp(models, architecture, name="-few", own=few)
-    with Engine(path, options_of("resident", path)) as engine:
+    with open_engine(path, options_of("resident", path)) as engine:
         expected = [*steps_of(engine)]
     layers = plan_mtp(read_facts(path), ContextOptions(), None)
     least = budget(path, StreamingOptions(n_gpu_layers=ON_GPU), "least")
@@ -80,7 +80,7 @@ def test_texts_and_drafts_are_the_same_if_prompts_are_computed_in_passes(
             opened.streaming, n_gpu_layers=ON_GPU, passes="on", splitter=at_random(1),
             vram_bytes=least + layers.weight_bytes,
         )  # fmt: skip
-        with Engine(path, replace(opened, streaming=streaming)) as engine:
+        with open_engine(path, replace(opened, streaming=streaming)) as engine:
             assert [*steps_of(engine)] == expected
             counters = engine.counters()
         assert counters.passes > 0
@@ -94,7 +94,7 @@ def test_every_architecture_whose_layers_may_draft_is_tested() -> None:
 
 def test_keys_on_which_the_library_would_fail_are_refused(tmp_path: Path) -> None:
     path = write_mtp(tmp_path, "deepseek4", own={"attention.indexer.key_length": 64}, name="-64")
-    with Engine(path, options_of("resident", path)) as engine:
+    with open_engine(path, options_of("resident", path)) as engine:
         assert engine.row_draft is None
         assert "keys and the indexer's keys both have 64 values" in engine.row_complaint
         assert len(engine.sequences.extend(0, [1, 2, 3])) == 3
@@ -109,8 +109,8 @@ def test_each_draft_is_that_of_a_fresh_evaluation(
     """Drafts are accepted at random, so that rows of every length are kept and dropped."""
     path = write_mtp(models, architecture)
     with (
-        Engine(path, options_of(way, path, n_sequences)) as engine,
-        Engine(path, options_of("resident", path)) as fresh,
+        open_engine(path, options_of(way, path, n_sequences)) as engine,
+        open_engine(path, options_of("resident", path)) as fresh,
     ):
         check_each_draft(engine, fresh)
 
@@ -120,7 +120,7 @@ def test_layers_that_do_not_fit_are_left_out(models: Path) -> None:
     options = options_of("split", path)
     tight = budget(path, StreamingOptions(), "half")
     options = replace(options, streaming=replace(options.streaming, vram_bytes=tight))
-    with Engine(path, options) as engine:
+    with open_engine(path, options) as engine:
         assert engine.row_draft is None
         assert engine.plan is not None
         assert any("are left out" in reason for reason in engine.plan.reasons)
@@ -168,7 +168,7 @@ def test_a_file_without_the_layers_of_its_header_runs_without_them(tmp_path: Pat
         why = "--spec-type mtp: its layers were left out of the file, so nothing drafts"
         assert why in session.notes
         assert written(session, [5, 6, 7], n=3)
-    with Engine(path, EngineOptions(device="cpu", n_ctx=256, mtp=True)) as engine:
+    with open_engine(path, EngineOptions(device="cpu", n_ctx=256, mtp=True)) as engine:
         assert engine.row_draft is None
         assert "left out of the file" in engine.row_complaint
 
@@ -207,7 +207,7 @@ def test_a_count_that_the_tensors_do_not_bear_out_is_told(models: Path, tmp_path
     none = counting(path, tmp_path, 0)
     with (
         pytest.raises(BadModel, match="has blk.4.nextn.*, but its header counts no layers of"),
-        Engine(none, EngineOptions(device="cpu", n_ctx=256)),
+        open_engine(none, EngineOptions(device="cpu", n_ctx=256)),
     ):
         pass
 
@@ -226,7 +226,7 @@ def test_a_layer_that_lacks_a_weight_is_told(
     why = rf"lacks blk\.{layer}\.{weight}\.weight of its layer for multi-token prediction"
     with (
         pytest.raises(BadModel, match=why),
-        Engine(path, EngineOptions(device="cpu", n_ctx=256, mtp=mtp)),
+        open_engine(path, EngineOptions(device="cpu", n_ctx=256, mtp=mtp)),
     ):
         pass
 
@@ -234,7 +234,7 @@ def test_a_layer_that_lacks_a_weight_is_told(
 def test_rows_cost_one_copy_a_decode(models: Path) -> None:
     """The copy has the size of the rows, whatever the size of the context."""
     path = write_mtp(models, "deepseek2")
-    with Engine(path, options_of("resident", path)) as engine:
+    with open_engine(path, options_of("resident", path)) as engine:
         assert engine.row_draft is not None
         engine.sequences.extend(0, [5] * 30, 0)
         assert engine._context.rows(30).shape == (30, 128)
@@ -252,7 +252,7 @@ def test_a_kept_prompt_drafts_what_a_fresh_one_does(models: Path, architecture: 
     text = (text * 20)[:60]
     with (
         open_mtp(path, "resident", parallel=2) as session,
-        Engine(path, options_of("resident", path)) as fresh,
+        open_engine(path, options_of("resident", path)) as fresh,
     ):
         assert session.target.row_draft is not None
         found: list[tuple[list[int], tuple[int, ...]]] = []
@@ -301,9 +301,9 @@ def test_a_saved_text_drafts_what_a_fresh_one_does(
     # The library loads deepseek4's states only into contexts for as many sequences.
     n_plain = 2 if architecture == "deepseek4" else 1
     with (
-        Engine(path, options_of("resident", path, 2)) as engine,
-        Engine(path, options_of("resident", path)) as fresh,
-        Engine(path, replace(options_of("resident", path, n_plain), mtp=False)) as plain,
+        open_engine(path, options_of("resident", path, 2)) as engine,
+        open_engine(path, options_of("resident", path)) as fresh,
+        open_engine(path, replace(options_of("resident", path, n_plain), mtp=False)) as plain,
     ):
         layers, sequences = engine.row_draft, engine.sequences
         assert layers is not None

@@ -19,7 +19,7 @@ from worker import has_rpc
 from lab.synth import write_preset
 from offload import mla
 from offload.device import DeviceChoice, choose_device
-from offload.engine import Engine
+from offload.engine import open_engine
 from offload.errors import DeviceFailed, DeviceUnavailable, DoesNotFit
 from offload.ggml.backend import Device
 from offload.ggml.library.lib import library
@@ -47,12 +47,12 @@ def worker(tiny_moe: Path) -> Iterator[RunningWorker]:
 @pytest.mark.parametrize("preset", ["deepseek-v3", "qwen3-235b-a22b", "glm-4.6", "gpt-oss-120b"])
 def test_layers_of_two_machines_give_the_logits_of_one(preset: str, models: Path) -> None:
     path = write_preset(preset, models / f"our-{preset}.gguf", size="tiny", seed=4)
-    with Engine(path, options("sim")) as engine:
+    with open_engine(path, options("sim")) as engine:
         expected = logits(engine)
     with working(path, "--device", SIM, "--n-cpu-moe", "99") as running:
         for order in ("auto", "last"):
             remote = RemoteOptions((running.address,), order=order)
-            with Engine(path, options("sim", remote)) as engine:
+            with open_engine(path, options("sim", remote)) as engine:
                 assert engine.remote is not None
                 (layers,) = engine.remote.layers
                 assert 0 < len(layers) < engine.facts.n_layers
@@ -71,7 +71,7 @@ def test_prompts_that_a_worker_computes_in_passes_give_the_logits_of_one_machine
 ) -> None:
     path = write_preset(preset, models / f"passing-{preset}.gguf", size="tiny", seed=4)
     prompts = replace(options("cpu"), n_ubatch=256, most_ubatch=256, n_outputs=256)
-    with Engine(path, prompts) as engine:
+    with open_engine(path, prompts) as engine:
         expected = logits(engine, PROMPTS)
     least = budget(path, StreamingOptions(n_gpu_layers=99), "least")
     flags = (
@@ -84,7 +84,7 @@ def test_prompts_that_a_worker_computes_in_passes_give_the_logits_of_one_machine
     )
     with working(path, *flags, "--hybrid", hybrid) as running:
         remote = RemoteOptions((running.address,), order="only")
-        with Engine(path, replace(prompts, remote=remote)) as engine:
+        with open_engine(path, replace(prompts, remote=remote)) as engine:
             np.testing.assert_array_equal(logits(engine, PROMPTS), expected)
         counters = running.counters()
         assert counters["passes"] > 0, running.text
@@ -95,7 +95,7 @@ def test_one_round_trip_and_two_hand_overs_of_activations(models: Path) -> None:
     write_preset("qwen3moe", path, size="tiny", seed=5, n_embd=width, n_layer=3)
     with working(path, "--device", "sim:vram=24MiB") as running, Relay(running.address) as relay:
         remote = RemoteOptions((relay.address,))
-        with Engine(path, options("sim", remote)) as engine:
+        with open_engine(path, options("sim", remote)) as engine:
             for n in (1, 64, 1, 64, 1, 1):
                 before = relay.n_bytes, relay.n_turns
                 engine.sequences.extend(0, [3] * n, n_logits=1)
@@ -109,9 +109,11 @@ def test_one_round_trip_and_two_hand_overs_of_activations(models: Path) -> None:
 def test_a_client_without_a_gpu_leaves_all_layers_to_the_worker(
     order: Literal["auto", "only"], tiny_moe: Path, worker: RunningWorker
 ) -> None:
-    with Engine(tiny_moe, options("cpu")) as engine:
+    with open_engine(tiny_moe, options("cpu")) as engine:
         expected = logits(engine)
-    with Engine(tiny_moe, options("cpu", RemoteOptions((worker.address,), order=order))) as engine:
+    with open_engine(
+        tiny_moe, options("cpu", RemoteOptions((worker.address,), order=order))
+    ) as engine:
         assert worker.counters()["graphs"] > 0, "a warm-up takes the worker's memory at the start"
         np.testing.assert_array_equal(logits(engine), expected)
     assert "reading weights: 100 %" in worker.text
@@ -119,16 +121,16 @@ def test_a_client_without_a_gpu_leaves_all_layers_to_the_worker(
 
 def test_a_worker_with_another_file_is_refused(tiny_dense: Path, worker: RunningWorker) -> None:
     with pytest.raises(DeviceUnavailable, match=r"has another file: its tiny_moe.gguf has hash"):
-        Engine(tiny_dense, options("cpu", RemoteOptions((worker.address,))))
+        open_engine(tiny_dense, options("cpu", RemoteOptions((worker.address,))))
 
 
 def test_a_draft_model_on_a_worker_may_be_another_file(tiny_dense: Path, tiny_moe: Path) -> None:
     draft = replace(options("cpu"), wrapped=False)
-    with Engine(tiny_dense, draft) as engine:
+    with open_engine(tiny_dense, draft) as engine:
         expected = logits(engine)
     with working(tiny_moe, "--device", "cpu") as running:
         remote = RemoteOptions((running.address,), order="only")
-        with Engine(tiny_dense, replace(draft, remote=remote)) as engine:
+        with open_engine(tiny_dense, replace(draft, remote=remote)) as engine:
             np.testing.assert_allclose(logits(engine), expected, rtol=0, atol=1e-4)
 
 
@@ -196,4 +198,4 @@ def test_a_share_that_the_worker_cannot_hold_is_one_sentence(tiny_moe: Path) -> 
     with working(tiny_moe, "--device", "sim:vram=64KiB") as running:
         remote = RemoteOptions((running.address,), order="only")
         with pytest.raises(DeviceUnavailable, match="of GPU memory are too few: at least"):
-            Engine(tiny_moe, options("cpu", remote))
+            open_engine(tiny_moe, options("cpu", remote))

@@ -24,7 +24,7 @@ from wide import examples
 
 from lab.synth import write_preset
 from lab.synth.mixtures import ARCHITECTURES, write_mixture
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.model import is_experts
 from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
@@ -84,7 +84,7 @@ def shared(path: Path, share: float, n_ubatch: int, split: str, **changes: Any) 
 def computed(
     path: Path, opened: EngineOptions, batches: Sequence[int]
 ) -> tuple[Rows, StreamCounters]:
-    with Engine(path, opened) as engine:
+    with open_engine(path, opened) as engine:
         return logits(engine, batches), engine.counters()
 
 
@@ -195,7 +195,7 @@ def test_passes_on_two_devices_have_the_resident_models_bits(
             opened, device=device, streaming=streaming, tensor_split=(1, 1),
             min_batch=MinBatch(1, 1),
         )  # fmt: skip
-        with Engine(path, opened) as engine:
+        with open_engine(path, opened) as engine:
             assert np.array_equal(logits(engine, PROMPTS), expected)
             passes = [counters.passes > 0 for counters in engine.counters_by_device().values()]
             streams = [any(map(is_experts, part.plan.streamed)) for part in engine.parts]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from splits import SPLITTERS, all_host, logits_of, sim_options, split_streaming
 
 from lab.synth import write_preset
-from offload.engine import Engine, EngineOptions
+from offload.engine import EngineOptions, open_engine
 from offload.errors import DeviceFailed
 from offload.schedule import pair_rows
 from offload.schedule.switch import Splitter, stay
@@ -47,7 +47,7 @@ def model(request: pytest.FixtureRequest, models: Path) -> Iterator[tuple[Path, 
     """A random model of an architecture, and the logits of all of it resident."""
     path = models / f"prompts-{request.param}.gguf"
     write_preset(PRESETS[request.param], path, size="tiny", seed=1)
-    with Engine(path, replace(options(StreamingOptions(), 1), stream_experts=False)) as engine:
+    with open_engine(path, replace(options(StreamingOptions(), 1), stream_experts=False)) as engine:
         yield path, logits(engine)
 
 
@@ -67,7 +67,7 @@ def test_a_shared_prompt_gives_the_resident_models_bits(
     model: tuple[Path, Rows], split: str, slots: str
 ) -> None:
     path, expected = model
-    with Engine(path, shared(SPLITTERS[split](), path, slots)) as engine:
+    with open_engine(path, shared(SPLITTERS[split](), path, slots)) as engine:
         assert np.array_equal(logits(engine), expected)
         counters = engine.counters()
         if slots != "all":
@@ -84,7 +84,9 @@ def test_a_shared_prompt_gives_the_resident_models_bits(
 def test_the_cpus_part_of_a_layer_has_a_limit_and_grows_with_batches(
     tiny_moe: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    with Engine(tiny_moe, replace(options(StreamingOptions(), 1), stream_experts=False)) as engine:
+    with open_engine(
+        tiny_moe, replace(options(StreamingOptions(), 1), stream_experts=False)
+    ) as engine:
         expected = logits(engine)
     sizes: list[int] = []
     choose = HostGraph.choose
@@ -96,14 +98,14 @@ def test_the_cpus_part_of_a_layer_has_a_limit_and_grows_with_batches(
     monkeypatch.setattr(pair_rows, "_LEAST_HOST_PAIRS", 1)
     monkeypatch.setattr(prompt_side, "MOST_HOST_PAIRS", most)
     monkeypatch.setattr(HostGraph, "choose", counted)
-    with Engine(tiny_moe, shared(all_host, tiny_moe, "least")) as engine:
+    with open_engine(tiny_moe, shared(all_host, tiny_moe, "least")) as engine:
         assert np.array_equal(logits(engine), expected)
     assert 0 < max(sizes) <= most
 
 
 def test_prompts_are_not_shared_while_misses_only_stay(tiny_moe: Path) -> None:
     """That splitter cannot divide: it would leave nearly all of a prompt to the CPU."""
-    with Engine(tiny_moe, shared(stay, tiny_moe, "half")) as engine:
+    with open_engine(tiny_moe, shared(stay, tiny_moe, "half")) as engine:
         before = engine.counters().n_pairs_host
         engine.sequences.extend(0, [(3 * i) % engine.n_vocab for i in range(100)])
         assert engine.counters().passes == 0
@@ -113,7 +115,7 @@ def test_prompts_are_not_shared_while_misses_only_stay(tiny_moe: Path) -> None:
 def test_a_fault_of_the_cpu_ends_the_prompt_and_the_next_one_has_the_right_bits(
     tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Engine(tiny_moe, shared(SPLITTERS["random"](), tiny_moe, "half")) as engine:
+    with open_engine(tiny_moe, shared(SPLITTERS["random"](), tiny_moe, "half")) as engine:
         text = [(3 * i) % engine.n_vocab for i in range(100)]
         expected = engine.sequences.extend(0, text)
         engine.sequences.rewind(0, 0)

@@ -20,7 +20,7 @@ from test_slots import SPECS, model, open_slots, together
 import offload.plan.devices
 from lab.synth import write_preset
 from lab.synth.mtp import write_mtp
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.ggml.graph import Graph
 from offload.ggml.pydevice import WrappedStream
 from offload.ggml.tensor import Tensor
@@ -79,9 +79,9 @@ def test_a_cache_in_ram_changes_no_logits(
 ) -> None:
     """Wherever attention of a batch is computed: on the device, on the CPU, or by its size."""
     monkeypatch.setattr(offload.plan.devices, "attention_crossover", lambda *_: crossover)
-    with Engine(path, options(path, kv_offload=True)) as engine:
+    with open_engine(path, options(path, kv_offload=True)) as engine:
         wanted = logits(engine)
-    with Engine(path, options(path, kv_offload=False)) as engine:
+    with open_engine(path, options(path, kv_offload=False)) as engine:
         found = logits(engine)
         assert engine.plan is not None
         assert engine.plan.attention_batch == crossover
@@ -106,7 +106,7 @@ def test_attention_is_computed_where_the_plan_says(
 
     monkeypatch.setattr(StreamingDevice, "compute", watched)
     monkeypatch.setattr(StreamingDevice, "compute_directly", lambda *_, **__: None)
-    with Engine(path, options(path, kv_offload=False)) as engine:
+    with open_engine(path, options(path, kv_offload=False)) as engine:
         on_device.clear()
         for n in (1, 2, 3, 4, 5, 64):
             engine.sequences.extend(0, [7] * n)
@@ -116,7 +116,7 @@ def test_attention_is_computed_where_the_plan_says(
 def test_caches_are_in_ram_and_states_on_the_device(path: Path) -> None:
     opened = options(path, kv_offload=False)
     facts = read_facts(path)
-    with Engine(path, opened) as engine:
+    with open_engine(path, opened) as engine:
         memory = context_memory(facts, engine.options.context)
         cache = engine.ram_cache
         assert cache is not None
@@ -124,7 +124,7 @@ def test_caches_are_in_ram_and_states_on_the_device(path: Path) -> None:
         assert cache.cache_bytes == pytest.approx(memory.host_kv_bytes, abs=1 << 14)
         assert (cache.state_bytes > 0) is (memory.recurrent_bytes > 0)
         assert cache.state_bytes <= memory.recurrent_bytes
-    with Engine(path, replace(opened, kv_offload=True)) as engine:
+    with open_engine(path, replace(opened, kv_offload=True)) as engine:
         assert engine.ram_cache is None
 
 
@@ -132,12 +132,12 @@ def test_a_sequence_is_saved_in_one_place_and_loaded_in_the_other(path: Path) ->
     text, more = [3, 1, 4, 1, 5] * 20, [9, 2, 6]
     states, rows = {}, {}
     for place in (True, False):
-        with Engine(path, options(path, kv_offload=place)) as engine:
+        with open_engine(path, options(path, kv_offload=place)) as engine:
             engine.sequences.extend(1, text, n_logits=0)
             states[place] = engine.sequences.save(1)
             rows[place] = engine.sequences.extend(1, more)
     assert states[True] == states[False]
-    with Engine(path, options(path, kv_offload=False)) as engine:
+    with open_engine(path, options(path, kv_offload=False)) as engine:
         engine.sequences.load(2, states[True], text)
         assert np.array_equal(engine.sequences.extend(2, more), rows[True])
         checkpoint = engine.sequences.checkpoint(2, lasting=True)
@@ -150,7 +150,7 @@ def test_two_devices_share_a_model_whose_cache_is_in_ram(path: Path) -> None:
     found = {}
     for place in (True, False):
         opened = replace(options(path, kv_offload=place, device="sim,sim"), tensor_split=(1, 1))
-        with Engine(path, opened) as engine:
+        with open_engine(path, opened) as engine:
             assert len(engine.devices) == 2
             found[place] = logits(engine)
     assert np.array_equal(found[True], found[False])
@@ -209,7 +209,7 @@ def test_caches_of_all_types_may_be_in_ram(
     found = {}
     for place in (True, False):
         opened = options(path, kv_offload=place)
-        with Engine(path, replace(opened, type_k=types[0], type_v=types[1])) as engine:
+        with open_engine(path, replace(opened, type_k=types[0], type_v=types[1])) as engine:
             found[place] = logits(engine, n_batches=12)
     assert np.array_equal(found[True], found[False])
 
@@ -226,7 +226,7 @@ def test_own_layers_draft_the_same(
             device="sim", min_batch=MinBatch(1, 1), n_ctx=1024, n_sequences=2, mtp=True,
             flash_attn="on", n_threads=1, n_threads_batch=1, kv_offload=place,
         )  # fmt: skip
-        with Engine(path, opened) as engine:
+        with open_engine(path, opened) as engine:
             found[place] = [*steps_of(engine)]
     assert found[True] == found[False]
     assert len(found[True]) > 10

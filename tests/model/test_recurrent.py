@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from resolved import config_of, line_of
 
 from lab.synth import write_preset
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.errors import BadRequest
 from offload.schedule.switch import stay
 from offload.stream.options import StreamingOptions
@@ -35,7 +35,7 @@ def hybrid(request: pytest.FixtureRequest, models: Path) -> Path:
 def snapshots(models: Path) -> Iterator[Engine]:
     path = models / "snapshots.gguf"
     write_preset(WITH_SNAPSHOTS, path, size="tiny", seed=4, quant="f32")
-    with Engine(path, options("cpu", n_rs_seq=4)) as engine:
+    with open_engine(path, options("cpu", n_rs_seq=4)) as engine:
         yield engine
 
 
@@ -64,7 +64,7 @@ def test_sequences_of_unequal_lengths_have_the_same_states_on_split_layers(hybri
             min_batch=MinBatch(NEVER, NEVER),
             streaming=streaming,
         )
-        with Engine(hybrid, made) as engine:
+        with open_engine(hybrid, made) as engine:
             sequences = engine.sequences
             sequences.extend_batch([(s, PROMPT[s : s + n], 0) for s, n in enumerate(lengths)])
             found.append(np.concatenate(sequences.extend_batch([(s, [5], 1) for s in range(4)])))
@@ -78,7 +78,7 @@ def test_sequences_of_unequal_lengths_have_the_same_states_on_split_layers(hybri
 def test_a_restored_checkpoint_gives_the_bits_of_a_fresh_evaluation(
     hybrid: Path, device: str, on_device: bool
 ) -> None:
-    with Engine(hybrid, options(device)) as engine:
+    with open_engine(hybrid, options(device)) as engine:
         wanted = fresh(engine, [*PROMPT, 5, 6, 7])
         engine.sequences.rewind(0, 0)
         engine.sequences.extend(0, PROMPT, 0)
@@ -95,7 +95,7 @@ def test_a_restored_checkpoint_gives_the_bits_of_a_fresh_evaluation(
 
 
 def test_a_replaced_checkpoint_on_the_device_is_refused(hybrid: Path) -> None:
-    with Engine(hybrid, options("cpu")) as engine:
+    with open_engine(hybrid, options("cpu")) as engine:
         engine.sequences.extend(0, PROMPT, 0)
         lasting = engine.sequences.checkpoint(0, lasting=True)
         first = engine.sequences.checkpoint(0)
@@ -111,7 +111,7 @@ def test_a_replaced_checkpoint_on_the_device_is_refused(hybrid: Path) -> None:
 
 @pytest.mark.parametrize("lasting", [True, False])
 def test_a_checkpoint_whose_cells_are_gone_is_refused(hybrid: Path, lasting: bool) -> None:
-    with Engine(hybrid, options("cpu")) as engine:
+    with open_engine(hybrid, options("cpu")) as engine:
         engine.sequences.extend(0, PROMPT, 0)
         checkpoint = engine.sequences.checkpoint(0, lasting=lasting)
         engine.sequences.extend(0, [1, 2], 0)
@@ -152,7 +152,7 @@ def test_snapshots_of_earlier_decodes_are_refused_though_the_library_takes_them(
 
 
 def test_an_edited_conversation_is_evaluated_from_the_last_prompt_it_shares(hybrid: Path) -> None:
-    with Engine(hybrid, options("cpu")) as engine:
+    with open_engine(hybrid, options("cpu")) as engine:
         cache = Slot(0, engine.sequences, None, n_checkpoints=2)
 
         def turn(prompt: list[int], answer: list[int]) -> int:
@@ -215,7 +215,7 @@ def test_a_small_ubatch_has_room_for_fewer_snapshots_and_it_is_said(
 ) -> None:
     path = write_preset(preset, models / f"few-{preset}.gguf", size="tiny", seed=4)
     asked = EngineOptions(device="cpu", n_ctx=256, n_ubatch=n_ubatch, n_rs_seq=wanted)
-    with Engine(path, asked) as engine:
+    with open_engine(path, asked) as engine:
         assert engine.sequences.n_rs_seq == taken
         is_said = any("snapshots" in note for note in engine.notes)
         assert is_said == (preset == WITH_SNAPSHOTS and wanted > taken)

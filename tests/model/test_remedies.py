@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lab.synth.mixtures import write_mixture
-from offload.engine import Engine, EngineOptions
+from offload.engine import EngineOptions, open_engine
 from offload.errors import BadRequest, DoesNotFit, OffloadError
 from offload.ggml.context import Context, _no_context
 from offload.ggml.library.callback import Pending
@@ -21,7 +21,7 @@ OPTIONS = EngineOptions(device="cpu", n_ctx=64)
 def refusal(path: Path, **changed: Any) -> str:
     """The refusal of a start with these options, or "" if it opens and decodes."""
     try:
-        with Engine(path, replace(OPTIONS, **changed)) as engine:
+        with open_engine(path, replace(OPTIONS, **changed)) as engine:
             assert len(engine.sequences.extend(0, [1, 2, 3])) == 3
     except BadRequest as e:
         return str(e)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import resolved
 
-from offload.engine import Engine, EngineOptions
+from offload.engine import EngineOptions, open_engine
 from offload.ggml.extra_buffers import amx_buffer_type
 from offload.ggml.layout_speed import layout_times
 from offload.plan import repacking
@@ -57,7 +57,7 @@ def test_all_layouts_compute_the_same(quantised: Path, caplog: pytest.LogCapture
 
     def logits(expected: set[str], **choice: Any) -> np.ndarray:
         """The logits of a prompt and of four single tokens after it."""
-        with Engine(quantised, replace(common, **choice)) as engine:
+        with open_engine(quantised, replace(common, **choice)) as engine:
             rows = [engine.sequences.extend(0, TOKENS, n_logits=len(TOKENS))]
             rows += [engine.sequences.extend(0, [token], n_logits=1) for token in TOKENS[:4]]
         assert repacked_kinds(caplog) == (expected if can_repack else set())
@@ -105,6 +105,6 @@ def test_layouts_are_measured_once_and_kept(
 
 def test_beside_a_gpu_the_flag_says_that_it_has_no_effect(tiny_moe: Path) -> None:
     options = EngineOptions(device="sim", n_ctx=256, n_threads=1, repack=True)
-    with Engine(tiny_moe, options) as engine:
+    with open_engine(tiny_moe, options) as engine:
         (note,) = [note for note in engine.notes if note.startswith("--repack")]
     assert note.startswith("--repack: no effect with sim")

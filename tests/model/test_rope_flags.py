@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from resolved import config_of
 
 from lab.synth import write_preset
-from offload.engine import Engine
+from offload.engine import open_engine
 from specoffload.opening.context_size import with_context
 from specoffload.opening.target import target_options
 
@@ -58,7 +58,7 @@ def _our_logits(path: Path, flags: dict[str, object]) -> NDArray[np.float32]:
     exact = {"flash_attn": "off", "type_k": "f32", "type_v": "f32"}
     config = config_of(model=path, device="cpu", threads=1, ctx_size=256, ubatch_size=256,
                        **exact, **flags)  # fmt: skip
-    with Engine(path, target_options(config)) as engine:
+    with open_engine(path, target_options(config)) as engine:
         return np.array(engine.sequences.extend(0, TEXT)[-1])
 
 

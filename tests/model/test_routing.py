@@ -8,7 +8,7 @@ from budgets import limited
 from numpy.typing import NDArray
 from player_calls import played_layers, reading
 
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.ggml.memory import HostRange
 from offload.stream.executor import Executor
 from offload.stream.options import StreamingOptions
@@ -24,7 +24,7 @@ def opened(*, record: bool, hybrid: bool) -> Engine:
     options = EngineOptions(
         device="sim", streaming=streaming, min_batch=MinBatch(1, 1), n_ctx=256, n_ubatch=128
     )
-    return Engine(TARGET, options)
+    return open_engine(TARGET, options)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from worker import Worker, free_port, has_rpc, working
 from lab.synth import write_preset
 from offload import probe as probing
 from offload.device import choose_device
-from offload.engine import Engine
+from offload.engine import Engine, open_engine
 from offload.errors import DeviceUnavailable, DoesNotFit, LibraryMismatch, WorkerUnavailable
 from offload.ggml import rpc
 from offload.ggml.backend import Device
@@ -58,7 +58,7 @@ def test_a_library_without_rpc_says_how_to_get_one(monkeypatch: pytest.MonkeyPat
     assert not has_rpc()
     one_worker = RemoteOptions((Address("127.0.0.1", 1),))
     with pytest.raises(LibraryMismatch, match="without ggml's RPC: run scripts/setup again, or"):
-        Engine(demo_file("target.gguf"), options("cpu", one_worker))
+        open_engine(demo_file("target.gguf"), options("cpu", one_worker))
 
 
 @needs_rpc
@@ -67,11 +67,11 @@ def test_remote_layers_give_the_logits_of_one_process(
     preset: str, models: Path, worker: Worker
 ) -> None:
     path = write_preset(preset, models / f"rpc-{preset}.gguf", size="tiny", seed=4)
-    with Engine(path, options("sim")) as engine:
+    with open_engine(path, options("sim")) as engine:
         expected = logits(engine)
     for order in ("auto", "last"):
         remote = RemoteOptions((worker.address,), order=order)
-        with Engine(path, options("sim", remote)) as engine:
+        with open_engine(path, options("sim", remote)) as engine:
             assert engine.remote is not None
             assert 0 < sum(map(len, engine.remote.layers)) < engine.facts.n_layers
             np.testing.assert_array_equal(logits(engine), expected)
@@ -83,13 +83,13 @@ def test_remote_layers_give_the_logits_of_one_process(
 def test_f32_layers_of_a_cpu_give_the_logits_of_one_process(
     order: str, exact: Path, worker: Worker
 ) -> None:
-    with Engine(exact, options("cpu")) as engine:
+    with open_engine(exact, options("cpu")) as engine:
         expected = logits(engine)
     remote = RemoteOptions((worker.address,), order=order)  # type: ignore[arg-type]
     for n_remote in (None, 1):
         o = options("cpu", remote)
         o = replace(o, streaming=replace(o.streaming, n_gpu_layers=n_remote))
-        with Engine(exact, o) as engine:
+        with open_engine(exact, o) as engine:
             assert engine.remote is not None
             n_there = (n_remote or engine.facts.n_layers) + (order == "only")
             assert sum(map(len, engine.remote.layers)) == n_there
@@ -112,7 +112,7 @@ def test_each_layer_is_where_the_plan_says(
     remote = RemoteOptions((worker.address,), order=order)
     with (
         caplog.at_level(logging.DEBUG, "offload.llama"),
-        Engine(path, replace(options("sim", remote), tensor_split=shares)) as engine,
+        open_engine(path, replace(options("sim", remote), tensor_split=shares)) as engine,
     ):
         found = re.findall(r"layer +(\d+) assigned to device (\S+),", caplog.text)
         assert engine.remote is not None
@@ -125,28 +125,30 @@ def test_each_layer_is_where_the_plan_says(
 @needs_rpc
 def test_two_workers_and_local_layers_between(models: Path, worker: Worker) -> None:
     path = write_preset("deepseek-v3", models / "rpc-two.gguf", size="tiny", seed=4)
-    with Engine(path, options("sim")) as engine:
+    with open_engine(path, options("sim")) as engine:
         expected = logits(engine)
     with working() as second:
         remote = RemoteOptions((worker.address, second.address))
-        with Engine(path, replace(options("sim", remote), tensor_split=(1.0, 1.0, 2.0))) as engine:
+        with open_engine(
+            path, replace(options("sim", remote), tensor_split=(1.0, 1.0, 2.0))
+        ) as engine:
             assert engine.remote is not None
             assert [len(its) for its in engine.remote.layers] == [2, 1]
             np.testing.assert_array_equal(logits(engine), expected)
         o = replace(options("sim", remote), tensor_split=(1.0, 0.0, 2.0))
-        with Engine(path, o) as engine:
+        with open_engine(path, o) as engine:
             assert "; no layers are left for RPC1" in " ".join(engine.notes)
 
 
 @needs_rpc
 def test_two_local_devices_and_a_worker(models: Path, worker: Worker) -> None:
     path = write_preset("deepseek-v3", models / "rpc-three.gguf", seed=4, n_layer=6)
-    with Engine(path, options("sim")) as engine:
+    with open_engine(path, options("sim")) as engine:
         expected = logits(engine)
     for order in ("auto", "last"):
         remote = RemoteOptions((worker.address,), order=order)
         o = replace(options("sim,sim", remote), tensor_split=(2.0, 3.0, 2.0))
-        with Engine(path, o) as engine:
+        with open_engine(path, o) as engine:
             assert len(engine.parts) == 2
             np.testing.assert_array_equal(logits(engine), expected)
 
@@ -158,7 +160,7 @@ def test_layers_are_divided_by_measured_time(
 ) -> None:
     """All devices are timed by the same products. The slower one gets fewer layers."""
     path = write_preset("qwen3moe", models / "rpc-time.gguf", size="tiny", seed=4, n_layer=8)
-    with Engine(path, options("sim")) as engine:
+    with open_engine(path, options("sim")) as engine:
         expected = logits(engine)
     remote = RemoteOptions((worker.address,), order=order)
     asked = replace(options("sim", remote), tensor_split=(), n_ctx=4096)
@@ -171,7 +173,7 @@ def test_layers_are_divided_by_measured_time(
 
         with monkeypatch.context() as patched:
             patched.setattr(probing, "measured_speed", speed)
-            with Engine(path, asked) as engine:
+            with open_engine(path, asked) as engine:
                 assert engine.remote is not None
                 n_remote.append(sum(map(len, engine.remote.layers)))
                 assert any("divided by expected time (RPC0: " in note for note in engine.notes)
@@ -230,7 +232,7 @@ def test_only_activations_cross_the_network_in_one_round_trip(
         write_preset("qwen3moe", path, size="tiny", seed=5, n_embd=width, n_layer=4)
     with Relay(worker.address) as relay:
         remote = RemoteOptions((relay.address,))
-        with Engine(path, options(device, remote)) as engine:
+        with open_engine(path, options(device, remote)) as engine:
             assert engine.remote is not None
             assert not engine.remote.has_head
             for n_tokens in (64, 1):
@@ -272,10 +274,10 @@ def test_a_remote_draft_drafts_the_same_tokens(worker: Worker) -> None:
 @needs_rpc
 def test_a_remote_draft_gives_the_logits_of_a_local_one(exact: Path, worker: Worker) -> None:
     here = replace(options("cpu"), wrapped=False)
-    with Engine(exact, here) as engine:
+    with open_engine(exact, here) as engine:
         expected = logits(engine)
     device, remote = RemoteOptions((worker.address,)).of("RPC0")
-    with Engine(exact, replace(here, device=device, remote=remote)) as engine:
+    with open_engine(exact, replace(here, device=device, remote=remote)) as engine:
         np.testing.assert_array_equal(logits(engine), expected)
 
 
@@ -284,7 +286,7 @@ def test_an_equal_graph_of_a_remote_draft_is_sent_once(worker: Worker) -> None:
     with Relay(worker.address) as relay:
         device, remote = RemoteOptions((relay.address,)).of("RPC0")
         o = replace(options("cpu"), wrapped=False, device=device, remote=remote)
-        with Engine(demo_file("draft.gguf"), o) as engine:
+        with open_engine(demo_file("draft.gguf"), o) as engine:
 
             def sent(n_tokens: int) -> int:
                 before = relay.n_bytes
@@ -318,26 +320,26 @@ def test_workers_and_devices_that_are_not_there_are_one_sentence(worker: Worker)
     model = demo_file("target.gguf")
     nobody = RemoteOptions((Address("127.0.0.1", free_port()),))
     with pytest.raises(WorkerUnavailable, match=r"cannot be reached within 3 s \(Connection refu"):
-        Engine(model, options("cpu", nobody))
+        open_engine(model, options("cpu", nobody))
     unknown = RemoteOptions((worker.address,), devices=("RPC7",))
     with pytest.raises(DeviceUnavailable, match="device RPC7: the workers of --rpc have RPC0"):
-        Engine(model, options("cpu", unknown))
+        open_engine(model, options("cpu", unknown))
     twice = RemoteOptions((worker.address, Address("localhost", worker.address.port)))
     with pytest.raises(DeviceUnavailable, match=r"both are the worker at 127\.0\.0\.1:.* once"):
-        Engine(model, options("sim", twice))
+        open_engine(model, options("sim", twice))
     one = RemoteOptions((worker.address,))
-    with Engine(model, replace(options("sim", one), tensor_split=(1.0, 2.0, 3.0))) as engine:
+    with open_engine(model, replace(options("sim", one), tensor_split=(1.0, 2.0, 3.0))) as engine:
         said = " ".join(engine.notes)
         assert "only the first 2 of 3 shares count, for 2 devices (RPC0, sim)" in said
     with pytest.raises(DeviceUnavailable, match="--tensor-split leaves sim no layers"):
-        Engine(model, replace(options("sim", one), tensor_split=(1.0, 0.0)))
+        open_engine(model, replace(options("sim", one), tensor_split=(1.0, 0.0)))
 
 
 @needs_rpc
 def test_a_busy_worker_says_that_it_serves_one_client(worker: Worker) -> None:
     only = RemoteOptions((worker.address,))
     with (
-        Engine(demo_file("target.gguf"), options("cpu", only)),
+        open_engine(demo_file("target.gguf"), options("cpu", only)),
         pytest.raises(WorkerUnavailable, match="it serves one at a time"),
     ):
         greet(worker.address, answer_s=0.2)
@@ -348,7 +350,7 @@ def test_a_busy_worker_says_that_it_serves_one_client(worker: Worker) -> None:
 def test_another_version_is_refused(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc, "VERSION", (99, 0))
     with pytest.raises(WorkerUnavailable, match="speaks version .* and this library 99.0; install"):
-        Engine(demo_file("target.gguf"), options("cpu", RemoteOptions((worker.address,))))
+        open_engine(demo_file("target.gguf"), options("cpu", RemoteOptions((worker.address,))))
 
 
 @needs_rpc
@@ -360,9 +362,9 @@ def test_shares_beyond_a_workers_memory_are_refused(
     with pytest.raises(
         DoesNotFit, match="--tensor-split gives remote device 0 .* fit: it has 1.0 GiB free"
     ):
-        Engine(demo_file("target.gguf"), options("sim", one))
+        open_engine(demo_file("target.gguf"), options("sim", one))
     with pytest.raises(DoesNotFit, match="no layer fits the devices of --rpc"):
-        Engine(demo_file("target.gguf"), options("cpu", one))
+        open_engine(demo_file("target.gguf"), options("cpu", one))
 
 
 CLOSED = "closes connections at once: it serves another client, is missing behind a tunnel"

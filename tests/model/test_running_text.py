@@ -15,7 +15,7 @@ import pytest
 
 from lab.synth import write_preset
 from offload import measuring
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.measuring import Clock, TextWalk, measure, streamed_kinds
 from offload.model import layer_of
 from offload.stream import layer_clock
@@ -39,7 +39,7 @@ def engine(models: Path) -> Iterator[Engine]:
         n_expert_used=3,
     )  # fmt: skip
     one = EngineOptions(device="sim", min_batch=MinBatch(1, 1), n_ctx=1024)
-    with Engine(path, one) as whole:
+    with open_engine(path, one) as whole:
         assert whole.plan is not None
         vram = whole.plan.resident_bytes + int(CACHED * whole.plan.slot_bytes)
     # Prefetching is off, because the number of prefetched copies depends on timing.
@@ -47,7 +47,7 @@ def engine(models: Path) -> Iterator[Engine]:
     options = EngineOptions(
         device="sim", min_batch=MinBatch(1, 1), n_ctx=1024, n_ubatch=128, streaming=streaming
     )
-    with Engine(path, options) as engine:
+    with open_engine(path, options) as engine:
         assert engine.plan is not None
         assert engine.plan.slot_bytes <= 1.05 * CACHED * whole.plan.slot_bytes
         yield engine

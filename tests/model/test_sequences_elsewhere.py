@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from test_lossless_recurrent import write_model
 
 from lab.synth import write_preset
-from offload.engine import Engine, EngineOptions
+from offload.engine import EngineOptions, open_engine
 from offload.errors import BadRequest, DeviceFailed
 from offload.sequences.sequences import Sequences
 from specoffload.slots.slot import read_sequence, write_sequence
@@ -38,7 +38,7 @@ def model(kind: str, models: Path) -> Path:
 @pytest.fixture(scope="module", params=KINDS)
 def sequences(request: pytest.FixtureRequest, models: Path) -> Iterator[Sequences]:
     options = EngineOptions(device="cpu", n_ctx=512, n_sequences=4, n_rs_seq=3)
-    with Engine(model(request.param, models), options) as engine:
+    with open_engine(model(request.param, models), options) as engine:
         yield engine.sequences
 
 

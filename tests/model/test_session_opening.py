@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import resolved
 
+from offload import engine as engine_module
 from offload.device import choose_device
 from offload.engine import Engine
 from offload.errors import DeviceUnavailable
@@ -30,8 +31,6 @@ from specoffload.config.options import DraftEngine, DraftOptions
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import NO_DRAFTS
 from specoffload.generation.generation import GenerateOptions
-from specoffload.opening import draft as draft_opening
-from specoffload.opening import target as opening
 from specoffload.session.session import Session
 from specoffload.speculation import costs
 
@@ -50,8 +49,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
             super().__init__(*args, **named)  # type: ignore[arg-type]
             opened.append(self)
 
-    for module in (opening, draft_opening):
-        monkeypatch.setattr(module, "Engine", Remembered)
+    monkeypatch.setattr(engine_module, "Engine", Remembered)
     return opened
 
 

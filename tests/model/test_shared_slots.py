@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from player_calls import Compute, computing, reading
 
 from lab.synth import write_preset
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.errors import DeviceFailed
 from offload.ggml.backend import RouterIds, Stream
 from offload.ggml.graph import Graph, Product
@@ -100,7 +100,7 @@ def logits(engine: Engine, batches: Sequence[int] = BATCHES) -> NDArray[np.float
 
 @pytest.fixture(scope="module")
 def resident(model: Path) -> NDArray[np.float32]:
-    with Engine(model, options(StreamingOptions(), stream_experts=False)) as engine:
+    with open_engine(model, options(StreamingOptions(), stream_experts=False)) as engine:
         return logits(engine)
 
 
@@ -112,7 +112,7 @@ def resident(model: Path) -> NDArray[np.float32]:
 def test_streamed_is_resident_for_every_slot_count(
     model: Path, resident: NDArray[np.float32], n_slots: int | None, depth: int
 ) -> None:
-    with Engine(model, options(with_slots(model, n_slots, depth=depth))) as engine:
+    with open_engine(model, options(with_slots(model, n_slots, depth=depth))) as engine:
         assert engine.plan is not None
         (pool,) = engine.plan.layout.pools
         # Kinds with one stride need a little more memory (`SlotPool.joined`).
@@ -130,7 +130,7 @@ def test_layers_of_different_types_go_through_the_same_slots(models: Path) -> No
     assert types == {"q4_K", "q6_K"}
     trace = Trace()
     streaming = with_slots(path, N_EXPERTS, trace=trace)
-    with Engine(path, options(streaming)) as engine:
+    with open_engine(path, options(streaming)) as engine:
         engine.sequences.extend(0, list(range(40)))
         copied = engine.counters().streamed_bytes
     # One layer's slots serve all seven, and only the bytes of each type cross the link.
@@ -150,7 +150,7 @@ def test_a_layer_is_one_cut_whatever_it_is_made_of(
         return prepare(self, graph, products)
 
     monkeypatch.setattr(Executor, "prepare", noting)
-    with Engine(model, options(StreamingOptions())) as engine:
+    with open_engine(model, options(StreamingOptions())) as engine:
         engine.sequences.extend(0, [1, 2])
         assert engine.plan is not None
         n_layers = len(engine.plan.layout.groups)
@@ -166,12 +166,12 @@ def test_a_layer_is_one_cut_whatever_it_is_made_of(
 @pytest.mark.parametrize("splitter", [stay, all_on_device])
 def test_split_layers_read_the_same_biases(models: Path, splitter: Splitter, slots: str) -> None:
     model = written("biased", models)
-    with Engine(model, options(StreamingOptions(depth=0, prefetch=False))) as engine:
+    with open_engine(model, options(StreamingOptions(depth=0, prefetch=False))) as engine:
         expected = logits(engine)
     streaming = StreamingOptions(hybrid=True, splitter=splitter)
     if slots == "half":
         streaming = limited(model, streaming, slots)
-    with Engine(model, options(streaming)) as engine:
+    with open_engine(model, options(streaming)) as engine:
         got = logits(engine)
         assert engine.counters().streamed_experts > 0 or splitter is stay
     if splitter is stay:  # the CPU's kernels round differently
@@ -223,7 +223,7 @@ def test_gate_bias_up_bias_and_glu_are_given_to_the_backend_with_one_ids_tensor(
 
         return compute
 
-    with Engine(model, options(with_slots(model, n_slots))) as engine:
+    with open_engine(model, options(with_slots(model, n_slots))) as engine:
         n_layers = engine.facts.n_layers
         for _ in range(3):  # then all experts of this token are in slots
             engine.sequences.extend(0, [5])
@@ -244,7 +244,7 @@ def test_passes_give_the_bits_of_the_resident_model(
 ) -> None:
     if n_more:  # groups of one expert, so that most slots are not part of the ring
         monkeypatch.setattr(schedule_passes, "_LEAST_BYTES", 0)
-    with Engine(model, options(tight(model, n_more))) as engine:
+    with open_engine(model, options(tight(model, n_more))) as engine:
         assert np.array_equal(logits(engine), resident)
         counters = engine.counters()
         assert engine.device is not None
@@ -256,7 +256,7 @@ def test_passes_give_the_bits_of_the_resident_model(
 def test_products_one_by_one_give_the_same_where_the_form_is_unknown(
     model: Path, resident: NDArray[np.float32], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Engine(model, options(tight(model, 3))) as engine:
+    with open_engine(model, options(tight(model, 3))) as engine:
         logits(engine)
         together = engine.counters()
 
@@ -264,7 +264,7 @@ def test_products_one_by_one_give_the_same_where_the_form_is_unknown(
         raise NoForm("its rows are folded")
 
     monkeypatch.setattr(passes, "find_form", refuse)
-    with Engine(model, options(tight(model, 3))) as engine:
+    with open_engine(model, options(tight(model, 3))) as engine:
         assert np.array_equal(logits(engine), resident)
         assert engine.counters().passes > 2 * together.passes
         assert engine.counters().streamed_bytes > together.streamed_bytes
@@ -283,7 +283,7 @@ def test_a_copy_that_fails_in_a_pass_fails_that_decode(
         copy(self, transfer)
 
     monkeypatch.setattr(ThreadCopier, "_copy", fail_once)
-    with Engine(model, options(tight(model, 2))) as engine:
+    with open_engine(model, options(tight(model, 2))) as engine:
         with pytest.raises(DeviceFailed, match="the link is gone"):
             engine.sequences.extend(0, [(3 * i) % 200 for i in range(40)])
         engine.sequences.rewind(0, 0)
@@ -294,9 +294,9 @@ def test_a_copy_that_fails_in_a_pass_fails_that_decode(
 def test_a_band_of_the_slots_gives_the_same(models: Path, batches: Sequence[int]) -> None:
     """The second case has small batches, which some GPUs multiply by a matrix kernel too."""
     path = write_preset("deepseek-v3", models / "band.gguf", seed=1, n_expert=64)
-    with Engine(path, options(StreamingOptions(depth=0, prefetch=False))) as engine:
+    with open_engine(path, options(StreamingOptions(depth=0, prefetch=False))) as engine:
         expected = logits(engine, batches)
-    with Engine(path, options(StreamingOptions())) as engine:
+    with open_engine(path, options(StreamingOptions())) as engine:
         assert np.array_equal(logits(engine, batches), expected)
         assert engine.counters().bands > 0
 
@@ -324,7 +324,7 @@ def test_a_choice_that_is_no_expert_ends_the_decode_and_not_the_process(
             ctypes.c_int32.from_address(Tensor(tensor).position).value = bad
 
     text = [(3 * i) % 200 for i in range(40 if way == "passes" else 2)]
-    with Engine(model, options(streaming)) as engine:
+    with open_engine(model, options(streaming)) as engine:
         wanted = engine.sequences.extend(0, text)
         engine.sequences.rewind(0, 0)
         with monkeypatch.context() as patch:

@@ -12,11 +12,12 @@ import pytest
 from lab.synth import write_preset
 from offload import probe as probing
 from offload.device import DeviceChoice, choose_devices
-from offload.engine import Engine, EngineOptions
+from offload.engine import EngineOptions, open_engine
 from offload.errors import DoesNotFit
 from offload.ggml.backend import Device
 from offload.ggml.tensor import Buffer
 from offload.model_file import read_facts
+from offload.opening.opened import Opening
 from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, Plan, PlanRequest, make_plan
 from offload.store.store import Store
 from offload.stream.options import StreamingOptions
@@ -102,22 +103,22 @@ def test_slots_take_what_the_estimate_left_out(model: Path, counting: CountingDe
     facts = read_facts(model)
     context = context_memory(facts, ContextOptions(256, 64)).total_bytes
     limit = make_plan(facts, PlanRequest(budget_bytes=12 * MIB)).resident_bytes + context + 12 * MIB
-    warm_up = Engine._warm_up
+    warm_up = Opening._warm_up
     taken = working_bytes = 0
 
-    def takes_more(engine: Engine) -> None:
+    def takes_more(opening: Opening) -> None:
         """Warm up, then report 1 MiB less device memory in use than was estimated."""
         nonlocal taken, working_bytes
-        warm_up(engine)
-        assert engine.plan is not None
-        executors = engine.parts[0].device.executors.values()
+        warm_up(opening)
+        assert opening.plan is not None
+        executors = opening.weights.parts[0].device.executors.values()
         working_bytes = sum(executor.working_bytes for executor in executors)
-        taken = engine.plan.resident_bytes + context - MIB
+        taken = opening.plan.resident_bytes + context - MIB
         counting.loaded_bytes = taken
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "_warm_up", takes_more)
-        with Engine(model, options(limit, n_cpu_moe=99)) as engine:
+        patch.setattr(Opening, "_warm_up", takes_more)
+        with open_engine(model, options(limit, n_cpu_moe=99)) as engine:
             assert engine.plan is not None
             assert taken + engine.plan.slot_bytes <= limit
             slot_bytes = sum(p.slot_bytes for p in engine.plan.layout.pools)
@@ -129,7 +130,7 @@ def test_slots_take_what_the_estimate_left_out(model: Path, counting: CountingDe
             held = counting.in_use
             assert held >= engine.plan.slot_bytes
     assert counting.in_use == 0, "closing gives all back"
-    with Engine(model, replace(options(None), device="cpu")) as plain:
+    with open_engine(model, replace(options(None), device="cpu")) as plain:
         assert np.allclose(plain.sequences.extend(0, tokens(40)), expected, atol=1e-4)
 
 
@@ -140,13 +141,13 @@ def test_a_gpu_keeps_some_memory_free_whatever_is_asked_for(
     context = context_memory(facts, ContextOptions(256, 64)).total_bytes
     usable = facts.size_bytes + context - MIB
     counting.total_bytes = usable + LEAST_FREE_BYTES
-    with Engine(model, options(counting.total_bytes)) as engine:
+    with open_engine(model, options(counting.total_bytes)) as engine:
         plan = engine.plan
         assert plan is not None
         assert plan.streamed
         assert plan.resident_bytes + plan.reserve_bytes + plan.slot_bytes <= usable
         assert any("512 MiB stay free for its driver" in reason for reason in plan.reasons)
-    with Engine(model, options(usable)) as engine:
+    with open_engine(model, options(usable)) as engine:
         assert engine.plan is not None
         assert not any("stay free" in reason for reason in engine.plan.reasons)
 
@@ -157,7 +158,7 @@ def test_a_refusal_leaves_fewer_slots_and_a_working_engine(
     facts = read_facts(model)
     limit = facts.size_bytes + context_memory(facts, ContextOptions(256, 64)).total_bytes - MIB
     counting.most_slots_bytes = 3 * MIB
-    with Engine(model, options(limit)) as engine:
+    with open_engine(model, options(limit)) as engine:
         assert engine.plan is not None
         assert 0 < engine.plan.slot_bytes <= 3 * MIB
         assert np.isfinite(engine.sequences.extend(0, tokens(40))).all()
@@ -169,7 +170,7 @@ def test_slots_taken_without_a_warm_up_are_fewer_if_the_device_refuses(
 ) -> None:
     facts = read_facts(model)
     limit = facts.size_bytes + context_memory(facts, ContextOptions(256, 64)).total_bytes - MIB
-    with Engine(model, options(limit, n_cpu_moe=99)) as engine:
+    with open_engine(model, options(limit, n_cpu_moe=99)) as engine:
         (part,) = engine.parts
         assert part.plan.slot_bytes > 3 * MIB
         expected = engine.sequences.extend(0, tokens(40))
@@ -188,5 +189,5 @@ def test_a_device_without_any_room_is_refused_and_everything_given_back(
     limit = facts.size_bytes + context_memory(facts, ContextOptions(256, 64)).total_bytes - MIB
     counting.most_slots_bytes = 1000
     with pytest.raises(DoesNotFit, match="refused"):
-        Engine(model, options(limit))
+        open_engine(model, options(limit))
     assert counting.in_use == 0

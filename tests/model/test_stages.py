@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from test_devices import MODELS, options, sims, written
 
 from lab.synth import write_preset
-from offload.engine import Engine
+from offload.engine import Engine, open_engine
 from offload.errors import DeviceFailed
 from offload.ggml.context import with_a_row_each
 from offload.ggml.deferred import Deferred
@@ -46,7 +46,7 @@ def model(request: pytest.FixtureRequest, models: Path) -> Path:
 def opened(path: Path, device: str, mode: str = "streamed", **changes: Any) -> Iterator[Engine]:
     changes.setdefault("tensor_split", SHARES[device.count("sim")])
     chosen = options(device, mode, **changes)
-    with Engine(path, replace(chosen, n_ubatch=UBATCH, n_ctx=512)) as engine:
+    with open_engine(path, replace(chosen, n_ubatch=UBATCH, n_ctx=512)) as engine:
         yield engine
 
 
@@ -169,7 +169,7 @@ def test_a_decode_of_several_devices_takes_several_ubatches(
     path = written("qwen3moe", models)
     for device, n in (("sim", 1), ("sim,sim", n_each)):
         chosen = replace(options(device), n_ctx=4096, n_batch=512, most_ubatch=most)
-        with Engine(path, chosen) as engine:
+        with open_engine(path, chosen) as engine:
             assert engine.sequences.n_batch == max(512, n * engine.options.n_ubatch)
 
 
@@ -291,7 +291,7 @@ def prefill(path: Path, n_devices: int) -> tuple[float, float]:
     chosen = replace(chosen, n_ubatch=72, n_ctx=512, streaming=StreamingOptions(
         n_gpu_layers=99, passes="on"
     ))  # fmt: skip
-    with Engine(path, chosen) as engine:
+    with open_engine(path, chosen) as engine:
         engine.sequences.extend(0, tokens(engine, 72), n_logits=1)
         engine.sequences.rewind(0, 0)
         before = engine.counters_by_device()

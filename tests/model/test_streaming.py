@@ -13,7 +13,7 @@ from budgets import limited
 from numpy.typing import NDArray
 from player_calls import computing
 
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.errors import DeviceFailed, DeviceUnavailable, DoesNotFit
 from offload.ggml.backend import Device
 from offload.ggml.tensor import Tensor
@@ -52,7 +52,9 @@ def logits(engine: Engine, batches: Sequence[int] = BATCHES) -> NDArray[np.float
 @pytest.fixture(scope="module")
 def expected(tiny_moe: Path) -> NDArray[np.float32]:
     """The logits of the resident model."""
-    with Engine(tiny_moe, replace(options(StreamingOptions()), stream_experts=False)) as engine:
+    with open_engine(
+        tiny_moe, replace(options(StreamingOptions()), stream_experts=False)
+    ) as engine:
         return logits(engine)
 
 
@@ -75,7 +77,7 @@ def test_streamed_is_resident_for_every_option_and_slot_count(
 ) -> None:
     if slots != "all":
         streaming = limited(tiny_moe, streaming, slots)
-    with Engine(tiny_moe, options(streaming)) as engine:
+    with open_engine(tiny_moe, options(streaming)) as engine:
         assert np.array_equal(logits(engine), expected)
         counters = engine.counters()
         assert counters.cuts > 0
@@ -95,11 +97,11 @@ def test_always_wrong_guesses_cost_bandwidth_and_nothing_else(
         return [expert for expert in range(16) if expert not in guess] if guess else []
 
     half = limited(tiny_moe, StreamingOptions(), "half")
-    with Engine(tiny_moe, options(half)) as engine:
+    with open_engine(tiny_moe, options(half)) as engine:
         logits(engine)
         honest = engine.counters().streamed_bytes
     monkeypatch.setattr(RoutingGuess, "predict", wrong)
-    with Engine(tiny_moe, options(half)) as engine:
+    with open_engine(tiny_moe, options(half)) as engine:
         assert np.array_equal(logits(engine), expected)
         assert engine.counters().streamed_bytes > honest
 
@@ -110,7 +112,7 @@ def test_guesses_by_token_save_copies_that_computation_waits_for(
     """Drafts are decoded in batches of 4, so that the batch before says little of their experts."""
 
     def counted() -> tuple[float, int]:
-        with Engine(EMBEDDED, options(half)) as engine:
+        with open_engine(EMBEDDED, options(half)) as engine:
             tokens = engine.tokenize("def read(self, path):\n    with open(path) as f:\n" * 6)
             for i in range(0, len(tokens), 4):
                 engine.sequences.extend(0, tokens[i : i + 4])
@@ -127,10 +129,10 @@ def test_guesses_by_token_save_copies_that_computation_waits_for(
 
 
 def test_a_dense_model_of_which_few_layers_fit_streams_the_rest(tiny_dense: Path) -> None:
-    with Engine(tiny_dense, options(StreamingOptions(), "cpu")) as engine:
+    with open_engine(tiny_dense, options(StreamingOptions(), "cpu")) as engine:
         plain = logits(engine)
     for streaming in (StreamingOptions(n_gpu_layers=1), StreamingOptions(n_gpu_layers=1, depth=0)):
-        with Engine(tiny_dense, options(streaming)) as engine:
+        with open_engine(tiny_dense, options(streaming)) as engine:
             assert engine.plan is not None
             assert engine.plan.streamed_bytes > 0
             assert np.array_equal(logits(engine), plain)
@@ -138,7 +140,7 @@ def test_a_dense_model_of_which_few_layers_fit_streams_the_rest(tiny_dense: Path
 
 
 def test_what_is_cached_is_not_copied_again(tiny_moe: Path) -> None:
-    with Engine(tiny_moe, options(StreamingOptions())) as engine:
+    with open_engine(tiny_moe, options(StreamingOptions())) as engine:
         engine.sequences.extend(0, [5] * 4)
         engine.sequences.rewind(0, 0)
         before = engine.counters().streamed_bytes
@@ -147,7 +149,7 @@ def test_what_is_cached_is_not_copied_again(tiny_moe: Path) -> None:
 
 
 def test_the_link_is_held_to_its_bandwidth(tiny_moe: Path) -> None:
-    with Engine(tiny_moe, options(StreamingOptions(), "sim:bw=20MB/s")) as engine:
+    with open_engine(tiny_moe, options(StreamingOptions(), "sim:bw=20MB/s")) as engine:
         engine.sequences.extend(0, [1, 2])
         before, start = engine.counters().streamed_bytes, time.perf_counter()
         engine.sequences.extend(0, [3, 4])
@@ -164,7 +166,7 @@ def test_the_link_is_held_to_its_bandwidth(tiny_moe: Path) -> None:
 def test_a_bad_sim_is_named(tiny_moe: Path, device: str) -> None:
     expected = DoesNotFit if device == "sim:vram=5B" else DeviceUnavailable
     with pytest.raises(expected):
-        Engine(tiny_moe, options(StreamingOptions(), device))
+        open_engine(tiny_moe, options(StreamingOptions(), device))
 
 
 class Broken(Exception):
@@ -177,7 +179,7 @@ def test_a_failing_copy_ends_the_request_and_the_next_one_is_served(
     def fail(self: ThreadCopier, transfer: Transfer) -> None:
         raise Broken("the link is down")
 
-    with Engine(tiny_moe, options(StreamingOptions())) as engine:
+    with open_engine(tiny_moe, options(StreamingOptions())) as engine:
         with monkeypatch.context() as patch:
             patch.setattr(ThreadCopier, "_copy", fail)
             with pytest.raises(DeviceFailed, match="the link is down"):
@@ -189,7 +191,7 @@ def test_a_failing_copy_ends_the_request_and_the_next_one_is_served(
 def test_a_failing_computation_ends_the_request_and_the_next_one_is_served(
     tiny_moe: Path, expected: NDArray[np.float32], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Engine(tiny_moe, options(StreamingOptions())) as engine:
+    with open_engine(tiny_moe, options(StreamingOptions())) as engine:
         with monkeypatch.context() as patch:
             computing(patch, lambda _: lambda *_: -1)
             with pytest.raises(DeviceFailed, match="failed with status"):
@@ -200,7 +202,7 @@ def test_a_failing_computation_ends_the_request_and_the_next_one_is_served(
 def test_the_threshold_may_change_while_the_model_is_open(
     tiny_moe: Path, expected: NDArray[np.float32]
 ) -> None:
-    with Engine(tiny_moe, options(StreamingOptions(), min_batch=1000)) as engine:
+    with open_engine(tiny_moe, options(StreamingOptions(), min_batch=1000)) as engine:
         engine.sequences.extend(0, [1, 2])
         engine.sequences.rewind(0, 0)
         assert engine.counters().cuts == 0
@@ -224,7 +226,7 @@ def test_a_type_the_device_cannot_multiply_goes_to_the_cpu_and_is_said(
         return not node.is_op("MUL_MAT_ID")
 
     monkeypatch.setattr(Device, "supports", refuse)
-    with Engine(tiny_moe, options(StreamingOptions())) as engine:
+    with open_engine(tiny_moe, options(StreamingOptions())) as engine:
         assert np.array_equal(logits(engine), expected)
         assert engine.counters().cuts == 0
         assert engine.device is not None

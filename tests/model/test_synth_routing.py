@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lab.synth import plan_preset, write_preset
 from lab.synth.routing import N_TOPICS, drawn_text
 from lab.synth.shape import ImpossibleShape
-from offload.engine import Engine, EngineOptions
+from offload.engine import EngineOptions, open_engine
 from offload.errors import BadRequest
 from offload.stream.options import StreamingOptions
 from offload.times.min_batch import MinBatch
@@ -26,7 +26,7 @@ def chosen(path: Path) -> list[NDArray[np.int16]]:
     """The experts that each token of a drawn text uses [n_tokens, n_used], layer by layer."""
     streaming = StreamingOptions(record_routing=True)
     options = EngineOptions(device="sim", min_batch=MinBatch(1, 1), n_ctx=512, streaming=streaming)
-    with Engine(path, options) as engine:
+    with open_engine(path, options) as engine:
         engine.routing.is_on = True
         for token in drawn_text(engine.n_vocab, N_TOKENS):
             engine.sequences.extend(0, [token], n_logits=1)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from test_slots import FIVE, answer_of, open_slots
 
 from lab.synth.tables import ARCHITECTURES, write_with_table
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.errors import ModelChanged
 from offload.model_file import read_facts
 from offload.plan.store_layout import PAGE_BYTES
@@ -136,7 +136,7 @@ def test_a_table_on_the_disk_gives_the_same_bits(model: Path, device: str) -> No
         streaming = limited(model, streaming, "half")
     device = device.split(":")[0]
     table_bytes = table_of(model).size_bytes
-    with Engine(model, options(device, None, streaming)) as engine:
+    with open_engine(model, options(device, None, streaming)) as engine:
         assert engine.layout.tables is not None
         assert not engine.layout.on_disk
         assert engine.tables is None
@@ -146,7 +146,7 @@ def test_a_table_on_the_disk_gives_the_same_bits(model: Path, device: str) -> No
     if facts.n_experts:
         sizes.append(facts.expert_bytes - 1)
     for ram_bytes in sizes:
-        with Engine(model, options(device, ram_bytes, streaming)) as engine:
+        with open_engine(model, options(device, ram_bytes, streaming)) as engine:
             assert engine.layout.on_disk == {TABLE}
             assert engine.layout.reads_disk == (ram_bytes < facts.expert_bytes)
             assert np.array_equal(logits(engine), whole)
@@ -157,12 +157,12 @@ def test_a_table_on_the_disk_gives_the_same_bits(model: Path, device: str) -> No
 
 def test_the_page_cache_of_mmap_is_no_room_for_a_table_either(model: Path) -> None:
     """With --mmap, too, a table is not read at the start if memory has no room for it."""
-    with Engine(model, options("sim", None)) as engine:
+    with open_engine(model, options("sim", None)) as engine:
         whole = logits(engine)
     chosen = options("sim", 1 << 10)
     kept = StoreOptions(ram_bytes=1 << 10, keep_page_cache=True)
     chosen = EngineOptions(**{**vars(chosen), "store": kept})
-    with Engine(model, chosen) as engine:
+    with open_engine(model, chosen) as engine:
         assert engine.layout.on_disk
         assert engine.store is not None
         assert np.array_equal(logits(engine), whole)
@@ -179,7 +179,7 @@ def test_only_pages_of_rows_are_in_memory(
     table = in_memory(model)
     monkeypatch.setattr(TableRows, "_ask", lambda self, pages: None)
     tokens = PROMPT[:5]
-    with Engine(model, options(device, most_ram(model))) as engine:
+    with open_engine(model, options(device, most_ram(model))) as engine:
         before = table.pages()
         assert before.sum() < 64  # the kernel reads on behind a neighbour's end
         engine.sequences.extend(0, tokens)
@@ -199,7 +199,7 @@ def test_a_table_in_ram_is_wholly_read_at_the_start(
     model: Path, device: str, in_memory: Callable[[Path], InMemory]
 ) -> None:
     table = in_memory(model)
-    with Engine(model, options(device, None)):
+    with open_engine(model, options(device, None)):
         assert table.pages().all()
 
 
@@ -207,12 +207,12 @@ def test_resident_memory_does_not_contain_the_table(
     model: Path, in_memory: Callable[[Path], InMemory]
 ) -> None:
     table = in_memory(model)
-    with Engine(model, options("sim", most_ram(model))) as engine:
+    with open_engine(model, options("sim", most_ram(model))) as engine:
         engine.sequences.extend(0, PROMPT[:5])
         assert table.pages().mean() < 0.4
         others_bytes = model.stat().st_size - table_of(model).size_bytes
         assert mapped_bytes(model) < others_bytes + 0.4 * table_of(model).size_bytes
-    with Engine(model, options("cpu", None)):  # which maps all, and reads it
+    with open_engine(model, options("cpu", None)):  # which maps all, and reads it
         assert mapped_bytes(model) > others_bytes + 0.9 * table_of(model).size_bytes
 
 
@@ -358,7 +358,7 @@ def test_a_prompt_of_a_session_is_read_ahead_once(model: Path) -> None:
 
 def test_a_file_that_is_written_to_is_noticed(tmp_path: Path) -> None:
     path = write_with_table("gemma3n", tmp_path / "changed.gguf")
-    with Engine(path, options("sim", 1 << 10)) as engine:
+    with open_engine(path, options("sim", 1 << 10)) as engine:
         engine.sequences.extend(0, [1, 2])
         os.utime(path, (1, 1))
         with pytest.raises(ModelChanged, match="another program wrote to the file"):

@@ -19,7 +19,7 @@ from numa.machine import read_topology
 from numa.memory import PlacedMemory
 from numa.place import PAGE_BYTES, Candidate, Strategy
 from numa.topology import Core, Node, Topology
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.ggml.backend import Stream
 from offload.ggml.library import abi
 from offload.model_file import read_facts
@@ -73,10 +73,10 @@ def test_the_start_up_lines_say_where_threads_and_pages_are(
     tiny_moe: Path, device: str, words: str
 ) -> None:
     numa = plan_of(two_nodes(), Strategy.ROWS, 2)
-    with Engine(tiny_moe, EngineOptions(device=device, n_ctx=64, numa=numa)) as engine:
+    with open_engine(tiny_moe, EngineOptions(device=device, n_ctx=64, numa=numa)) as engine:
         assert engine.numa_notes[0].startswith("threads bound to processors: decode 2 on")
         assert any(words in note for note in engine.numa_notes)
-    with Engine(tiny_moe, EngineOptions(device=device, n_ctx=64)) as engine:
+    with open_engine(tiny_moe, EngineOptions(device=device, n_ctx=64)) as engine:
         assert engine.numa_notes == ()
 
 
@@ -86,7 +86,7 @@ def test_a_processor_lost_while_running_is_noticed_and_logged(
 ) -> None:
     numa = plan_of(two_nodes(), Strategy.ROWS, 2)
     monkeypatch.setattr("offload.threads.engine_threads._CHECK_EVERY", 3)
-    with Engine(tiny_dense, EngineOptions(device="cpu", n_ctx=64, numa=numa)) as engine:
+    with open_engine(tiny_dense, EngineOptions(device="cpu", n_ctx=64, numa=numa)) as engine:
         engine.sequences.extend(0, [1])
         lost = numa.decode.cpus[1]
         monkeypatch.setattr(
@@ -100,7 +100,7 @@ def test_a_processor_lost_while_running_is_noticed_and_logged(
 
 
 def logits_of(path: Path, options: EngineOptions) -> NDArray[np.float32]:
-    with Engine(path, options) as engine:
+    with open_engine(path, options) as engine:
         rows = [
             engine.sequences.extend(0, [(11 * i + 3 * n) % engine.n_vocab for i in range(n)])
             for n in (1, 2, 9)
@@ -129,7 +129,7 @@ def test_every_strategy_and_thread_count_gives_the_same_bits(
 def test_each_thread_is_found_where_the_plan_has_it(tiny_dense: Path) -> None:
     before = os.sched_getaffinity(0)
     numa = plan_of(two_nodes(), Strategy.ROWS, 2)
-    with Engine(tiny_dense, EngineOptions(device="cpu", n_ctx=64, numa=numa)) as engine:
+    with open_engine(tiny_dense, EngineOptions(device="cpu", n_ctx=64, numa=numa)) as engine:
         assert engine.threads.bound == {"decode": numa.decode.cpus, "batch": numa.batch.cpus}
         assert engine.threads.notes == []
         engine.sequences.extend(0, [1])
@@ -144,7 +144,7 @@ def test_a_team_of_one_binds_the_calling_thread_during_the_decode_only(tiny_dens
     topology = two_nodes((cpu, *[c for c in CPUS if c != cpu]))
     numa = plan_of(topology, Strategy.SINGLE, 1)
     assert numa.decode.cpus == (cpu,)
-    with Engine(tiny_dense, EngineOptions(device="cpu", n_ctx=64, numa=numa)) as engine:
+    with open_engine(tiny_dense, EngineOptions(device="cpu", n_ctx=64, numa=numa)) as engine:
         assert engine.threads.bound["decode"] == (cpu,)
         with engine.threads.computing(1):
             assert os.sched_getaffinity(0) == {cpu}
@@ -157,13 +157,13 @@ def test_a_processor_that_is_not_there_is_named_and_the_engine_computes(tiny_den
     plain = EngineOptions(device="cpu", n_ctx=256)
     expected = logits_of(tiny_dense, plain)
     assert np.array_equal(logits_of(tiny_dense, replace(plain, numa=numa)), expected)
-    with Engine(tiny_dense, replace(plain, numa=numa)) as engine:
+    with open_engine(tiny_dense, replace(plain, numa=numa)) as engine:
         assert any(f"processor {gone}" in note for note in engine.threads.notes)
 
 
 def test_a_processor_beyond_the_mask_leaves_the_threads_alone_and_says_so(tiny_dense: Path) -> None:
     numa = plan_of(two_nodes((CPUS[0], 600)), Strategy.ROWS, 2)
-    with Engine(tiny_dense, EngineOptions(device="cpu", n_ctx=64, numa=numa)) as engine:
+    with open_engine(tiny_dense, EngineOptions(device="cpu", n_ctx=64, numa=numa)) as engine:
         assert "600" in engine.threads.notes[0]
         assert engine.threads.bound == {}
         assert np.isfinite(engine.sequences.extend(0, [1, 2])).all()
@@ -209,7 +209,7 @@ def test_throughput_is_back_soon_after_another_program_takes_a_processor() -> No
     model = demo_file("target.gguf")
     spin = f"import os; os.sched_setaffinity(0, {{{CPUS[1]}}})\nwhile True: pass"
     try:
-        with Engine(model, options) as engine, Engine(model, one_thread) as fixed:
+        with open_engine(model, options) as engine, open_engine(model, one_thread) as fixed:
             decodes_per_s(engine, 3.0)
             spinner = subprocess.Popen([sys.executable, "-c", spin])
             try:
@@ -218,7 +218,7 @@ def test_throughput_is_back_soon_after_another_program_takes_a_processor() -> No
                 spinner.kill()
                 spinner.wait()
             # Two threads are not faster on every machine, so one may stay. Speeds are compared.
-            with Engine(model, options) as fresh:
+            with open_engine(model, options) as fresh:
                 assert soon_as_fast(engine, fresh)
     finally:
         os.sched_setaffinity(0, allowed)
@@ -259,7 +259,7 @@ def pool_of(stream: Stream) -> int | None:
 def test_the_cpus_side_of_split_layers_computes_with_a_pool_that_stays(tiny_moe: Path) -> None:
     options = EngineOptions(device="sim", n_ctx=64, n_threads=1, n_threads_batch=1)
     options = replace(options, streaming=StreamingOptions(hybrid=True, splitter=all_on_cpu))
-    with Engine(tiny_moe, options) as engine:
+    with open_engine(tiny_moe, options) as engine:
         assert engine.hybrid is not None
         engine.sequences.extend(0, [1])
         assert engine.counters().split_layers > 0

@@ -14,7 +14,7 @@ from test_disk import options as disk_options
 
 import offload
 from lab.synth import write_preset
-from offload.engine import Engine
+from offload.engine import Engine, open_engine
 from offload.stream.options import StreamingOptions
 
 _ROOT = Path(offload.__file__).parent
@@ -49,7 +49,7 @@ def model(models: Path) -> Path:
 @pytest.mark.parametrize("mode", ["resident", "streamed", "split"])
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_a_model_in_memory_on_one_device(model: Path, mode: str, device: str) -> None:
-    with Engine(model, options(device, mode)) as engine:
+    with open_engine(model, options(device, mode)) as engine:
         for n_tokens in (1, 64):
             way = entered(engine, n_tokens)
             assert "sequences/sequences.py" in way
@@ -59,5 +59,5 @@ def test_a_model_in_memory_on_one_device(model: Path, mode: str, device: str) ->
 
 def test_the_disk_is_seen_if_experts_are_there(model: Path) -> None:
     least = least_ram(model, "sim", StreamingOptions())
-    with Engine(model, disk_options("sim", least, StreamingOptions())) as engine:
+    with open_engine(model, disk_options("sim", least, StreamingOptions())) as engine:
         assert "store/expert_memory.py" in entered(engine, 1)

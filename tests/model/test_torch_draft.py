@@ -28,7 +28,7 @@ from hypothesis import strategies as st  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
 from lab.synth import write_preset  # noqa: E402
-from offload.engine import Engine, EngineOptions  # noqa: E402
+from offload.engine import EngineOptions, open_engine  # noqa: E402
 from offload.errors import BadModel, BadRequest, DeviceFailed, DoesNotFit  # noqa: E402
 from offload.torch_draft.draft import Drafted, TorchDraft  # noqa: E402
 from offload.torch_draft.plan import TorchDraftOptions  # noqa: E402
@@ -69,7 +69,7 @@ def files(request: pytest.FixtureRequest, models: Path) -> Files:
 def real_prompts(path: Path) -> list[list[int]]:
     """Token sequences of many lengths from the embedded texts."""
     text = "\n".join(demo_prompts())
-    with Engine(path, EngineOptions(device="cpu", n_ctx=256)) as engine:
+    with open_engine(path, EngineOptions(device="cpu", n_ctx=256)) as engine:
         tokens = engine.tokenize(text, add_special=False)
     rng = np.random.default_rng(3)
     starts = rng.integers(0, len(tokens) - 80, N_PROMPTS)

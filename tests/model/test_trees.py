@@ -21,7 +21,7 @@ from lossless_parts import (
 
 from lab.synth import write_preset
 from lab.synth.mtp import write_mtp
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.errors import BadRequest, DoesNotFit
 from specoffload.config.resolution import demo_prompts
 from specoffload.report import summary
@@ -53,12 +53,12 @@ def test_a_row_has_the_logits_of_its_branch_and_a_kept_path_goes_on(
     models: Path, preset: str, n_levels: int
 ) -> None:
     path = write_preset(preset, models / f"{preset}-exact.gguf", size="tiny", seed=4, quant="f32")
-    with Engine(path, options("cpu")) as engine:
+    with open_engine(path, options("cpu")) as engine:
         expected = by_branch(engine)
         engine.sequences.extend(0, [*PROMPT, 10, 20, 40])
         after = engine.sequences.extend(0, [99])
     ends = {1: [6], 3: [1, 3, 6]}[n_levels]
-    with Engine(path, options("sim", n_tree_leaves=6)) as engine:
+    with open_engine(path, options("sim", n_tree_leaves=6)) as engine:
         sequences = engine.sequences
         for _ in range(3):
             sequences.rewind(0, 0)
@@ -79,7 +79,7 @@ def test_a_row_has_the_logits_of_its_branch_and_a_kept_path_goes_on(
 
 def test_a_tree_that_cannot_be_evaluated_leaves_the_sequence(models: Path) -> None:
     path = write_preset("mistral-large", models / "few-leaves.gguf", size="tiny", seed=4)
-    with Engine(path, options("cpu", n_tree_leaves=1)) as engine:
+    with open_engine(path, options("cpu", n_tree_leaves=1)) as engine:
         sequences = engine.sequences
         sequences.extend(0, [1, 2])
         before = sequences.extend(0, [3])
@@ -107,7 +107,7 @@ def test_only_memory_that_keeps_every_cell_evaluates_trees(
     models: Path, preset: str, swa_full: bool, can: bool
 ) -> None:
     path = write_preset(preset, models / f"{preset}-tree.gguf", n_layer=4, seed=4)
-    with Engine(path, options("cpu", n_tree_leaves=4, swa_full=swa_full)) as engine:
+    with open_engine(path, options("cpu", n_tree_leaves=4, swa_full=swa_full)) as engine:
         engine.sequences.extend(0, [1, 2])
         assert (engine.sequences.n_tree_leaves == 4) == can
         if not can:
@@ -118,7 +118,7 @@ def test_only_memory_that_keeps_every_cell_evaluates_trees(
 def test_own_layers_draft_after_a_tree_as_after_its_text(models: Path) -> None:
     """The rows of the kept path are those of the same tokens decoded one after the other."""
     path = write_mtp(models, "glm4moe")
-    with Engine(path, options("cpu", n_tree_leaves=6, mtp=True)) as engine:
+    with open_engine(path, options("cpu", n_tree_leaves=6, mtp=True)) as engine:
         sequences, layers = engine.sequences, engine.row_draft
         assert layers is not None
         text, drafts = [*PROMPT, 10, 20, 40], []

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from lab.synth import write_preset
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
 from offload.stream.options import StreamingOptions
@@ -47,7 +47,7 @@ def logits(engine: Engine, n_tokens: int = N_TOKENS) -> NDArray[np.float32]:
 
 @pytest.fixture(scope="module")
 def expected(path: Path) -> NDArray[np.float32]:
-    with Engine(path, options(path, 1.0, depth=0)) as engine:
+    with open_engine(path, options(path, 1.0, depth=0)) as engine:
         return logits(engine)
 
 
@@ -56,7 +56,7 @@ def expected(path: Path) -> NDArray[np.float32]:
 def test_copies_that_begin_early_change_no_logit(
     path: Path, expected: NDArray[np.float32], share: float, depth: int
 ) -> None:
-    with Engine(path, options(path, share, depth=depth)) as engine:
+    with open_engine(path, options(path, share, depth=depth)) as engine:
         for _ in range(2):
             assert np.array_equal(logits(engine), expected)
         counters = engine.counters()
@@ -68,7 +68,7 @@ def test_copies_that_begin_early_change_no_logit(
 def test_nothing_begins_early_where_it_cannot(
     path: Path, expected: NDArray[np.float32], chosen: dict[str, Any]
 ) -> None:
-    with Engine(path, options(path, **chosen)) as engine:
+    with open_engine(path, options(path, **chosen)) as engine:
         assert np.array_equal(logits(engine), expected)
         assert engine.counters().n_early == 0
 
@@ -78,7 +78,7 @@ def test_the_next_ubatch_copies_before_the_last_node_is_computed(
     path: Path, is_early: bool
 ) -> None:
     trace = Trace()
-    with Engine(path, options(path, 0.34, trace=trace)) as engine:
+    with open_engine(path, options(path, 0.34, trace=trace)) as engine:
         logits(engine)
         assert engine.device is not None
         for executor in engine.device.executors.values():
@@ -104,7 +104,7 @@ def test_only_wanted_rows_read_the_routers_choice(
     path: Path, expected: NDArray[np.float32], chosen: dict[str, Any]
 ) -> None:
     """Reading it would wait for the ubatch, and the device would idle until the next graph."""
-    with Engine(path, options(path, **chosen)) as engine:
+    with open_engine(path, options(path, **chosen)) as engine:
         tokens = [(13 * i + 5) % engine.n_vocab for i in range(4 * N_UBATCH)]
         reads = []
         for n_logits in (1, N_UBATCH + 1, 0):
@@ -121,7 +121,7 @@ def test_a_prompt_begins_to_copy_before_libllama_builds_its_graph(
     path: Path, expected: NDArray[np.float32]
 ) -> None:
     prompt = [3] * N_UBATCH
-    with Engine(path, options(path)) as engine:
+    with open_engine(path, options(path)) as engine:
         engine.sequences.extend(0, prompt, 1)
         assert engine.device is not None
         assert engine.counters().n_early == 0  # no such prompt was seen before
@@ -148,7 +148,7 @@ def test_a_prompt_begins_to_copy_before_libllama_builds_its_graph(
 def test_what_a_prompt_copied_early_is_forgotten_if_another_batch_comes(
     path: Path, expected: NDArray[np.float32]
 ) -> None:
-    with Engine(path, options(path)) as engine:
+    with open_engine(path, options(path)) as engine:
         engine.sequences.extend(0, [3] * N_UBATCH, 1)
         assert engine.device is not None
         engine.device.expect([3] * N_UBATCH, N_UBATCH)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lab.synth import write_preset
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.errors import BadRequest
 from specoffload.slots.slot import Slot
 
@@ -24,7 +24,7 @@ def windowed(models: Path) -> Path:
 
 @pytest.fixture
 def engine(windowed: Path) -> Iterator[Engine]:
-    with Engine(windowed, EngineOptions(**OPTIONS)) as opened:  # type: ignore[arg-type]
+    with open_engine(windowed, EngineOptions(**OPTIONS)) as opened:  # type: ignore[arg-type]
         yield opened
 
 
@@ -34,7 +34,7 @@ def tokens(n: int, start: int = 0) -> list[int]:
 
 def test_what_is_forgotten_changes_no_logits(engine: Engine, windowed: Path) -> None:
     options = EngineOptions(**OPTIONS, swa_full=True)  # type: ignore[arg-type]
-    with Engine(windowed, options) as full:
+    with open_engine(windowed, options) as full:
         for target in (engine, full):
             target.sequences.extend(0, tokens(600), n_logits=0)
         expected = full.sequences.extend(0, tokens(9, 600))
@@ -83,7 +83,7 @@ def test_a_cache_of_another_type_computes_nearly_the_same(kind: str, models: Pat
     other = EngineOptions(device="sim", n_ctx=256, type_k=kind, type_v=kind)
     logits = []
     for options in (plain, other):
-        with Engine(path, options) as opened:
+        with open_engine(path, options) as opened:
             logits.append(opened.sequences.extend(0, tokens(40)))
     likeness = np.corrcoef(logits[0].ravel(), logits[1].ravel())[0, 1]
     assert likeness > (0.98 if kind == "q4_0" else 0.999)
@@ -91,8 +91,8 @@ def test_a_cache_of_another_type_computes_nearly_the_same(kind: str, models: Pat
 
 def test_a_latent_cache_has_one_type(tiny_moe: Path) -> None:
     with pytest.raises(BadRequest, match="both must be the same"):
-        Engine(tiny_moe, EngineOptions(device="sim", type_k="q8_0"))
-    with Engine(
+        open_engine(tiny_moe, EngineOptions(device="sim", type_k="q8_0"))
+    with open_engine(
         tiny_moe, EngineOptions(device="sim", n_ctx=256, type_k="q8_0", type_v="q8_0")
     ) as engine:
         assert np.isfinite(engine.sequences.extend(0, tokens(20))).all()

@@ -11,7 +11,7 @@ from test_architectures import sample
 
 from lab.synth import write_preset
 from lab.synth.mixtures import write_mixture
-from offload.engine import Engine
+from offload.engine import open_engine
 from offload.plan.working import WorkingMemory, working_memory
 from offload.stream.cpu_side import HostGraph
 from offload.stream.executor import Executor
@@ -46,7 +46,7 @@ def check(path: Path, n_ubatch: int) -> None:
     options = sim_options(
         split_streaming(all_host, path, "half"), n_ubatch=n_ubatch, n_outputs=n_ubatch
     )
-    with Engine(path, replace(options, n_ctx=2 * n_ubatch)) as engine:
+    with open_engine(path, replace(options, n_ctx=2 * n_ubatch)) as engine:
         for n in (n_ubatch // 3, n_ubatch, 1, 3, 64):
             engine.sequences.extend(0, [(13 * i + 5 * n) % engine.n_vocab for i in range(n)])
         planned = working_memory(engine.facts, n_ubatch, splits=True, on_gpu=False)

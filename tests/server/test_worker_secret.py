@@ -21,7 +21,7 @@ from running import eventually
 from worker import has_rpc
 from worker import working as stock_working
 
-from offload.engine import Engine
+from offload.engine import open_engine
 from offload.errors import DeviceUnavailable, WorkerUnavailable
 from offload.ggml.rpc import add_worker
 from offload.remote.address import Address, RemoteOptions
@@ -369,16 +369,16 @@ def worker(tiny_moe: Path, secret_file: Path) -> Iterator[RunningWorker]:
 def test_a_worker_with_a_secret_computes_the_same_logits(
     worker: RunningWorker, tiny_moe: Path
 ) -> None:
-    with Engine(tiny_moe, options("sim")) as engine:
+    with open_engine(tiny_moe, options("sim")) as engine:
         expected = logits(engine)
     for _ in range(2):  # the second engine of this process has the same passage
         remote = RemoteOptions((replace(worker.address, secret=SECRET),))
-        with Engine(tiny_moe, options("sim", remote)) as engine:
+        with open_engine(tiny_moe, options("sim", remote)) as engine:
             assert engine.remote is not None
             assert str(worker.address) in engine.remote.words  # not the passage's port
             np.testing.assert_array_equal(logits(engine), expected)
     with pytest.raises(WorkerUnavailable, match="has a secret"):
-        Engine(tiny_moe, options("sim", RemoteOptions((worker.address,))))
+        open_engine(tiny_moe, options("sim", RemoteOptions((worker.address,))))
     status = status_of(replace(worker.address, secret=SECRET))
     assert status is not None
     assert status.counters["graphs"] > 0

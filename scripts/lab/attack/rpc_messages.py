@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.engine import Engine, EngineOptions
+from offload.engine import EngineOptions, open_engine
 from offload.remote.address import Address, RemoteOptions
 from offload.times.min_batch import MinBatch
 
@@ -199,7 +199,7 @@ def _decode(model: Path, at: Address) -> None:
             n_ctx=256, n_ubatch=64, n_outputs=64, n_threads=1, n_threads_batch=1,
             flash_attn=flash_attn,
         )  # fmt: skip
-        with Engine(model, options) as engine:
+        with open_engine(model, options) as engine:
             for n in _BATCHES:
                 engine.sequences.extend(0, [(7 * i + n) % engine.n_vocab for i in range(n)])
 

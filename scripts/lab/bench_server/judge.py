@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.engine import Engine, EngineOptions
+from offload.engine import EngineOptions, open_engine
 
 SPLITS = (1, 2, 4, 8, 16)  # batch sizes in rows
 # Largest allowed gap between a token's logit and the highest, in batches of every size. With the
@@ -27,7 +27,7 @@ class Judge:
 
     def __init__(self, model: Path, n_threads: int, n_ctx: int) -> None:
         options = EngineOptions(device="cpu", n_ctx=n_ctx, n_threads=n_threads, n_outputs=64)
-        self._engine = Engine(model, options)
+        self._engine = open_engine(model, options)
 
     def close(self) -> None:
         self._engine.close()

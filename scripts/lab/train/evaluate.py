@@ -15,7 +15,7 @@ import numpy as np
 from rich.progress import Progress
 
 from lab.train.shapes import EOS_ID, N_CTX, SEED
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.ggml.library.lib import library
 
 STRIDE = 1536  # windows of N_CTX tokens overlap by a quarter, so most tokens see 512 before them
@@ -163,7 +163,7 @@ def make_continuations(
         n_threads_batch=n_threads,
     )
     begun, parts = time.monotonic(), []
-    with Engine(target, options) as engine, Progress(refresh_per_second=0.2) as progress:
+    with open_engine(target, options) as engine, Progress(refresh_per_second=0.2) as progress:
         bar = progress.add_task("continuations", total=deadline_s)
         while (elapsed := time.monotonic() - begun) < deadline_s or not parts:
             progress.update(bar, completed=elapsed)

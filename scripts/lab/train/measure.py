@@ -37,7 +37,7 @@ from lab.train.model import LanguageModel
 from lab.train.shapes import EOS_ID, N_CTX, SEED
 from lab.train.tokenizer import load_tokenizer
 from lab.train.train import BATCH_TOKENS
-from offload.engine import Engine, EngineOptions
+from offload.engine import EngineOptions, open_engine
 from offload.model import layer_of
 from offload.model_file import read_facts
 from specoffload.commands.bench import machine
@@ -161,7 +161,7 @@ def _mtp_facts(
     if not (work / "mtp.pt").exists():
         return None
     options = EngineOptions(device="cpu", n_ctx=N_CTX, mtp=True)
-    with Engine(out / "target.gguf", options) as engine:
+    with open_engine(out / "target.gguf", options) as engine:
         shares = [
             own_agreement(engine, p.text) for p in track(prompts, "own layer", console=console)
         ]

@@ -17,7 +17,7 @@ from neighbour import GLOBAL, RELAXED, THREAD_LOCAL, CudaError, beside
 from on_gpu import options, slots_for
 
 from offload.device import DeviceChoice
-from offload.engine import Engine
+from offload.engine import open_engine
 from offload.schedule.switch import stay
 from offload.times.min_batch import NEVER, MinBatch
 
@@ -87,7 +87,7 @@ def greedy(gpu: DeviceChoice, path: Path, *, split: bool) -> list[int]:
     """A prompt and the likeliest tokens after it, decoded one at a time."""
     streaming = slots_for(path, "half", hybrid=split, splitter=stay if split else None)
     least = NEVER if split else 1
-    with Engine(path, options(gpu, streaming, min_batch=MinBatch(least, least))) as engine:
+    with open_engine(path, options(gpu, streaming, min_batch=MinBatch(least, least))) as engine:
         tokens = [7, 8, 9]
         rows = engine.sequences.extend(0, tokens)
         for _ in range(N_TOKENS):

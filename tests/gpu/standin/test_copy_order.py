@@ -12,7 +12,7 @@ from on_gpu import options, slots_for
 
 from lab.synth import write_preset
 from offload.device import DeviceChoice
-from offload.engine import Engine
+from offload.engine import open_engine
 from offload.schedule.switch import all_on_device
 from offload.times.min_batch import NEVER, MinBatch
 
@@ -55,7 +55,7 @@ def test_slot_ids_are_enqueued_before_the_copies_of_experts(
     opened = options(
         standin, streaming, min_batch=MinBatch(least, 1), n_ubatch=max(16, n_tokens), n_ctx=512
     )
-    with Engine(path, opened) as engine:
+    with open_engine(path, opened) as engine:
         engine.sequences.extend(0, [1] * n_tokens)
         before = engine.counters()
         standin_calls.record_copies(is_on=True)

@@ -12,7 +12,7 @@ from on_gpu import options
 
 from lab.synth import write_preset
 from offload.device import DeviceChoice
-from offload.engine import Engine, EngineOptions
+from offload.engine import EngineOptions, open_engine
 from offload.ggml.library.callback import calls_into_python
 from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
@@ -50,7 +50,7 @@ def calls_per_decode(
     With `repeats` the tokens are always the same, so that all of their experts have slots. With
     `filled` all experts are copied into slots first.
     """
-    with Engine(path, opened) as engine:
+    with open_engine(path, opened) as engine:
         if filled:
             assert engine.device is not None
             n_copied = sum(1 for _ in engine.device.fill(dict.fromkeys(range(N_LAYERS), [1] * 64)))
@@ -233,7 +233,7 @@ def test_changing_sizes_hardly_call_python_and_prepare_nothing(
         opened = _opened(standin, stream_experts=False)
     if changes.get("min_batch") == NEVER:
         opened = replace(opened, min_batch=MinBatch(NEVER, NEVER))
-    with Engine(deep, opened) as engine:
+    with open_engine(deep, opened) as engine:
         device = engine.device
         assert device is not None
         for i in range(40 * len(SIZES)):
@@ -260,7 +260,7 @@ def test_each_batch_size_holds_an_instance_per_part_until_the_engine_closes(
         return calls["instantiations"] - calls["instances_freed"]
 
     standin_calls.reset()
-    with Engine(deep, _streamed(standin, deep, 1.0)) as engine:
+    with open_engine(deep, _streamed(standin, deep, 1.0)) as engine:
         for n in (1, 2, 3):
             for _ in range(4):
                 engine.sequences.rewind(0, 0)

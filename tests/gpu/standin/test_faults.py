@@ -22,7 +22,7 @@ from on_gpu import Logits, options, slots_for
 
 from lab.synth import write_preset
 from offload.device import devices
-from offload.engine import Engine
+from offload.engine import Engine, open_engine
 from offload.errors import OffloadError
 from offload.schedule.switch import stay
 from offload.times.min_batch import MinBatch
@@ -72,7 +72,7 @@ def serve(path: Path, expected: Sequence[Logits] = ()) -> list[Logits]:
     got: list[Logits] = []
     n_served = n_failed = 0
     try:
-        with Engine(path, options(gpu, streaming, min_batch=MinBatch(4, 4))) as engine:
+        with open_engine(path, options(gpu, streaming, min_batch=MinBatch(4, 4))) as engine:
             while n_served < 2:
                 try:
                     got = requests(engine)

@@ -16,7 +16,7 @@ import standin_calls
 
 from lab.synth import write_preset
 from offload.device import devices
-from offload.engine import Engine, EngineOptions
+from offload.engine import EngineOptions, open_engine
 from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
 from offload.schedule.switch import all_on_device
@@ -107,7 +107,7 @@ def stream(
         mla_crossover=0, min_batch=min_batch,
         tensor_split=(1,) * len(gpus) if len(gpus) > 1 else (),
     )  # fmt: skip
-    with Engine(model, opened) as engine:
+    with open_engine(model, opened) as engine:
         extend, batches = engine.sequences.extend, (5, 1, 1, 3 * n_ubatch + 40, 1, 3)
         found = [
             extend(0, [(11 * i + 3 * n) % engine.n_vocab for i in range(n)], min(n, 9))

@@ -38,6 +38,7 @@ LAYERS = {
         ("open_check", "remote", "stream"),
         ("probe", "sequences"),
         ("options", "torch_draft"),
+        ("opening",),
         ("engine",),
         ("measuring", "worker"),
     ),

@@ -1,0 +1,353 @@
+"""Opens what a `Start` says: weights, devices, contexts and sequences, in the order they need.
+
+A failure frees what was opened before it. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import asdict, replace
+from functools import partial
+
+from offload.device import has_gpu
+from offload.errors import BadModel, DoesNotFit
+from offload.ggml.context import Context, Embedder
+from offload.ggml.library.callback import Pending
+from offload.ggml.library.lib import mtmd_binding, prepare
+from offload.ggml.library.log import opening, spare_cells
+from offload.ggml.native_build import missing_in_build
+from offload.ggml.ram_cache import RamCache
+from offload.ggml.row_context import MtpContext, RowContext
+from offload.images.building import ImageLibrary, image_library
+from offload.images.mtmd import Projector
+from offload.model_file import model_hash
+from offload.notes import Note, NoteKind
+from offload.opening.placing import PlacedWeights
+from offload.opening.start import Start
+from offload.plan.devices import joined
+from offload.plan.host import DRAFT_MODEL
+from offload.plan.placement import Plan
+from offload.plan.row_draft import eagle_ubatch, loading_complaint
+from offload.plan.tables import lookup_tables
+from offload.remote.devices import RemotePart, open_remote
+from offload.remote.watch import Watch, watching
+from offload.routing.routing import RoutingRecorder
+from offload.sequences.decoding import decoder, image_decoder, row_step
+from offload.sequences.eagle import open_eagle
+from offload.sequences.row_draft import RowDraft
+from offload.sequences.sequences import MemoryTraits, Sequences
+from offload.store.expert_memory import ExpertMemory
+from offload.store.memory_budget import IN_DECODES
+from offload.store.store import OnProgress
+from offload.store.table_rows import TableRows
+from offload.stream.device import StreamingDevice
+from offload.stream.parts import lend_buffers, size_slots
+from offload.threads.engine_threads import EngineThreads
+from offload.times.context import MTP_UBATCH, ContextOptions, forgetting_window, most_state_bytes
+from offload.times.min_batch import MinBatch
+
+_READING_PROJECTOR = "the projector for images is read"
+
+
+class Opening:
+    """What was opened. `closing` frees all of it."""
+
+    def __init__(self, start: Start, on_progress: OnProgress) -> None:
+        """Open it. Raises BadModel, DoesNotFit, DeviceFailed or DeviceUnavailable."""
+        self.start, self.closing = start, ExitStack()
+        self.facts, self.options, self.layout = start.facts, start.options, start.layout
+        self.choice = start.choice  # the first device
+        self.pending = Pending()
+        self.notes: list[str] = []  # sentences for the user, e.g. on what the library's build lacks
+        self.images: ImageLibrary | None = None
+        self.remote: RemotePart | None = None
+        # The plan of our devices. Slots are sized anew after a warm-up.
+        self.plan: Plan | None = self.layout.plan if start.streams else None
+        self.tables: TableRows | None = None  # tables on the disk, whose rows are read ahead
+        self.projector: Projector | None = None  # makes rows of images
+        # Why MTP layers or an EAGLE-3 file cannot draft.
+        self.row_complaint = self.layout.row_complaint
+        # Recording is off at first, because tokens decoded while opening belong to no text.
+        self.routing = RoutingRecorder()
+        try:
+            self._open(on_progress)
+        except BaseException:
+            self.closing.close()
+            raise
+
+    def _open(self, on_progress: OnProgress) -> None:
+        if self.options.projector is not None:  # before the model, because it may compile libmtmd
+            self.images = image_library(on_progress)
+        watch = self.closing.enter_context(watching(self.options.remote))
+        self.notes += (*self._device_notes(), *prepare(), *missing_in_build(has_gpu=has_gpu()))
+        self._open_remote(on_progress)
+        self.notes += self.layout.notes
+        self._open_tables()
+        self.weights = PlacedWeights(
+            self.start, self.remote, self.pending, self.notes, self.routing, self.closing
+        )
+        with opening(self.facts.path):
+            self._open_model(on_progress)
+            with self.taking(*IN_DECODES):
+                row_context = self._open_contexts()
+        self._open_projector(on_progress)
+        self.threads = self._open_threads(row_context)
+        self.row_draft = self._open_row_draft(row_context)
+        self._fill_devices()
+        self.sequences = self._open_sequences(watch)
+
+    def _device_notes(self) -> list[Note]:
+        reasons = () if self.layout.remote else self.layout.reasons
+        return [Note(NoteKind.DEVICE, f"devices: {reason}") for reason in reasons]
+
+    def _open_remote(self, on_progress: OnProgress) -> None:
+        if not self.layout.remote:
+            return
+        here, pending = self.start.here, self.pending if self.options.wrapped else None
+        self.remote = open_remote(
+            self.layout, here.choice, here.offer, pending=pending, on_progress=on_progress
+        )
+        words = f"{self.remote.words}; layers are divided {self.remote.why}"
+        self.notes.append(Note(NoteKind.DEVICE, words))
+
+    def _open_tables(self) -> None:
+        layout = self.layout
+        if layout.on_disk and layout.tables is not None:
+            self.notes.append(Note(NoteKind.WEIGHTS, f"weights: {layout.tables.words}"))
+            self.tables = TableRows(lookup_tables(self.facts), layout.context.n_batch)
+            self.closing.callback(self.tables.close)
+
+    def _open_model(self, on_progress: OnProgress) -> None:
+        try:
+            self.model = self.weights.load(on_progress)
+            if self.remote is not None:
+                self.remote.loaded()
+        except BadModel as e:
+            if why := loading_complaint(self.facts, str(e)):
+                raise BadModel(f"{self.facts.path}: {why}") from e
+            raise
+
+    def _open_contexts(self) -> RowContext | None:
+        """Open the context and the embedder. Returns the context that drafts from rows, if any."""
+        options = self.layout.context
+        self.ram_cache = self._place_cache()
+        self.context = Context(self.model, options, self.pending, ram_cache=self.ram_cache)
+        self.closing.callback(self.context.close)
+        # Asynchronous devices can then compute ahead (`Context._reserve`).
+        self.context.keeps_graphs = bool(self.weights.parts)
+        self.context.tenant = self.weights.parts[0].device if self.weights.parts else None
+        self.embedder = self._open_embedder(options)
+        return self._open_row_context(options)
+
+    def _fill_devices(self) -> None:
+        """Give slots their memory, and let the backend decide alone where Python need not."""
+        layout = self.layout
+        if self.options.streaming.warmup:
+            on_workers = self.remote is not None
+            with self.taking(*IN_DECODES):
+                size_slots(
+                    self.weights.parts, self.options.streaming, self._warm_up, on_workers=on_workers
+                )
+        lend_buffers(self.weights.parts, self.notes)
+        if self.weights.parts:
+            names = [layout.named(its) for its in layout.local]
+            self.plan = joined([part.plan for part in self.weights.parts], names)
+        self._answer_natively()
+
+    def _open_sequences(self, watch: Watch | None) -> Sequences:
+        options = self.options
+        decode = decoder(
+            self.context, self.threads, self.devices, options.n_ubatch, self.weights.native_experts,
+            self.experts, self.tables,
+        )  # fmt: skip
+        if watch is not None:
+            watch.end()
+            decode = watch.during(decode)
+        sequences = Sequences(
+            self.context,
+            decode,
+            self._memory_traits(),
+            n_sequences=options.n_sequences,
+            n_outputs=options.n_outputs,
+            n_tree_leaves=options.n_tree_leaves,
+            n_devices=len(self.devices),
+            follower=self.row_draft,
+            on_text=None if self.tables is None else self.tables.foresee,
+        )
+        if self.projector is not None:
+            sequences.decode_image = image_decoder(
+                self.projector, self.context, self.threads, self.devices, options.n_ubatch,
+                self.weights.native_experts, self.experts,
+            )  # fmt: skip
+        return sequences
+
+    @property
+    def experts(self) -> ExpertMemory | None:
+        """The memory for some of the experts, None if all are in memory."""
+        return None if self.weights.store is None else self.weights.store.experts
+
+    @property
+    def devices(self) -> tuple[StreamingDevice, ...]:
+        """The streaming devices, in the order of their layers."""
+        return self.weights.devices
+
+    def taking(self, *purposes: str) -> AbstractContextManager[None]:
+        """Count the memory that this process takes in the block as taken for these purposes."""
+        return nullcontext() if self.experts is None else self.experts.taking(*purposes)
+
+    def _open_projector(self, on_progress: OnProgress) -> None:
+        """Open the projector for images, if there is one. Raises BadModel."""
+        asked, library = self.options.projector, self.images
+        if asked is None or library is None:
+            return
+        with self.taking(DRAFT_MODEL):
+            self.projector = Projector(
+                asked.path,
+                mtmd_binding(library.folder),
+                self.model,
+                self.pending,
+                device=None if asked.why_on_cpu else self.choice.device,
+                n_threads=self.options.n_threads_batch,
+                least_tokens=asked.least_tokens,
+                most_tokens=asked.most_tokens,
+                on_progress=partial(on_progress, _READING_PROJECTOR),
+            )
+        self.closing.callback(self.projector.close)
+        place = f"the CPU, because {asked.why_on_cpu}" if asked.why_on_cpu else self.choice.name
+        words = f"images: read with {asked.path.name}, computed by {place}"
+        self.notes.append(Note(NoteKind.DEVICE, words))
+
+    def _memory_traits(self) -> MemoryTraits:
+        facts, model = self.facts, self.model
+        forgets = not (self.options.swa_full or facts.keeps_compressed)
+        return MemoryTraits(
+            facts.architecture,
+            is_recurrent=model.is_recurrent or facts.keeps_compressed,
+            is_hybrid=model.is_hybrid,
+            # The library aborts if a state has several ranges of cells, as with sliding windows.
+            device_checkpoints=model.is_recurrent and not facts.number("attention.sliding_window"),
+            most_state_bytes=most_state_bytes(facts, self.options),
+            n_swa=forgetting_window(facts) if forgets else 0,
+            made_by=self._made_by,
+        )
+
+    def _made_by(self) -> dict[str, str]:
+        """The settings that a saved state depends on and does not show (`Sequences.made_by`)."""
+        rope = [f"{name}={value}" for name, value in asdict(self.options.rope).items() if value]
+        return {
+            "model (hash)": model_hash(self.facts),
+            "rope setting": ", ".join(rope) or "the file's own",
+            "type of cached keys": self.options.type_k,
+            "type of cached values": self.options.type_v or self.options.type_k,
+        }
+
+    # -- opening and closing --------------------------------------------------------------------
+
+    def _place_cache(self) -> RamCache | None:
+        """Return what places a KV cache in RAM, None if it is in device memory."""
+        if self.options.kv_offload or not self.weights.parts:
+            return None
+        layers_of = [its.layers for its in self.layout.local]
+        ranges = [*zip(layers_of, self.devices, strict=True)]
+
+        def device_of(layer: int) -> StreamingDevice:
+            return next(device for layers, device in ranges if layer in layers)
+
+        pin_for = self.choice.device if self.choice.on_gpu else None
+        return RamCache(device_of, pin_for, self.pending)
+
+    def _open_embedder(self, options: ContextOptions) -> Embedder | None:
+        if self.start.pooling is None:
+            return None
+        embedder = Embedder(self.model, options, self.start.pooling, self.pending)
+        self.closing.callback(embedder.close)
+        memory = self.experts
+        if self.devices or memory is not None or self.tables is not None:
+            embedder.compute = decoder(
+                embedder, None, self.devices, embedder.n_most, self.weights.native_experts, memory,
+                self.tables, embeds=True,
+            )  # fmt: skip
+        return embedder
+
+    def _open_row_context(self, o: ContextOptions) -> RowContext | None:
+        """Open the context that drafts from rows, or note why it cannot be opened."""
+        if not self.model.has_mtp and self.options.eagle is None:
+            return None
+        n_ubatch = min(o.n_ubatch, MTP_UBATCH) if self.model.has_mtp else eagle_ubatch(o)
+        options = replace(
+            o,
+            # Drafts take cells in addition to the texts, which may fill the target's context.
+            n_ctx=self.context.n_ctx + o.n_outputs * o.n_sequences,
+            n_batch=n_ubatch,
+            n_ubatch=n_ubatch,
+            n_outputs=o.n_sequences if self.model.has_mtp else n_ubatch,
+            n_rs_seq=0,
+            swa_full=True,
+            kv_offload=True,  # the cache of a layer that drafts is small
+            n_tree_leaves=0,  # MTP layers and EAGLE-3 files draft chains, not trees
+        )
+        known = [set(device.executors) for device in self.devices]
+        context: RowContext
+        try:
+            with spare_cells(self.context.n_ctx, self.facts.n_ctx_train):
+                if self.options.eagle is None:
+                    context = MtpContext(
+                        self.model, options, self.pending, self.context, self.facts.architecture
+                    )
+                else:
+                    context = open_eagle(
+                        self.options.eagle, self.facts, self.model, self.context, options,
+                        self.weights.placement, self.pending, self.closing,
+                    )  # fmt: skip
+        except (BadModel, DoesNotFit) as e:
+            self.row_complaint = str(e)
+            return None
+        self.closing.callback(context.close)
+        for device, before in zip(self.devices, known, strict=True):
+            device.without_slots |= set(device.executors) - before
+        return context
+
+    def _open_row_draft(self, context: RowContext | None) -> RowDraft | None:
+        if context is None:
+            return None
+        step = row_step(context, self.threads, self.devices)
+        return RowDraft(context, step, self.context.n_ctx, self.options.n_sequences)
+
+    def _warm_up(self) -> None:
+        """Compute the largest ubatch once, so that kernels allocate all the memory they need."""
+        o = self.options
+        self._set_min_batch(MinBatch(1, 1))
+        n = min(o.n_ubatch, self.context.n_ctx - 1)
+        wanted = [i >= n - o.n_outputs for i in range(n)]
+        try:
+            self.context.decode([0] * n, range(n), [0] * n, wanted)
+        finally:
+            self._set_min_batch(o.min_batch)
+        # Decode another batch. Otherwise libllama would reuse the graph above for equal batches,
+        # although that graph was split by another threshold.
+        self.context.decode([0], [n], [0], [False])
+        self.context.remove(0, 0)
+
+    def _set_min_batch(self, value: MinBatch) -> None:
+        for device in self.devices:
+            device.min_batch = value
+
+    def _answer_natively(self) -> None:
+        """Let libllama ask the backend directly which nodes it takes, if Python need not decide."""
+        o = self.options
+        if not self.weights.may_be_native:
+            return
+        for part in self.weights.parts:
+            pools, device = part.plan.layout.pools, part.device
+            device.min_batch = o.min_batch
+            if device.passes or all(pool.holds(o.n_ubatch) for pool in pools):
+                device.answer_natively()
+
+    def _open_threads(self, drafting: RowContext | None) -> EngineThreads:
+        contexts: list[Context] = [self.context, *([drafting] if drafting is not None else [])]
+        if self.embedder is not None:
+            contexts.append(self.embedder)
+        o, team = self.options, None if self.weights.hybrid is None else self.weights.hybrid.team
+        threads = EngineThreads(contexts, o.n_threads, o.n_threads_batch, self.weights.numa, team)
+        self.closing.callback(threads.close)
+        return threads

@@ -1,0 +1,255 @@
+"""Places a model's weights: makes the store, the host buffers and the devices that stream them.
+
+The places are those of the start's layout. libllama then loads the weights to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+
+from offload.ggml.expert_watch import ExpertWatch
+from offload.ggml.hostbuffer import (
+    CpuBufferType,
+    HostBufferType,
+    mapping_without_reading,
+    plain_buffer_type,
+)
+from offload.ggml.library.callback import Pending
+from offload.ggml.memory import AnonymousMemory
+from offload.ggml.model import Model, ModelPlacement
+from offload.ggml.threads import CpuTeam, has_openmp
+from offload.model import TensorEntry, is_experts
+from offload.opening.start import Start
+from offload.plan.host import ROUTERS
+from offload.plan.layout import DeviceLayout
+from offload.plan.placement import Plan
+from offload.plan.ranges import shares_of
+from offload.remote.devices import RemotePart
+from offload.routing.next_experts import Embeddings, NextExperts, read_routers
+from offload.routing.routing import RoutingRecorder
+from offload.schedule.switch import HybridSwitch, stay
+from offload.sequences.decoding import NativeExperts
+from offload.store.store import READING, OnProgress, Store
+from offload.stream.building import ExecutorBuilder
+from offload.stream.device import BatchRules, ModelDevices, StreamingDevice
+from offload.stream.parts import Part
+from offload.stream.split_path import Hybrid, Pace
+from offload.threads.numa_plan import NumaPlan, PagePlacer
+from offload.times.min_batch import NEVER, MinBatch
+
+_HOST_NAME = "SPEC_HOST"
+
+
+class PlacedWeights:
+    """The places of a model's weights, and what holds and streams them."""
+
+    def __init__(
+        self, start: Start, remote: RemotePart | None, pending: Pending, notes: list[str],
+        routing: RoutingRecorder, closing: ExitStack,
+    ) -> None:  # fmt: skip
+        """`notes` gets sentences for the user, and `closing` frees what is made."""
+        self._start, self._remote, self._pending = start, remote, pending
+        self._notes, self._routing, self._closing = notes, routing, closing
+        self._facts, self._options, self._layout = start.facts, start.options, start.layout
+        self._choices = start.choices
+        self._choice = start.choice
+        self.numa: NumaPlan | None = None
+        if self._options.numa is not None:
+            self.numa = self._options.numa.in_mask_order(openmp=has_openmp())
+        self.host: HostBufferType | None = None
+        self.store: Store | None = None
+        self.placer: PagePlacer | None = None
+        self.parts: tuple[Part, ...] = ()  # the streaming devices and their layers
+        self.hybrid: Hybrid | None = None
+        self.native_experts: NativeExperts | None = None  # set if the CPU reads experts from disk
+        placement = self._make_placement()
+        self.placement = placement if remote is None else remote.added_to(placement, self._facts)
+
+    @property
+    def devices(self) -> tuple[StreamingDevice, ...]:
+        """The streaming devices, in the order of their layers."""
+        return tuple(part.device for part in self.parts)
+
+    @property
+    def may_be_native(self) -> bool:
+        o = self._options
+        may = self._choice.on_gpu and o.streaming.native and o.min_batch.experts < NEVER
+        return may and o.kv_offload  # the backend would take all attention over a cache in RAM
+
+    def _make_placement(self) -> ModelPlacement:
+        """Make the store and the streaming devices, and return the places of all weights."""
+        layout = self._layout
+        if not self._choice.wrapped:
+            return replace(self._placement_on_cpu(), load_mtp=layout.loads_mtp)
+        if not self._start.streams:
+            real = tuple(choice.device for choice, _ in self._choices if choice.on_gpu)
+            return ModelPlacement(
+                real, tensor_split=self._shares if len(real) > 1 else (),
+                n_gpu_layers=999 if real else 0, use_extra_bufts=False, load_mtp=layout.loads_mtp,
+            )  # fmt: skip
+        plan = layout.plan
+        assert plan is not None
+        self._make_store(plan.streamed)
+        self.hybrid = self._hybrid(plan)
+        devices = ModelDevices(len(layout.local))
+        self.parts = tuple(self._part(nth, its, devices) for nth, its in enumerate(layout.local))
+        self.host = self.parts[0].host
+        return ModelPlacement(
+            devices=self.devices,
+            tensor_split=self._shares,
+            overrides=(
+                *chain.from_iterable(part.overrides for part in self.parts),
+                *((p, CpuBufferType()) for p in (plan.mtp.patterns if plan.mtp else ())),
+            ),
+            load_mtp=layout.loads_mtp,
+            n_gpu_layers=999,
+            # Repacked weights are not host memory in ggml's layout and cannot be streamed.
+            use_extra_bufts=False,
+            # With mapped files the store reads streamed weights, and libllama only resident ones.
+            load_mode="mmap" if self.store is not None else "auto",
+        )
+
+    @property
+    def _shares(self) -> tuple[float, ...]:
+        """The tensor_split that gives libllama the devices' ranges of layers."""
+        local = self._layout.local
+        if len(local) == 1:
+            return ()
+        *ranges, last = [its.layers for its in local]
+        # libllama counts layers for multi-token prediction, which are on the last device.
+        last = replace(last, end=last.end + self._facts.n_mtp_layers)
+        return shares_of([*ranges, last])
+
+    def _part(self, nth: int, its: DeviceLayout, devices: ModelDevices) -> Part:
+        """Make the `nth` of the model's `devices`, with host buffers and executors for its plan."""
+        o, hybrid, plan, choice = self._options, self.hybrid, its.plan, self._choices[nth][0]
+        assert plan is not None
+        several = len(self._choices) > 1
+        host = self._host_buffers(f"{_HOST_NAME}{nth or ''}")
+        if hybrid is not None and several:
+            hybrid = replace(hybrid, pace=Pace.of(choice.sim), nth=nth)
+        streaming = replace(
+            o.streaming,
+            device_bytes=its.asked_bytes,
+            reserve_bytes=its.reserve_bytes,
+            most_tokens=min(o.n_ubatch, o.n_ctx or o.n_ubatch),
+        )
+        if several:
+            streaming = replace(streaming, trace=o.streaming.trace.of_device(choice.name))
+        plan, why_not = plan.lending()
+        builder = ExecutorBuilder(choice, streaming, self._notes, self.store, hybrid, self._routing)
+        crossover = self._start.crossovers[nth]
+        if crossover.note:
+            self._notes.append(f"{choice.name}: {crossover.note}" if several else crossover.note)
+        rules = BatchRules(
+            # libllama reserves memory by this threshold, so it must allow all later computations.
+            MinBatch(1, 1) if self.may_be_native else o.min_batch,
+            None if hybrid is None else hybrid.switch,
+            crossover.n_tokens,
+        )
+        device = StreamingDevice(
+            choice, host, builder.slots(plan), rules, trace=o.streaming.trace, devices=devices
+        )
+        if (several or not o.kv_offload) and choice.sim is not None:
+            device.keep_apart()
+        if not o.kv_offload:
+            device.attend_from(plan.attention_batch or NEVER)
+        if why_not:
+            self._notes.append(f"{choice.name}: no experts in the compute buffer: {why_not}")
+        else:
+            device.share_buffer()
+        return Part(choice, plan, host, builder, device, its.device.free_bytes)
+
+    def _placement_on_cpu(self) -> ModelPlacement:
+        """Return the placement for libllama's own CPU backend.
+
+        If memory cannot hold all experts, they are read from the disk while the model runs.
+        """
+        o, layout, plan = self._options, self._layout, self._layout.plan
+        is_limited = layout.reads_disk
+        repacking = self._start.repacking
+        self._notes += repacking.notes
+        plain = plain_buffer_type()
+        placement = ModelPlacement(
+            use_extra_bufts=repacking.is_on,
+            overrides=tuple((pattern, plain) for pattern in repacking.plain),
+        )
+        if plan is None or not (is_limited or layout.on_disk):
+            return placement
+        self._make_store(plan.streamed if is_limited else ())
+        if not is_limited:
+            return replace(placement, load_mode="mmap")
+        self.host = self._host_buffers()
+        recorder = self._routing if o.streaming.record_routing else None
+        self.native_experts = NativeExperts(self._facts.n_experts, recorder)
+        patterns = plan.patterns(experts=True)
+        return replace(
+            placement,
+            overrides=(*((pattern, self.host) for pattern in patterns), *placement.overrides),
+            load_mode="mmap",
+            watch=ExpertWatch(self.host, self._pending, self.native_experts.need),
+        )
+
+    def _hybrid(self, plan: Plan) -> Hybrid | None:
+        """Return the objects that executors share to split layers, or None if no layer is split."""
+        o = self._options
+        if not (o.streaming.hybrid and any(map(is_experts, plan.streamed))):
+            return None
+        team = CpuTeam()
+        self._closing.callback(team.close)
+        switch = HybridSwitch(o.streaming.splitter or stay, rings=o.streaming.doorbell)
+        return Hybrid(switch, team, Pace.of(self._choice.sim))
+
+    def _make_store(self, streamed: Sequence[TensorEntry]) -> None:
+        """Make the store, if weights are streamed or loading must not read tables on the disk."""
+        if not (streamed or self._layout.on_disk):
+            return
+        o, on_gpu = self._options, self._choice.on_gpu
+        places = self._choice.wrapped and bool(streamed) and not self._layout.reads_disk
+        if places and self.numa is not None:
+            self.placer = PagePlacer(self.numa, streamed)
+        options = replace(o.store, pin_for=self._choice.device if on_gpu else None)
+        sim = self._choice.sim
+        if sim is not None and sim.disk_bytes_per_s is not None:
+            options = replace(options, disk_bytes_per_s=sim.disk_bytes_per_s)
+        facts = self._facts if self._remote is None else self._remote.read_here(self._facts)
+        self.store = Store(facts, streamed, options, place_pages=self.placer)
+        self._closing.callback(self.store.close)
+
+    def _host_buffers(self, name: str = _HOST_NAME) -> HostBufferType:
+        """Make a buffer type over the store. libllama treats types with equal names as one."""
+        if self.store is None:
+            return HostBufferType(name, AnonymousMemory(), self._pending)
+        return HostBufferType(name, self.store, self._pending, home=self.store)
+
+    def load(self, on_progress: OnProgress) -> Model:
+        """Load the weights to their places."""
+        if self.store is None:
+            reading = partial(on_progress, READING)
+            elsewhere = self._remote is not None and self._remote.held
+            with mapping_without_reading(self._pending) if elsewhere else nullcontext():
+                model = Model(self._facts.path, self.placement, self._pending, reading)
+            self._closing.callback(model.close)
+            return model
+        with self.store.loading(self._pending):
+            watching = self.store.watching(on_progress)
+            model = Model(self._facts.path, self.placement, self._pending, watching)
+            self._closing.callback(model.close)
+        self.store.finish(on_progress)
+        following, experts = None, self.store.experts
+        if experts is not None and self._options.streaming.prefetch:
+            with experts.taking(ROUTERS):
+                following = NextExperts(
+                    experts, read_routers(self._facts), self._facts.n_experts_used,
+                    Embeddings.of(self._facts),
+                )  # fmt: skip
+        hosts = [host for host in (self.host, *(p.host for p in self.parts)) if host is not None]
+        for host in hosts:
+            host.experts, host.next_experts = experts, following
+        if self.native_experts is not None:
+            self.native_experts.memory, self.native_experts.following = experts, following
+        return model

@@ -1,0 +1,109 @@
+"""What opening a model executes: the options, the devices, and where everything lies.
+
+A start is decided once, from the model's header and one look at the machine. `Engine` executes it
+and decides nothing (docs/flow.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from offload.device import DeviceChoice
+from offload.ggml.native_build import may_repack
+from offload.mla import ChosenCrossover, chosen_crossover
+from offload.model import ModelFacts, is_experts
+from offload.model_file import check_writes
+from offload.options import EngineOptions
+from offload.plan.decision import decide
+from offload.plan.layout import Layout
+from offload.plan.placement import workload_of
+from offload.plan.ranges import LayerRange
+from offload.plan.repacking import Repacking, choose_layouts
+from offload.probe import Here, probe
+from offload.remote.watch import watching
+from offload.times.context import pooling_of
+
+
+@dataclass(frozen=True)
+class Start:
+    """What an engine executes.
+
+    `options` have what the layout decided. `crossovers` are MLA's, one for each streaming device
+    in the order of their layers.
+    """
+
+    facts: ModelFacts
+    options: EngineOptions
+    here: Here
+    layout: Layout
+    pooling: str | None = None  # kind of embeddings; None: no embeddings
+    repacking: Repacking = Repacking(True)  # of weights that ggml's CPU backend loads
+    crossovers: tuple[ChosenCrossover, ...] = ()
+
+    @property
+    def choices(self) -> tuple[tuple[DeviceChoice, LayerRange], ...]:
+        """The local devices with their layers."""
+        return tuple((self.here.choice(its.name), its.layers) for its in self.layout.local)
+
+    @property
+    def choice(self) -> DeviceChoice:
+        """The first device."""
+        return self.choices[0][0]
+
+    @property
+    def streams(self) -> bool:
+        """True if weights may stream to the devices of this machine."""
+        return self.choice.wrapped and self.options.wrapped
+
+
+def decide_start(facts: ModelFacts, options: EngineOptions) -> Start:
+    """Look at this machine and its workers, and decide how the model is opened.
+
+    Raises BadModel, DoesNotFit, DeviceUnavailable, LibraryMismatch, WorkerUnavailable, or
+    BadRequest for options that the model cannot have.
+    """
+    if options.wrapped:  # a draft model need not be causal, as it may draft a block at once
+        check_writes(facts)
+    with watching(options.remote):
+        here = probe(facts, options.asked)
+    return start_of(facts, options, here, decide(facts, here.found, options.wanted))
+
+
+def start_of(facts: ModelFacts, options: EngineOptions, here: Here, layout: Layout) -> Start:
+    """Return the start with this layout, after what only the library or the device can tell.
+
+    These are whether weights are repacked for the CPU, and MLA's crossover on each device.
+    """
+    pooling = pooling_of(facts, options.pooling)
+    start = Start(facts, options.opened_as(layout), here, layout, pooling)
+    if not start.choice.wrapped:
+        return replace(start, repacking=_repacking(start))
+    return replace(start, crossovers=_crossovers(start)) if options.wrapped else start
+
+
+def _repacking(start: Start) -> Repacking:
+    o, layout = start.options, start.layout
+    if o.repack is False:
+        return Repacking(False)
+    verdict = may_repack(start.facts.weights, o.trial_folder)
+    if not verdict.works:
+        return Repacking(False, notes=(verdict.sentence,))
+    if o.repack or o.measure_layouts is None:
+        return Repacking(True)
+    facts = layout.local_facts
+    weights = [e for e in facts.loaded if not (layout.reads_disk and is_experts(e))]
+    work = workload_of(o.n_ctx, o.streaming.mix)
+    return choose_layouts(weights, o.measure_layouts, work)
+
+
+def _crossovers(start: Start) -> tuple[ChosenCrossover, ...]:
+    o = start.options
+    return tuple(
+        chosen_crossover(
+            o.mla_crossover,
+            start.facts,
+            choice.device,
+            token_major=o.flash_attn != "off",
+        )
+        for choice, _ in start.choices
+    )
