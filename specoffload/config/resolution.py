@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.device import device_names
+from offload.plan.placement import Passes
 from offload.plan.sharing import UBATCHES
 from offload.remote.address import RemoteOptions, named_remotely
 from offload.remote.probe import reach
@@ -214,7 +215,7 @@ def resolve(options: Options, host: Host) -> Config:
         **plain | {"model": model, "draft": draft, "device": device},
         min_batch=options.min_batch if isinstance(options.min_batch, MinBatch) else None,
         ubatch_size=options.ubatch_size and min(options.ubatch_size, options.batch_size),
-        most_ubatch=options.batch_size if "batch_size" in options.given else UBATCHES[-1],
+        most_ubatch=_most_ubatch(options),
         threads=threads.n_decode,
         threads_batch=threads.n_batch,
         spec=spec,
@@ -335,6 +336,20 @@ def _may_split(options: Options, hybrid: HybridChoice, without: frozenset[str]) 
     return hybrid.toggle is Toggle.ON or (hybrid.toggle is Toggle.AUTO and measures)
 
 
+def _most_ubatch(options: Options) -> int:
+    return options.batch_size if "batch_size" in options.given else UBATCHES[-1]
+
+
+def _passes(options: Options) -> Passes:
+    """The rule for batches whose experts do not fit the slots at once.
+
+    If the user asks for batches to stream, they do so in passes where slots are too few.
+    """
+    asked = options.min_batch
+    is_asked = isinstance(asked, MinBatch) and asked.experts <= _most_ubatch(options)
+    return "on" if is_asked else "auto"
+
+
 def _streaming(options: Options, hybrid: HybridChoice, without: frozenset[str]) -> StreamingOptions:
     vram = options.vram_bytes
     several = vram if isinstance(vram, tuple) else ()
@@ -344,6 +359,7 @@ def _streaming(options: Options, hybrid: HybridChoice, without: frozenset[str]) 
         n_cpu_moe="fit" if options.n_cpu_moe is None else options.n_cpu_moe,
         n_gpu_layers=options.n_gpu_layers,
         mix=options.plan_for,
+        passes=_passes(options),
         warmup=options.warmup,
         hybrid=hybrid.toggle is not Toggle.OFF,
         plan_for_splits=_may_split(options, hybrid, without),

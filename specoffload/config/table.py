@@ -147,7 +147,7 @@ _MODEL = (
         "ubatch_size", "--ubatch-size -ub LLAMA_ARG_UBATCH", AUTO_INT,
         "Prompt tokens that are computed at once: N or auto.", least=1, default_words="auto",
         more="Streamed weights are copied once for each such batch. So auto takes as many tokens "
-        "as prompts need and GPU memory allows, between 512 and 8192. If nothing streams, it takes "
+        "as prompts need and GPU memory allows, between 128 and 8192. If nothing streams, it takes "
         "512.", swept=True,
     ),
     _model(
@@ -296,7 +296,8 @@ _OFFLOAD = (
         MIN_BATCH, "Batch size from which the GPU computes with streamed weights.",
         more="The CPU computes smaller batches in place. The value is N, off, auto, or "
         "dense=N,experts=N with a number for each kind of weight. With auto, both ways are timed "
-        "once per machine and model.",
+        "once per machine and model. With a number, larger batches stream even if that is slower. "
+        "Experts that do not fit the slots at once then stream in groups.",
         default_words="auto", commands=_AND_TUNE, first=True,
     ),
     _offload(

@@ -35,7 +35,7 @@ from offload.times.machine import Sharing
 from offload.times.min_batch import VERIFY_MOST, MinBatch, by_rule
 from offload.times.search import Wanted, left_out, noise
 from offload.times.table import CostTable, Way, ranges
-from offload.units import milliseconds
+from offload.units import milliseconds, plural
 from specdec.decoding.loop import Step
 from specdec.errors import BadProfile
 from specoffload.config.options import Toggle
@@ -49,6 +49,17 @@ _STEP = "measuring this machine"
 _LEAST_DECODES = 16  # decodes below which a session keeps nothing at its end
 
 log = logging.getLogger("specoffload.session")
+
+
+def _left_to_cpu(target: Engine) -> list[str]:
+    """Return a sentence for each device that does not stream all batches that were asked for."""
+    found = []
+    for device in target.devices:
+        first, *more = device.declined or [""]
+        others = f", and {plural(len(more), 'other reason')} (-v)" if more else ""
+        if first:
+            found.append(f"--min-batch: the CPU computes some of these batches: {first}{others}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -123,6 +134,9 @@ class SessionCosts:
             learner = self.learner if self._prices else None
             usual = None if learner is None else self._ways_at(1)[0]
             self.notes += self.drafts.price(self.run, learner, usual)
+        if config.min_batch is not None:
+            for words in _left_to_cpu(target):
+                log.warning("%s", words)
 
     # -- opening -----------------------------------------------------------------------------------
 

@@ -15,13 +15,16 @@ from pathlib import Path
 
 import pytest
 import resolved
+from budgets import ON_GPU, budget
 
 from offload import engine as engine_module
 from offload.device import choose_device
 from offload.engine import Engine
 from offload.errors import DeviceUnavailable
+from offload.ggml.backend import Device
 from offload.model_file import read_facts
 from offload.plan.weights import device_bytes
+from offload.stream.options import StreamingOptions
 from offload.times.context import ContextOptions, context_memory
 from offload.times.min_batch import NEVER, MinBatch
 from offload.times.search import Wanted
@@ -74,6 +77,30 @@ def test_min_batch_auto_is_measured_set_and_told(
         assert session.target.sequences.length(0) == 0
         pieces = list(session.generate("def f(", GenerateOptions(n_predict=4, ignore_eos=True)))
         assert sum(len(piece.tokens) for piece in pieces) == 4
+
+
+def test_a_number_of_tokens_streams_where_slots_are_few(
+    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The plan would leave such batches to the CPU."""
+    few = {
+        "model": tiny_moe, "spec": NO_DRAFTS, "min_batch": "1", "device": "sim:bw=1MB/s",
+        "vram_bytes": budget(tiny_moe, StreamingOptions(n_gpu_layers=ON_GPU), "least"),
+        "n_gpu_layers": ON_GPU,
+    }  # fmt: skip
+    with Session(config_of(**few)) as session:
+        target = session.target
+        for n in (1, 2, 3, 17, 100):
+            before = target.counters()
+            target.sequences.extend(0, [7] * n)
+            assert target.counters().cuts > before.cuts
+        assert target.counters().passes > 0
+        assert not any(device.declined for device in target.devices)
+    assert "--min-batch" not in caplog.text
+    monkeypatch.setattr(Device, "supports", lambda self, node: not node.is_op("MUL_MAT_ID"))
+    with Session(config_of(**few)):
+        pass
+    assert "--min-batch: the CPU computes some of these batches: sim" in caplog.text
 
 
 @pytest.mark.parametrize(("streamed_s", "experts"), [(0.5, (1, 65)), (2.0, (NEVER, NEVER))])
@@ -303,6 +330,7 @@ from offload.ggml.library.lib import library
 from offload.ggml.context import Context
 from specoffload.opening.target import open_target
 import resolved
+from budgets import ON_GPU, budget
 
 def stop(self, *batch):
     library().structs._lib.ggml_abort(b"ops.cpp", 1, b"GGML_ASSERT(row < n) failed")

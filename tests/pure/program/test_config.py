@@ -225,6 +225,23 @@ def test_layers_are_split_where_that_is_measured_faster_unless_min_batch_is_give
 
 
 @pytest.mark.parametrize(
+    ("words", "passes"),
+    [
+        ((), "auto"),
+        (("--min-batch", "off"), "auto"),
+        (("--min-batch", "1"), "on"),
+        (("--min-batch", "dense=1,experts=9999"), "auto"),
+        (("--min-batch", "1000", "-b", "999"), "auto"),
+        (("--min-batch", "1000", "-b", "1000"), "on"),
+    ],
+)
+def test_batches_that_a_number_asks_for_stream_in_passes_if_slots_are_few(
+    words: tuple[str, ...], passes: str
+) -> None:
+    assert resolved(*words).streaming.passes == passes
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (("--spec", "draft", "-m", "m.gguf"), "--spec draft needs a draft model"),
