@@ -693,6 +693,11 @@ class Sequences:
             self._follower.shared(source, sequence, n_tokens)
 
     @property
+    def goes_back_by_checkpoints(self) -> bool:
+        """True for a recurrent memory, and for one with sliding windows, which forgets old keys."""
+        return not self.can_rewind or bool(self._n_swa)
+
+    @property
     def saves_all(self) -> bool:
         """False for models with sliding windows, whose older keys are not saved.
 

@@ -171,7 +171,10 @@ class DecodingLoop:
                 break
             held = self._target.length(member.sequence)
             n_most = n_tokens if member.hear_prompt is None else min(n_tokens, n_logits)
-            piece = member.history[held : min(held + n_most, len(member.history) - 1)]
+            end = min(held + n_most, len(member.history) - 1)
+            if member.stops:
+                end = min([end, *(stop for stop in member.stops if stop > held)])
+            piece = member.history[held:end]
             if member.images:
                 piece = _without_cut_images(member, held, piece)
             if not piece:

@@ -34,6 +34,9 @@ class BatchMember:
     hear_prompt: Callable[[int, NDArray[np.float32]], None] | None = None
     # (start, end) of images in the prompt, in order. Each is evaluated alone and whole.
     images: Sequence[tuple[int, int]] = ()
+    # Lengths of the prompt's beginnings that are evaluated without what follows, ascending, so that
+    # the caller can save the target's state there.
+    stops: Sequence[int] = ()
 
 
 Rounds = Sequence[tuple[BatchMember, Round]]  # of one step

@@ -81,6 +81,20 @@ class ReasoningOptions:
 
 
 @dataclass(frozen=True)
+class CachePoint:
+    """The end of a part of a conversation, up to which the client will send the same text again.
+
+    Anthropic's and OpenRouter's `cache_control` marks such parts. `index` is the index of a message
+    or of a tool. `n_chars` are the characters of the message's content before the point. None: all
+    of the message, or of the tool.
+    """
+
+    of: Literal["message", "tool"]
+    index: int
+    n_chars: int | None = None
+
+
+@dataclass(frozen=True)
 class Conversation:
     """The request for one answer.
 
@@ -98,6 +112,7 @@ class Conversation:
     add_generation_prompt: bool = True
     continues: ContinuedPart | None = None  # the last message's part that the answer continues
     schema: str | None = None  # JSON schema of an answer that is no call, as JSON text
+    cache_points: tuple[CachePoint, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.messages:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
+from specoffload.chat.cache_points import cache_ends
 from specoffload.chat.conversation import Conversation
 from specoffload.chat.families import (
     BUILT_IN,
@@ -21,7 +22,7 @@ from specoffload.chat.grammar import answer_grammar
 from specoffload.chat.messages import template_messages
 from specoffload.chat.needs import TemplateNeeds
 from specoffload.chat.parser import AnswerForm, StreamParser
-from specoffload.chat.prefill import RenderMessages, begun_answer, begun_prompt
+from specoffload.chat.prefill import BegunAnswer, RenderMessages, begun_answer, begun_prompt
 from specoffload.chat.probing import needs_of
 from specoffload.chat.templates import check, render
 from specoffload.chat.tool_schemas import SchemaNote
@@ -44,7 +45,8 @@ class ChatPrompt:
     `text` has its special tokens already; none may be added. `stops` end the answer, as the model's
     end tokens do. `shown` are markers that the engine shows if they are special tokens.
     `grammar` is GBNF that the answer has to follow, with JSON schemas in it. `notes` say what it
-    does not enforce of the tools' schemas.
+    does not enforce of the tools' schemas. `cache_ends` are the numbers of characters of `text`
+    before the conversation's cache points, ascending.
     """
 
     text: str
@@ -53,6 +55,7 @@ class ChatPrompt:
     shown: tuple[str, ...] = ()
     grammar: str | None = None
     notes: tuple[SchemaNote, ...] = ()
+    cache_ends: tuple[int, ...] = ()
 
     def parser(self, new_id: Callable[[], str] | None = None) -> StreamParser:
         """Return a new parser for one answer. Each answer needs its own."""
@@ -103,24 +106,33 @@ class ChatFormat:
 
         Time and memory are not limited here. The calling process must limit them.
         """
+        moment = now()  # of all renderings, which are compared
         source = self.template(with_tools=bool(conversation.tools))
         needs = self._needs(source)
         family = family_of(source) if needs.takes_tools or needs.takes_calls else GENERIC
         reasoning = reasoning_of(source)
         markers = HARMONY_REASONING[:2] if family.layout.is_harmony else reasoning
-        messages, begun = conversation.messages, None
-        if conversation.continues is not None:
-            begun = begun_answer(messages[-1], conversation.continues, markers)
-            messages = messages[:-1] or messages
-        render_messages = self._renderer(conversation, source, needs, family.layout, now)
+
+        def written(asked: Conversation) -> tuple[str, BegunAnswer | None]:
+            messages, begun = asked.messages, None
+            if asked.continues is not None:
+                begun = begun_answer(messages[-1], asked.continues, markers)
+                messages = messages[:-1] or messages
+            render_messages = self._renderer(asked, source, needs, family.layout, lambda: moment)
+            if begun is None:
+                text = render_messages(messages, asked.add_generation_prompt)
+            else:
+                text = begun_prompt(asked.messages[:-1], begun, markers, render_messages)
+            if source in BUILT_IN.values() and not text.startswith(self.begin):
+                text = self.begin + text
+            return text, begun
+
+        text, begun = written(conversation)
+        ends = cache_ends(conversation, text, lambda changed: written(changed)[0])
         if begun is None:
-            text = render_messages(messages, conversation.add_generation_prompt)
             thinking = reasoning is not None and text.rstrip().endswith(reasoning[0])
         else:
-            text = begun_prompt(conversation.messages[:-1], begun, markers, render_messages)
             thinking = begun.is_reasoning
-        if source in BUILT_IN.values() and not text.startswith(self.begin):
-            text = self.begin + text
         form = AnswerForm(
             family,
             {tool.name: dict(tool.parameters) for tool in conversation.callable_tools},
@@ -146,7 +158,7 @@ class ChatFormat:
             in_answer=form.in_answer,
             note=notes.append,
         )
-        return ChatPrompt(text, form, stops, shown, grammar, tuple(notes))
+        return ChatPrompt(text, form, stops, shown, grammar, tuple(notes), ends)
 
     def _renderer(
         self,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from offload.errors import BadRequest
+from specoffload.chat.cache_points import n_common
 from specoffload.chat.conversation import ContinuedPart
 from specoffload.chat.families import without_harmony
 from specoffload.chat.turns import Message
@@ -111,14 +112,7 @@ def _header_start(messages: Sequence[Mapping[str, Any]], text: str, render: Rend
         before = render(messages, False) if messages else ""
     except BadRequest:
         return 0
-    least, most = 0, len(before)  # characters that both texts begin with
-    while least < most:
-        middle = (least + most + 1) // 2
-        if text.startswith(before[:middle]):
-            least = middle
-        else:
-            most = middle - 1
-    return least
+    return n_common(text, before)
 
 
 def _is_right(text: str, start: int, begun: BegunAnswer, markers: tuple[str, str] | None) -> bool:

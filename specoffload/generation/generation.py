@@ -35,6 +35,9 @@ class GenerateOptions(SamplingOptions):
     spm_infill: bool = False  # True: the suffix goes before the prefix in infill prompts
     cache_prompt: bool = True  # True: reuse first tokens that a slot or host memory holds
     id_slot: int = -1  # number of the slot to use; -1: the slot that holds most of the prompt
+    # Numbers of the prompt's first tokens with which later prompts will begin, ascending. A memory
+    # that cannot be cut keeps a checkpoint at each.
+    keep_at: tuple[int, ...] = ()
     # Limits of drafts: most tokens (0: no drafts), fewest tokens, and least probability of a token.
     # None: the policy decides.
     draft_max: int | None = None

@@ -44,6 +44,7 @@ class GenerationStats:
     n_trees: int = 0  # rounds that verified a tree instead of a chain
     n_cached_tokens: int = 0  # prompt tokens that were cached, and not evaluated again
     n_from_disk: int = 0  # those of the cached tokens that were read from the disk
+    n_kept_tokens: int = 0  # prompt tokens up to the last place that the client wants kept
 
     @property
     def reasons(self) -> list[tuple[str, int, str]]:
@@ -102,11 +103,16 @@ class Tally:
         self._unverified: list[tuple[int, ...]] = []
 
     def evaluated(
-        self, n_prompt_tokens: int, n_cached_tokens: int, now_s: float, n_from_disk: int = 0
+        self,
+        n_prompt_tokens: int,
+        n_cached_tokens: int,
+        now_s: float,
+        n_from_disk: int = 0,
+        n_kept_tokens: int = 0,
     ) -> None:
         """Record that the prompt is evaluated, except the token that the first round decodes."""
         self._sums.n_prompt_tokens, self._sums.n_cached_tokens = n_prompt_tokens, n_cached_tokens
-        self._sums.n_from_disk = n_from_disk
+        self._sums.n_from_disk, self._sums.n_kept_tokens = n_from_disk, n_kept_tokens
         self._first_s = now_s
 
     def count(self, round_: Round, n_kept: int) -> None:

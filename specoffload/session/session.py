@@ -207,7 +207,7 @@ class Session:
             "whole windows": str(self.target.options.swa_full),
             "drafting layers": self._drafting_layers(),
         }
-        can_cut = sequences.can_rewind and sequences.saves_all
+        can_cut = not sequences.goes_back_by_checkpoints
         return PromptFolder(room.folder, room.size_bytes, made_by, can_cut=can_cut)
 
     def _drafting_layers(self) -> str:

@@ -258,6 +258,8 @@ class Batcher:
             request = self._running[member]
             request.read()
             news.append(request)
+            if request.slot is not None and request.slot.n_held in member.stops:
+                request.slot.mark(is_asked=True)
             if not self._loop.is_reading(member):
                 self._evaluated(request)
             if member.end or request.is_late:
@@ -346,6 +348,7 @@ class Batcher:
             request.bounds,
             hear_prompt=request.hear_prompt,
             images=request.images,
+            stops=request.options.keep_at if slot.goes_back_by_checkpoints else (),
         )
         request.slot, request.member = slot, member
         self._running[member] = request

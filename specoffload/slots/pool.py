@@ -45,7 +45,7 @@ class SlotPool:
         self._folder = folder
         self.store = PromptStore(
             store_bytes,
-            can_cut=sequences.can_rewind,
+            can_cut=not sequences.goes_back_by_checkpoints,
             on_evicted=None if folder is None else folder.keep,
         )
         self._can_keep = True  # False after a prompt could not be kept in host memory

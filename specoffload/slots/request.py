@@ -139,7 +139,10 @@ class Request:
         """Record that all of the prompt but its last token has been evaluated."""
         if not self._is_evaluated and self._tally is not None:
             self._is_evaluated = True
-            self._tally.evaluated(self.n_prompt, self.n_cached, perf_counter(), self.n_from_disk)
+            n_kept = max(self.options.keep_at, default=0)
+            self._tally.evaluated(
+                self.n_prompt, self.n_cached, perf_counter(), self.n_from_disk, n_kept
+            )
             if self._prompt_logprobs is not None:
                 self.read()  # the only report for a prompt of one token
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from struct import Struct
@@ -51,7 +50,9 @@ class Slot:
         self.tokens: list[int] = []  # tokens that the target holds, while no request runs
         self.n_from_disk = 0  # tokens that were read from the disk for the last request
         self._target, self._draft = target, draft
-        self._checkpoints: deque[Checkpoint] = deque(maxlen=n_checkpoints)
+        self._most_checkpoints = n_checkpoints
+        self._checkpoints: list[Checkpoint] = []  # by length, ascending
+        self._asked: set[int] = set()  # lengths of those that requests asked for
 
     @property
     def n_held(self) -> int:
@@ -91,12 +92,28 @@ class Slot:
         self.tokens = list(tokens[: self.n_held])
         return self.n_held
 
-    def mark(self) -> None:
-        """Keep a checkpoint of the evaluated prompt if the memory cannot be cut."""
+    @property
+    def goes_back_by_checkpoints(self) -> bool:
+        """True if checkpoints make more beginnings of the text reusable."""
+        return self._target.goes_back_by_checkpoints and self._most_checkpoints > 0
+
+    def mark(self, *, is_asked: bool = False) -> None:
+        """Keep a checkpoint of the evaluated prompt if the memory cannot be cut.
+
+        If `is_asked`, a memory with sliding windows keeps one, too. Such checkpoints are dropped
+        after all others when there are too many.
+        """
         self._drop_checkpoints(self.n_held)
         newest = self._checkpoints[-1].length if self._checkpoints else 0
-        if not self._target.can_rewind and self._checkpoints.maxlen and self.n_held > newest:
+        if not self.goes_back_by_checkpoints or not (is_asked or not self._target.can_rewind):
+            return
+        if is_asked:
+            self._asked.add(self.n_held)
+        if self.n_held > newest:
             self._checkpoints.append(self._target.checkpoint(self.number, lasting=True))
+        if len(self._checkpoints) > self._most_checkpoints:
+            old = enumerate(self._checkpoints[:-1])
+            del self._checkpoints[next((i for i, c in old if c.length not in self._asked), 0)]
 
     def keep(self, history: Sequence[int]) -> None:
         """Record that the sequence holds the beginning of `history`."""
@@ -110,6 +127,7 @@ class Slot:
             self._draft.rewind(self.number, 0)
         self.tokens = []
         self._checkpoints.clear()
+        self._asked.clear()
 
     def share(self, source: Slot, n_tokens: int, tokens: Sequence[int]) -> None:
         """Replace this slot's tokens with the first `n_tokens` of slot `source`.
@@ -138,7 +156,8 @@ class Slot:
         self.clear()
         self._target.load(self.number, state, tokens)
         self.tokens = list(tokens)
-        self._checkpoints.extend(self._target.adopted(self.number, c) for c in checkpoints)
+        found = [self._target.adopted(self.number, c) for c in checkpoints]
+        self._checkpoints = found[max(0, len(found) - self._most_checkpoints) :]
 
     def write(self, path: Path) -> int:
         """Write the slot's sequence to a file. Returns the bytes written.
@@ -161,11 +180,11 @@ class Slot:
 
     def _drop_checkpoints(self, n_tokens: int) -> None:
         """Drop the checkpoints of more than `n_tokens` tokens, and those that a failure voided."""
-        kept = [
+        self._checkpoints = [
             c for c in self._checkpoints
             if c.length <= n_tokens and self._target.can_restore(self.number, c)
         ]  # fmt: skip
-        self._checkpoints = deque(kept, self._checkpoints.maxlen)
+        self._asked &= {c.length for c in self._checkpoints}
 
 
 # -- files (llama.cpp's POST /slots/ID?action=...) -------------------------------------------------

@@ -82,7 +82,7 @@ def test_a_call_cut_short_has_no_made_up_input() -> None:
 
 
 def test_system_stops_and_sampling_become_those_of_a_chat() -> None:
-    system = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {}}]
+    system = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     body = _chat(system=system, stop_sequences=["x"], temperature=1, top_k=5, min_p=0.1)
     assert body == {
         "max_tokens": 9,

@@ -24,6 +24,7 @@ from specoffload.server.api.body import checked, ignore
 from specoffload.server.api.context import BodyRoute, ServerContext
 from specoffload.server.api.omitted import omitted_kind
 from specoffload.server.api.requests import (
+    CacheControl,
     ChatRequest,
     ConversationRequest,
     RequestModel,
@@ -51,6 +52,13 @@ class ContentBlock(RequestModel):
     content: str | list[ContentBlock] | None = None
     is_error: bool | None = None
     source: ImageSource | None = None
+    cache_control: CacheControl | None = None
+
+    @property
+    def is_marked(self) -> bool:
+        """True if the block or, for a tool_result, a block in it has cache_control."""
+        inner = self.content if isinstance(self.content, list) else ()
+        return self.cache_control is not None or any(block.is_marked for block in inner)
 
 
 class ImageSource(RequestModel):
@@ -75,6 +83,7 @@ class AnthropicTool(RequestModel):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
+    cache_control: CacheControl | None = None
 
 
 class AnthropicToolChoice(RequestModel):
@@ -106,6 +115,7 @@ class CountRequest(RequestModel):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None  # the older name of output_config.format
+    cache_control: CacheControl | None = None  # of the last block of the last message
 
 
 class MessagesRequest(CountRequest):
@@ -127,8 +137,9 @@ _NO_THREADS = Problem(
 )
 _TRANSLATED = {
     *("messages", "system", "tools", "tool_choice", "thinking", "stop_sequences"),
-    *("output_config", "output_format"),
+    *("output_config", "output_format", "cache_control"),
 }
+_MARK: Json = {"cache_control": {"type": "ephemeral"}}  # in chat requests
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -140,12 +151,15 @@ def as_chat(request: CountRequest) -> tuple[Json, list[str]]:
     given = request.model_dump(exclude_unset=True)
     body = {name: value for name, value in given.items() if name not in _TRANSLATED}
     body["messages"] = _messages(request)
+    if request.cache_control is not None:
+        body["messages"][-1] |= _MARK
     if given.get("stop_sequences") is not None:
         body["stop"] = given["stop_sequences"]
     given_tools = list(enumerate(request.tools or ()))
     elsewhere = [f"tools[{at}]" for at, tool in given_tools if tool.type not in (None, "custom")]
     tools = [
         function_tool(tool.name, tool.description, tool.input_schema, tool.strict)
+        | (_MARK if tool.cache_control is not None else {})
         for _, tool in given_tools
         if tool.type in (None, "custom")
     ]
@@ -195,7 +209,7 @@ def _choice(choice: AnthropicToolChoice) -> str | Json:
 def _messages(request: CountRequest) -> list[Json]:
     messages: list[Json] = []
     if request.system:
-        messages.append({"role": "system", "content": _text("system", request.system)})
+        messages.append({"role": "system", "content": _marked_text("system", request.system)})
     for at, message in enumerate(request.messages):
         where = f"messages[{at}]"
         if isinstance(message.content, str):
@@ -220,11 +234,13 @@ def _assistant(where: str, blocks: Sequence[ContentBlock]) -> Json:
             thoughts += block.thinking or ""
         elif block.type != "redacted_thinking":
             texts.append(block)
-    message: Json = {"role": "assistant", "content": _text(where, texts)}
+    message: Json = {"role": "assistant", "content": _marked_text(where, texts)}
     if thoughts:
         message["reasoning_content"] = thoughts
     if calls:
         message["tool_calls"] = calls
+    if any(block.type == "tool_use" and block.is_marked for block in blocks):
+        message |= _MARK
     return message
 
 
@@ -238,7 +254,8 @@ def _user(where: str, role: str, blocks: Sequence[ContentBlock]) -> Iterator[Jso
         if not block.tool_use_id:
             raise BadRequest(f"{where}.content[{at}]: tool_result needs a tool_use_id")
         content = _result(f"{where}.content[{at}]", block.content or "", bool(block.is_error))
-        yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+        told = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+        yield told | (_MARK if block.is_marked else {})
     if texts:
         yield {"role": role, "content": _content(where, texts)}
 
@@ -259,24 +276,35 @@ def _result(where: str, content: str | Sequence[ContentBlock], is_error: bool) -
 
 
 def _content(where: str, blocks: Sequence[ContentBlock]) -> str | list[Json]:
-    """Return the text of blocks, or parts if one of them is an image.
+    """Return the text of blocks, or parts if one of them is an image or has cache_control.
 
     Texts are joined by newlines, and nothing comes between a text and an image.
     """
     if not any(block.type == "image" for block in blocks):
-        return _text(where, blocks)
+        return _marked_text(where, blocks)
     parts: list[Json] = []
     for at, block in enumerate(blocks):
         if block.type == "image":
             image = _image(block)
             if image is None:
                 raise BadRequest(f"{where}[{at}]: an image needs a source of type base64 or url")
-            parts.append(image)
+            parts.append(image | (_MARK if block.is_marked else {}))
         else:
             follows_text = at > 0 and blocks[at - 1].type != "image"
-            text = "\n" * follows_text + _block_text(where, at, block)
-            parts.append({"type": "text", "text": text})
+            parts.append(_text_part(where, at, block, "\n" * follows_text))
     return parts
+
+
+def _marked_text(where: str, content: str | Sequence[ContentBlock]) -> str | list[Json]:
+    """Return the text of blocks of text, or parts if one of them has cache_control."""
+    if isinstance(content, str) or not any(block.is_marked for block in content):
+        return _text(where, content)
+    return [_text_part(where, at, block, "\n" * bool(at)) for at, block in enumerate(content)]
+
+
+def _text_part(where: str, at: int, block: ContentBlock, before: str) -> Json:
+    part: Json = {"type": "text", "text": before + _block_text(where, at, block)}
+    return part | (_MARK if block.is_marked else {})
 
 
 def _image(block: ContentBlock) -> Json | None:
@@ -363,10 +391,12 @@ class AnthropicWording(EventWording):
         elif any(block["type"] == "tool_use" for block in self._blocks):
             reason = "tool_use"
         ending = {"stop_reason": reason, "stop_sequence": word}
+        n_read = last.stats.n_cached_tokens
+        n_created = max(0, last.stats.n_kept_tokens - n_read)
         usage = {
-            "input_tokens": last.stats.n_prompt_tokens - last.stats.n_cached_tokens,
-            "cache_read_input_tokens": last.stats.n_cached_tokens,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": last.stats.n_prompt_tokens - n_read - n_created,
+            "cache_read_input_tokens": n_read,
+            "cache_creation_input_tokens": n_created,
             "output_tokens": last.stats.n_tokens,
         }
         self.result |= {**ending, "usage": usage}

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,8 @@ class ServerContext:
         ignore(request, [f"tools.{note.tool}{note.place}" for note in prompt.notes])
         self._log_once(prompt.notes)
         self._note_omitted(request, body)
-        return ChatJob(prompt.text, answer_options(prompt, options), images.found), prompt
+        asked = answer_options(prompt, options)
+        return ChatJob(prompt.text, asked, images.found, prompt.cache_ends), prompt
 
     def _images(self) -> ConversationImages:
         return ConversationImages(are_read=self.card.reads_images, media_path=self._media_path)
@@ -196,7 +198,7 @@ class ServerContext:
         ignore(request, ignored_names(body))
         self._note_omitted(request, body)
         images = self._images()
-        conversation = conversation_of(body, self._chat, images)
+        conversation = replace(conversation_of(body, self._chat, images), cache_points=())
         prompt = await self._renderer.prepare(self._chat_format(), conversation)
         return prompt.text, images.found
 

@@ -12,8 +12,10 @@ from typing import Any
 from offload.errors import BadRequest
 from offload.sampling.json_schema import ignored_places
 from offload.sampling.options import read_logit_bias, sampler_letters, sampler_names
+from specoffload.chat.cache_points import MOST_POINTS
 from specoffload.chat.conversation import (
     Allowed,
+    CachePoint,
     ChatSettings,
     ContinuedPart,
     Conversation,
@@ -226,6 +228,7 @@ def settings_of(options: GenerateOptions) -> dict[str, Any]:
         "reasoning_span",
         "prompt_logprobs",
         "spm_infill",
+        "keep_at",
     ):  # options that no request may set
         del values[name]
     values["max_tokens"] = values["n_predict"]
@@ -283,11 +286,20 @@ def conversation_of(
     has to follow (None: no schema).
     """
     images = images or ConversationImages(are_read=False, media_path=None)
-    messages = tuple(_message(at, message, images) for at, message in enumerate(request.messages))
+    points: list[CachePoint] = []
+    messages = tuple(
+        _message(at, message, images, points) for at, message in enumerate(request.messages)
+    )
     if not messages:
         raise BadRequest("messages is empty: at least one message is needed")
     kwargs = {**settings.template_kwargs, **(request.chat_template_kwargs or {})}
-    tools = [_function(at, tool) for at, tool in enumerate(request.tools or ())]
+    given_tools = request.tools or ()
+    tools = [_function(at, tool) for at, tool in enumerate(given_tools)]
+    points += [CachePoint("tool", at) for at, tool in enumerate(given_tools) if tool.cache_control]
+    if len(points) > MOST_POINTS:
+        raise BadRequest(
+            f"{len(points)} parts have cache_control: at most {MOST_POINTS} of a request may"
+        )
     return Conversation(
         messages,
         tuple(Tool(t.name, t.description, t.parameters or {}, bool(t.strict)) for t in tools),
@@ -302,6 +314,7 @@ def conversation_of(
         add_generation_prompt=request.add_generation_prompt is not False,
         continues=_continued(request, messages[-1], by_default=settings.continues),
         schema=schema,
+        cache_points=tuple(points),
     )
 
 
@@ -371,7 +384,10 @@ def _named_choice(choice: ChatToolChoice) -> ToolChoice:
     )
 
 
-def _message(at: int, message: ChatMessage, images: ConversationImages) -> dict[str, Any]:
+def _message(
+    at: int, message: ChatMessage, images: ConversationImages, points: list[CachePoint]
+) -> dict[str, Any]:
+    """Return a message as templates take it, and add the cache points in it to `points`."""
     where = f"messages[{at}]"
     calls = [
         {
@@ -392,18 +408,28 @@ def _message(at: int, message: ChatMessage, images: ConversationImages) -> dict[
         "reasoning_content": message.reasoning_content or message.reasoning,
         "tool_call_id": message.tool_call_id,
     }
-    result: dict[str, Any] = {"role": message.role, "content": _content(where, message, images)}
+    content, ends = _content(where, message, images)
+    points += [CachePoint("message", at, end) for end in ends]
+    if message.cache_control is not None:
+        points.append(CachePoint("message", at, None if calls else len(content)))
+    result: dict[str, Any] = {"role": message.role, "content": content}
     return result | {name: value for name, value in others.items() if value}
 
 
-def _content(where: str, message: ChatMessage, images: ConversationImages) -> str:
+def _content(where: str, message: ChatMessage, images: ConversationImages) -> tuple[str, list[int]]:
+    """Return a message's text, and the numbers of its characters before the cache points in it."""
     if message.content is None:
         if message.role == "assistant":
-            return ""  # the message has tool calls or reasoning
+            return "", []  # the message has tool calls or reasoning
         raise BadRequest(f"{where}: content is missing")
     if isinstance(message.content, str):
-        return message.content
-    return "".join(_text(where, message.role, part, images) for part in message.content)
+        return message.content, []
+    content, ends = "", []
+    for part in message.content:
+        content += _text(where, message.role, part, images)
+        if part.cache_control is not None:
+            ends.append(len(content))
+    return content, ends
 
 
 def _text(where: str, role: str, part: TextPart, images: ConversationImages) -> str:

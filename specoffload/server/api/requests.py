@@ -152,6 +152,16 @@ class ImageUrl(RequestModel):
     detail: str | None = None
 
 
+class CacheControl(RequestModel):
+    """Marks the end of a part that the next requests will have, too.
+
+    `type` and `ttl` have no effect: a kept text stays until others need its memory.
+    """
+
+    type: str = "ephemeral"
+    ttl: str | None = None
+
+
 class TextPart(RequestModel):
     """A part of a message: text, or an image of type image_url."""
 
@@ -159,6 +169,7 @@ class TextPart(RequestModel):
     text: str | None = None
     refusal: str | None = None
     image_url: ImageUrl | str | None = None
+    cache_control: CacheControl | None = None
 
 
 class FunctionCall(RequestModel):
@@ -180,6 +191,7 @@ class ChatMessage(RequestModel):
     reasoning: str | None = None  # vLLM's and OpenRouter's name of reasoning_content
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    cache_control: CacheControl | None = None  # the whole message
 
 
 class Function(RequestModel):
@@ -192,6 +204,7 @@ class Function(RequestModel):
 class ToolParameter(RequestModel):
     type: str
     function: Function | None = None
+    cache_control: CacheControl | None = None
 
 
 def function_tool(

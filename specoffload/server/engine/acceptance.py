@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING
 from offload.ggml.library import interrupt
 from specoffload.errors import KNOWN
 from specoffload.generation.generation import N_SEEDS, GenerateOptions
-from specoffload.server.engine.calls import PromptTooLong, prompt_tokens
+from specoffload.server.engine.calls import PromptTooLong, kept_places, prompt_tokens
 from specoffload.server.engine.messages import (
     Cancel,
+    ChatJob,
     CompletionJob,
     EngineCall,
     GeneratingJob,
@@ -65,9 +66,12 @@ def accept(session: Session, job_id: int, job: GeneratingJob) -> Accepted:
     Raises BadRequest, DoesNotFit or NotSupported for a job that cannot be answered.
     """
     tokens = prompt_tokens(session, job)
+    asked = job.options
+    if isinstance(job, ChatJob) and job.cache_ends:
+        asked = replace(asked, keep_at=kept_places(session, job, tokens))
     answers: list[Request] = []
-    for index in range(job.options.n):
-        options = _options_of_answer(job.options, index)
+    for index in range(asked.n):
+        options = _options_of_answer(asked, index)
         answers.append(session.new_request(tokens, options, answers[0] if answers else None))
     text: str | None = None
     if isinstance(job, CompletionJob) and job.with_text:

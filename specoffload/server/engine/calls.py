@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from offload.errors import BadRequest, DoesNotFit
+from offload.images.place_tokens import image_spans
 from specoffload.generation.generation import ModelCard, SlotAction, SlotInfo, SlotResult
 from specoffload.server.engine.messages import (
     ChatJob,
@@ -116,6 +117,30 @@ def chat_tokens(session: Session, text: str, images: PromptImages | None) -> lis
         return tokenize(session, text, add_special=False, parse_special=True)
     check_text(text, session.card)
     return session.image_prompt(images.parts(text), add_special=False)
+
+
+def kept_places(session: Session, job: ChatJob, tokens: Sequence[int]) -> tuple[int, ...]:
+    """Return how many of the prompt's tokens end before or at each of `job.cache_ends`, ascending.
+
+    `tokens` are those of the job's prompt. A place between two images is left out if an image takes
+    several groups of places, as tiles do.
+    """
+    from specoffload.slots.choosing import common  # the API process has no slots
+
+    starts = [0, *(span.end for span in image_spans(tokens))]  # of the texts before and after
+    n_texts = 1 if job.images is None else len(job.images.files) + 1
+    found = set()
+    for end in job.cache_ends:
+        texts = [job.text[:end]]
+        if job.images is not None:
+            texts = texts[0].split(job.images.marker)
+        is_last = len(texts) == n_texts
+        if not is_last and len(texts) > 1 and len(starts) != n_texts:
+            continue
+        start = starts[-1] if is_last else starts[len(texts) - 1]
+        before = session.tokenize(texts[-1], add_special=False, parse_special=True)
+        found.add(start + common(before, tokens[start:]))
+    return tuple(sorted(found - {0}))
 
 
 def count_tokens(session: Session, text: str, images: PromptImages | None) -> int:

@@ -37,11 +37,16 @@ class InfillJob:
 
 @dataclass(frozen=True)
 class ChatJob:
-    """Answer a conversation. `text` is the rendered prompt, with its special tokens written out."""
+    """Answer a conversation. `text` is the rendered prompt, with its special tokens written out.
+
+    `cache_ends` are the numbers of characters of `text` before the places that the client marks
+    with `cache_control`, ascending.
+    """
 
     text: str
     options: GenerateOptions
     images: PromptImages | None = None
+    cache_ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
