@@ -58,7 +58,7 @@ void graphs_log(int level, const char *text, void *data) {
 
 /* -- what a device takes ------------------------------------------------------------------------ */
 
-enum { N_KEY = 16, MOST_PROBES = 8 };
+enum { N_KEY = 16, MOST_PROBES = 8, MOST_STEPS = 4 };
 
 struct answer { number key[N_KEY]; number takes; }; /* key[0], the address of the weight, is 0 in a free entry */
 
@@ -81,6 +81,7 @@ struct answers { /* lies directly behind our copy of the device's struct */
     /* Attention of batches with fewer tokens runs on the CPU if its keys lie in memory of this type. */
     const char *cache_type;
     number attention, attention_batch;
+    number only_cpu; /* 1: everything that reads memory of this type runs on the CPU */
 };
 
 static bool is_ours(const struct host *h, const char *type) { return type && (type == h->types[0] || type == h->types[1]); }
@@ -122,18 +123,34 @@ static bool takes(struct answers *a, void *device, const char *node) {
     return one.takes;
 }
 
-/* Whether the node computes the attention of a small batch over keys in RAM. */
-static bool attends_in_ram(const struct answers *a, const char *node) {
-    if (!a->cache_type || int32(node, at.op) != a->attention) return false;
-    const char *queries = pointer(node, at.src), *keys = pointer(node, at.src + 8);
-    if (!queries || !keys || dimension(queries, at.ne, 1) >= a->attention_batch) return false;
-    const char *whole = pointer(keys, at.view_src), *buffer = pointer(whole ? whole : keys, at.buffer);
-    return buffer && pointer(buffer, at.buft) == a->cache_type;
+/* Whether the tensor is a part of the KV cache, or was made of one by up to `levels` steps, such as a cast. */
+static bool is_cached(const struct answers *a, const char *tensor, int levels) {
+    const char *whole = pointer(tensor, at.view_src), *buffer;
+    whole = whole ? whole : tensor;
+    buffer = pointer(whole, at.buffer);
+    if (buffer) return pointer(buffer, at.buft) == a->cache_type;
+    const char *source = pointer(whole, at.src);
+    return levels && source && is_cached(a, source, levels - 1);
+}
+
+/* Whether the node reads a KV cache in RAM and is left to the CPU. */
+static bool is_left_to_cpu(const struct answers *a, const char *node) {
+    if (!a->cache_type) return false;
+    if (int32(node, at.op) == a->attention) {
+        const char *queries = pointer(node, at.src), *keys = pointer(node, at.src + 8);
+        if (!queries || !keys || dimension(queries, at.ne, 1) >= a->attention_batch) return false;
+        return is_cached(a, keys, a->only_cpu ? MOST_STEPS : 0);
+    }
+    for (number i = 0; a->only_cpu && i < at.n_src; i++) {
+        const char *source = pointer(node, at.src + 8 * i);
+        if (source && is_cached(a, source, 0)) return true;
+    }
+    return false;
 }
 
 bool graphs_supports_op(char *device, const char *node) {
     struct answers *a = (struct answers *)(device + at.device_bytes);
-    if (attends_in_ram(a, node)) return false;
+    if (is_left_to_cpu(a, node)) return false;
     if (a->host && reads_host(a->host, node)) return takes(a, device, node);
     return a->supports_op(a->inner, node);
 }

@@ -50,7 +50,7 @@ class Answers(C.Structure):
     _fields_ = _fields(
         ("supports_op supports_buft inner ask memory host", _P), ("remembers is_sure", _N),
         ("table", _P), ("n_table n_asked is_direct", _N), ("interrupt heeds cache_type", _P),
-        ("attention attention_batch", _N),
+        ("attention attention_batch only_cpu", _N),
     )  # fmt: skip
 
     def remember(self) -> None:

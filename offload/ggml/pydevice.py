@@ -193,12 +193,14 @@ class PyDevice:
         """Address of the type of the device's own memory."""
         return self.inner.buffer_type if self._memory is None else C.addressof(self._memory)
 
-    def attend_from(self, n_tokens: int) -> None:
+    def attend_from(self, n_tokens: int, *, only_cpu: bool) -> None:
         """Leave attention of batches with fewer tokens to the CPU if the KV cache is in RAM.
 
-        Call it before a context is opened.
+        With `only_cpu`, everything that reads the cache is left to the CPU. Call it before a
+        context is opened.
         """
         answers = self._answers
+        answers.only_cpu = only_cpu
         answers.attention, answers.attention_batch = op_number("FLASH_ATTN_EXT"), n_tokens
         answers.cache_type = int(self._lib.ggml_backend_cpu_buffer_type())
 

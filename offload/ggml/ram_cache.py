@@ -42,13 +42,14 @@ class RamCache:
 
     def __init__(
         self,
-        device_of: Callable[[int], StateDevice],
+        device_of: Callable[[int], StateDevice | None],
         pin_for: HasAddress | None,
         pending: Pending,
     ) -> None:
-        """`device_of` returns the device that computes a layer.
+        """`device_of` returns the local device that computes a layer, None if a worker does.
 
-        `pin_for`: a GPU to which caches are copied; None: nothing is pinned.
+        The states of a worker's layers stay in RAM. `pin_for`: a GPU to which caches are copied;
+        None: nothing is pinned.
         """
         self._lib, self._device_of, self._pending = library(), device_of, pending
         self._pinner = None if pin_for is None else Pinner(pin_for, _WHOLE)
@@ -100,7 +101,8 @@ class RamCache:
             struct = abi.ggml_backend_buffer.from_address(buffer)
             struct.iface.init_tensor = self._inits[buffer]
         elif (layer := layer_of_state(name)) is not None:
-            self._put_on(self._device_of(layer), tensor)
+            if (device := self._device_of(layer)) is not None:
+                self._put_on(device, tensor)
         elif not tensor.is_view and buffer not in self._caches:
             self._caches.append(buffer)
         return int(abi.GGML_STATUS_SUCCESS)

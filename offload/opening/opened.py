@@ -250,10 +250,11 @@ class Opening:
         layers_of = [its.layers for its in self.layout.local]
         ranges = [*zip(layers_of, self.devices, strict=True)]
 
-        def device_of(layer: int) -> StreamingDevice:
-            return next(device for layers, device in ranges if layer in layers)
+        def device_of(layer: int) -> StreamingDevice | None:
+            return next((device for layers, device in ranges if layer in layers), None)
 
-        pin_for = self.choice.device if self.choice.on_gpu else None
+        is_copied = self.choice.on_gpu and not self.layout.why_cpu_attends
+        pin_for = self.choice.device if is_copied else None
         return RamCache(device_of, pin_for, self.pending)
 
     def _open_embedder(self, options: ContextOptions) -> Embedder | None:

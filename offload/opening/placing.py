@@ -157,7 +157,8 @@ class PlacedWeights:
         if (several or not o.kv_offload) and choice.sim is not None:
             device.keep_apart()
         if not o.kv_offload:
-            device.attend_from(plan.attention_batch or NEVER)
+            batch, on_cpu = plan.attention_batch or NEVER, bool(self._layout.why_cpu_attends)
+            device.attend_from(batch, only_cpu=on_cpu)
         if why_not:
             self._notes.append(f"{choice.name}: no experts in the compute buffer: {why_not}")
         else:

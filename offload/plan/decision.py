@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from offload.errors import BadRequest, DeviceUnavailable, DoesNotFit
+from offload.errors import DeviceUnavailable, DoesNotFit
 from offload.model import ModelFacts, is_experts, layer_of
 from offload.notes import Note, NoteKind
 from offload.plan.cache_place import CachePlace, faster_place
@@ -30,11 +30,11 @@ from offload.plan.placement import Plan, PlanRequest, make_plan
 from offload.plan.range_times import DeviceRoom
 from offload.plan.ranges import LayerRange, by_memory, by_shares, shares_for
 from offload.plan.row_draft import mtp_complaint
+from offload.plan.sharing import UBATCHES
 from offload.times.context import (
     ContextOptions,
     check_cache_types,
     context_memory,
-    no_cache_in_ram,
     trained_context,
     with_cache_in_ram,
 )
@@ -42,6 +42,7 @@ from offload.times.min_batch import MinBatch
 from offload.units import size_words
 
 _UBATCHES_FROM_DISK = (2048, 1024)  # sizes to try if the CPU reads experts from the disk
+_MOST_ATTENTION_PART = 1 / 8  # largest part of the RAM that buffers for attention may take
 _UBATCHES = 4  # ubatches in one decode of several devices
 _NO_MTP = "the installed library has no functions for it"
 _NO_PLANNING = "the installed library cannot plan a graph in advance"
@@ -98,7 +99,8 @@ def _decided(facts: ModelFacts, found: Found, wanted: Wanted) -> Layout:
         splits=wanted.splits, repack=wanted.repack, row_complaint=complaint,
     )  # fmt: skip
     if found.workers:
-        layout = _with_workers(layout, found, wanted, request)
+        layout = replace(layout, cache_why=_why_asked(facts, context))
+        layout = _with_workers(layout, found, wanted, _beside_cache(facts, request, context))
     elif not found.devices[0].kind.streams:
         layout = _on_cpu(layout, found, wanted)
     elif not wanted.wraps:
@@ -113,20 +115,14 @@ def _with_cache(
 ) -> tuple[Wanted, ContextOptions]:
     """Return what is wanted with a context that can be.
 
-    Raises BadRequest if the KV cache cannot be in RAM.
+    A cache in RAM would cross the network to workers, so it is in RAM beside them only if asked.
     """
     streams = found.devices[0].kind.streams and wanted.wraps
     may_choose = wanted.chooses_cache and streams and not found.workers
-    may_choose &= not no_cache_in_ram(facts, context)
     wanted = replace(wanted, chooses_cache=may_choose)
     if context.kv_offload:
         return wanted, context
-    if found.workers:
-        raise BadRequest(
-            "--no-kv-offload: the KV cache would cross the network for every token; leave the flag "
-            "or --rpc out"
-        )
-    if not streams:  # all of the context is in RAM
+    if not streams and not found.workers:  # all of the context is in RAM
         return wanted, replace(context, kv_offload=True)
     return wanted, with_cache_in_ram(facts, context)
 
@@ -136,9 +132,7 @@ def _with_cache_place(layout: Layout, found: Found, wanted: Wanted, request: Pla
     facts, context = layout.facts, layout.context
     if not context.kv_offload:
         asked = _divided(facts, found, wanted, _beside_cache(facts, request, context))
-        size = size_words(context_memory(facts, context).host_kv_bytes)
-        why = f"The KV cache ({size} for {context.n_ctx:,} tokens) is in RAM (--no-kv-offload)"
-        return _planned(replace(layout, cache_why=why), asked, found, wanted)
+        return _planned(replace(layout, cache_why=_why_asked(facts, context)), asked, found, wanted)
     divided, error = None, None
     try:
         divided = _divided(facts, found, wanted, request)
@@ -161,12 +155,33 @@ def _with_cache_place(layout: Layout, found: Found, wanted: Wanted, request: Pla
     return _planned(layout, divided, found, wanted)
 
 
+def _why_asked(facts: ModelFacts, context: ContextOptions) -> str:
+    """Return why a KV cache is in RAM that was asked for there; "" if it is on the device."""
+    if context.kv_offload:
+        return ""
+    size = size_words(context_memory(facts, context).host_kv_bytes)
+    return f"The KV cache ({size} for {context.n_ctx:,} tokens) is in RAM (--no-kv-offload)"
+
+
 def _beside_cache(facts: ModelFacts, request: PlanRequest, context: ContextOptions) -> PlanRequest:
-    """Return the request for a context whose KV cache takes host memory."""
-    host_bytes = request.host_bytes
+    """Return the request for a context whose KV cache takes host memory.
+
+    Ubatches are limited if the CPU's buffers for attention would take much of that memory.
+    """
+    host_bytes, most = request.host_bytes, request.most_ubatch
+
+    def attention_bytes(n_ubatch: int) -> int:
+        return context_memory(facts, replace(context, n_ubatch=n_ubatch)).host_compute_bytes
+
     if host_bytes is not None:
-        host_bytes = max(0, host_bytes - context_memory(facts, context).host_kv_bytes)
-    return replace(request, context=context, host_bytes=host_bytes)
+        if most is not None:
+            most_bytes = _MOST_ATTENTION_PART * host_bytes
+            fitting = [n for n in UBATCHES if n <= most and attention_bytes(n) <= most_bytes]
+            most = max(fitting, default=min(most, UBATCHES[0]))
+        taken_bytes = context_memory(facts, context).host_kv_bytes
+        taken_bytes += attention_bytes(context.n_ubatch if most is None else most)
+        host_bytes = max(0, host_bytes - taken_bytes)
+    return replace(request, context=context, host_bytes=host_bytes, most_ubatch=most)
 
 
 def _host_bytes(found: Found, wanted: Wanted) -> int | None:

@@ -5,7 +5,7 @@ Layouts are decided from these two alone. Nothing in this module looks at the sy
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, PlanRequest
@@ -57,9 +57,8 @@ class FoundDevice:
         if self.kind.is_remote:
             room_bytes = max(0, self.free_bytes - MARGIN_BYTES)
             is_stock = self.kind is Kind.STOCK
-            room = DeviceRoom(
-                self.name, room_bytes, self.machine, is_remote=is_stock, is_here=False
-            )
+            machine = replace(self.machine, attends_in_ram=False)
+            room = DeviceRoom(self.name, room_bytes, machine, is_remote=is_stock, is_here=False)
             return room, ""
         budget, lowered = wanted.vram_bytes, ""
         counted = self.is_counted(wanted)

@@ -23,7 +23,7 @@ from offload.times.context import (
 CONTEXT, LOGITS, SLOTS, PINNED = "the context and its buffers", "logits", "slots", "pinned memory"
 DRIVER, DRAFT_MODEL, ROUTERS, PROMPTS = "the driver", "a draft model", "routers", "kept prompts"
 INPUTS = "inputs in pinned memory"
-CACHE = "the KV cache"
+CACHE, ATTENTION = "the KV cache", "attention on the CPU"
 PROMPT_PAIRS, SMALL_PAIRS = "pairs of prompts on the CPU", "pairs of small batches on the CPU"
 DRIVER_BYTES = 128 << 20  # a GPU driver's pages for kernels and page tables; estimated
 RING_BYTES = 64 << 20  # pinned memory through which weights are copied that cannot be pinned
@@ -71,8 +71,10 @@ def later_bytes(
     n_vocab = facts.header.lengths.get("tokenizer.ggml.tokens", 0)
     on_gpu = kind is Kind.GPU
     in_ram = not on_gpu if wanted.draft_device is None else found.draft_in_ram
+    memory = context_memory(facts, context)
     fixed = {
-        CACHE: context_memory(facts, context).host_kv_bytes,
+        CACHE: memory.host_kv_bytes,
+        ATTENTION: memory.host_compute_bytes,
         DRAFT_MODEL: wanted.request.reserve_bytes if in_ram else 0,
         ROUTERS: router_bytes(facts) if wanted.prefetches else 0,
         LOGITS: 2 * 4 * n_vocab * context.n_outputs,  # libllama's rows, and our copy of them

@@ -12,7 +12,7 @@ from offload.plan.host import ExpertLimits
 from offload.plan.host_tables import HostTables
 from offload.plan.placement import Plan
 from offload.plan.ranges import LayerRange
-from offload.times.context import ContextOptions
+from offload.times.context import ContextOptions, cpu_attention
 from offload.times.min_batch import MinBatch
 
 
@@ -102,10 +102,20 @@ class Layout:
         return f"{device.name}, {layer_words(device.layers, self.facts.n_layers)}"
 
     @property
+    def why_cpu_attends(self) -> str:
+        """Why only the CPU attends to the KV cache in RAM; "" if it is elsewhere, or a GPU may."""
+        return "" if self.context.kv_offload else cpu_attention(self.facts, self.context)
+
+    @property
     def cache_words(self) -> str:
         """A sentence on a KV cache in RAM: why it is there, and who reads it; "" if it is not."""
         if not self.cache_why:
             return ""
+        if self.remote and self.context.flash_attn != "off":
+            names = ", ".join(its.name for its in self.remote)
+            return f"{self.cache_why}; each batch sends the caches of their layers to {names}"
+        if reason := self.why_cpu_attends:
+            return f"{self.cache_why}; the CPU computes attention, because {reason}"
         plans = [its.plan for its in self.devices if its.plan is not None]
         sizes = [plan.attention_batch for plan in plans]
         known = [n for n in sizes if n is not None]

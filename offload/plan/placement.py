@@ -42,7 +42,6 @@ from offload.times.context import (
     DEFAULT_UBATCH,
     ContextOptions,
     context_memory,
-    no_cache_in_ram,
 )
 from offload.times.machine import (
     TYPICAL,
@@ -271,7 +270,7 @@ class PlanRequest:
         if not self.lend:
             return "it is turned off"
         if not self.why_not_lent and spec is not None and not spec.kv_offload:
-            return "the KV cache in RAM is copied through it"
+            return "the KV cache is in RAM"
         return self.why_not_lent
 
     def lent_bytes(self, facts: ModelFacts, n_ubatch: int) -> int:
@@ -509,7 +508,7 @@ def _fastest(
 def _context_words(facts: ModelFacts, request: PlanRequest) -> str:
     """Return how the context can take less device memory, as the end of a sentence."""
     context = request.context
-    may_move = context is not None and context.kv_offload and not no_cache_in_ram(facts, context)
+    may_move = context is not None and context.kv_offload
     return _SMALLER_CONTEXT + (_CACHE_IN_RAM if may_move else "")
 
 

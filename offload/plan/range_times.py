@@ -196,6 +196,7 @@ class RangeTimes:
             context=self._attention_of(parts),
             n_ram_caches=parts.total(self._ram_caches),
             cache_reads=self._prompt_work.cache_reads,
+            attends_on_cpu=self._prompt_work.attends_on_cpu,
         )
         objective = replace(request.objective, shares_prompts=is_alone)
         seconds_of = objective.seconds(

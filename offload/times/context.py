@@ -117,6 +117,12 @@ class ContextMemory:
     compute_bytes: int  # buffers that ggml's scheduler reserves for a ubatch's graph
     pool_bytes: int  # temporary memory of the device's kernels
     host_kv_bytes: int = 0  # the KV cache in RAM, which is no device memory
+    host_compute_bytes: int = 0  # buffers in RAM for attention that only the CPU computes
+
+    @property
+    def host_bytes(self) -> int:
+        """The host memory of a KV cache in RAM, and of its attention."""
+        return self.host_kv_bytes + self.host_compute_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -142,12 +148,14 @@ def context_memory(facts: ModelFacts, spec: ContextOptions) -> ContextMemory:
     if not spec.n_ctx:
         spec = replace(spec, n_ctx=trained_context(facts, spec.rope))
     kv_bytes = sum(_kv_bytes_by_layer(shape, spec).values())
+    on_cpu = not spec.kv_offload and cpu_attention(facts, spec)
     return ContextMemory(
         kv_bytes if spec.kv_offload else 0,
         _recurrent_bytes(shape, spec),
-        _compute_bytes(shape, spec) + _cache_copy_bytes(shape, spec),
+        _compute_bytes(shape, spec, attends=not on_cpu) + _cache_copy_bytes(shape, spec),
         _pool_bytes(shape, spec),
         0 if spec.kv_offload else kv_bytes,
+        _compute_bytes(shape, spec) + _cast_bytes(shape, spec) if on_cpu else 0,
     )
 
 
@@ -293,30 +301,24 @@ def check_cache_types(facts: ModelFacts, type_k: str, type_v: str, flash_attn: s
 
 
 def with_cache_in_ram(facts: ModelFacts, spec: ContextOptions) -> ContextOptions:
-    """Return the context with its KV cache in RAM, and with flash attention.
+    """Return the context with its KV cache in RAM, and with flash attention unless it is off."""
+    without = spec.flash_attn == "off" or facts.architecture in WITHOUT_FLASH_ATTENTION
+    return replace(spec, kv_offload=False, flash_attn="off" if without else "on")
 
-    Raises BadRequest if the model or `spec` does not allow it.
+
+def cpu_attention(facts: ModelFacts, spec: ContextOptions) -> str:
+    """Return why only the CPU attends to a KV cache in RAM, as a clause; "" if the GPU may, too.
+
+    A GPU gets copies of a layer's keys and values. Where it would need more than these, everything
+    that reads the cache is left to the CPU. `spec` has been checked by `check_cache_types`.
     """
-    if why := no_cache_in_ram(facts, spec):
-        raise BadRequest(f"--no-kv-offload: {why}")
-    return replace(spec, kv_offload=False, flash_attn="on")
-
-
-def no_cache_in_ram(facts: ModelFacts, spec: ContextOptions) -> str:
-    """Return why the KV cache cannot be in RAM, and what to change; "" if it can.
-
-    Without flash attention, the library multiplies with whole caches, in buffers that grow with the
-    square of the context.
-    """
-    name, out = facts.architecture, "leave the flag out"
-    if name in WITHOUT_FLASH_ATTENTION:
-        return f"the library computes {name} without flash attention, which it needs; {out}"
+    name = facts.architecture
     if name in _SPARSE or name == _COMPRESSED:
-        return f"{name} chooses keys by an indexer, whose caches stay on the device; {out}"
-    if spec.flash_attn == "off":
-        return "a KV cache in RAM needs flash attention (-fa on)"
+        return f"{name} chooses keys by an indexer"
+    if spec.flash_attn == "off" or name in WITHOUT_FLASH_ATTENTION:
+        return "flash attention is off"
     if "f32" in (spec.type_k, spec.type_v):
-        return "flash attention would cast a whole f32 cache for each batch; use -ctk f16 -ctv f16"
+        return "flash attention casts the whole f32 cache for each batch"
     return ""
 
 
@@ -529,29 +531,30 @@ def _ngram_width(shape: _Shape) -> int:
     return n_kept * facts.number("hyper_connection.count") * shape.n_embd
 
 
-def _compute_bytes(shape: _Shape, spec: ContextOptions) -> int:
+def _compute_bytes(shape: _Shape, spec: ContextOptions, *, attends: bool = True) -> int:
     """Return the bytes of the graph allocator's buffer.
 
     The buffer holds masks and the activations of a layer's widest part, or the logits if those are
-    larger.
+    larger. Without `attends`, everything that reads the KV cache is computed elsewhere.
     """
-    n_ctx = _padded(spec.n_ctx)
+    n_tokens = min(spec.n_ubatch, _padded(spec.n_ctx))
+    n_ctx = _padded(spec.n_ctx) if attends else 0
     width = _F32 * max(_attention_width(shape), _ffn_width(shape))
     width = max(width, _selecting_bytes(shape, n_ctx, spec.n_sequences))
     # A mask over compressed keys is shorter. It is needed twice.
     width += _MASK * n_ctx // (2 if shape.facts.architecture == _COMPRESSED else 1)
-    if shape.windowed:
+    if shape.windowed and attends:
         width += _MASK * _window_cells(shape, spec)
     if spec.flash_attn == "off" or shape.facts.architecture in WITHOUT_FLASH_ATTENTION:
         width += _F32 * (1 + max(shape.n_head, default=1)) * n_ctx
     architecture = shape.facts.architecture
-    if architecture in ("deepseek32", "glm-dsa"):  # the indexer's scores, a mask of chosen tokens
+    if attends and architecture in ("deepseek32", "glm-dsa"):
+        # The indexer's scores, and a mask of the chosen tokens.
         width += 3 * _MASK * n_ctx
         width += _F32 * 64 * shape.facts.number("attention.indexer.top_k")
     width += int(_F32 * _SCORE_ROWS.get(architecture, 0) * n_ctx)
     width += _F32 * _CONNECTION_ROWS.get(architecture, 0) * shape.n_embd
     logits = min(spec.n_outputs, spec.n_ubatch) * shape.n_vocab * _F32
-    n_tokens = min(spec.n_ubatch, n_ctx)
     size_bytes = n_tokens * width
     if shape.indexes_compressed:  # one layer's compressed keys are copied, too
         size_bytes += n_ctx // _INDEXED_RATIO * row_bytes("f16", shape.head_k)
@@ -563,7 +566,15 @@ def _cache_copy_bytes(shape: _Shape, spec: ContextOptions) -> int:
 
     A prompt's attention is computed on the device, one layer at a time.
     """
-    if spec.kv_offload:
+    if spec.kv_offload or cpu_attention(shape.facts, spec):
+        return 0
+    largest = max(_kv_bytes_by_layer(shape, spec).values(), default=0)
+    return largest * cache_reads(shape.facts)
+
+
+def _cast_bytes(shape: _Shape, spec: ContextOptions) -> int:
+    """Return the bytes of one layer's f32 keys and values, which flash attention casts to f16."""
+    if spec.flash_attn == "off" or "f32" not in (spec.type_k, spec.type_v):
         return 0
     largest = max(_kv_bytes_by_layer(shape, spec).values(), default=0)
     return largest * cache_reads(shape.facts)

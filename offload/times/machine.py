@@ -48,6 +48,7 @@ from offload.times.context import (
     attention_work,
     cache_reads,
     caching_layers,
+    cpu_attention,
 )
 from offload.times.cpu_time import product_s
 from offload.times.guessed_hits import hit_rate
@@ -120,6 +121,8 @@ class Machine:
     disk_bytes_per_s: float = 5e9  # large direct reads, several at once: NVMe of PCIe 4.0 x4
     # Reads of the CPU and of copies together. None: not more than `ram_bytes_per_s`.
     shared_ram_bytes_per_s: float | None = None
+    # False for a worker's device: a cache in RAM is on the other side of its link.
+    attends_in_ram: bool = True
 
     @property
     def most_ram_bytes_per_s(self) -> float:
@@ -187,6 +190,7 @@ class ModelWork:
     # Layers whose KV cache is in RAM; 0: the caches are in device memory.
     n_ram_caches: Real = 0
     cache_reads: int = 1  # times that a device copies a cache in RAM for one batch
+    attends_on_cpu: bool = False  # True: only the CPU attends to a cache in RAM
     row_bytes: int = 0  # bytes of one token's row between layers
 
     def union(self, n_tokens: Real) -> Real:
@@ -327,7 +331,12 @@ def with_context(work: ModelWork, facts: ModelFacts, context: ContextOptions) ->
     if context.kv_offload:
         return found
     n_caches = sum(caching_layers(facts)[layer] for layer in facts.layers)
-    return replace(found, n_ram_caches=n_caches, cache_reads=cache_reads(facts))
+    return replace(
+        found,
+        n_ram_caches=n_caches,
+        cache_reads=cache_reads(facts),
+        attends_on_cpu=bool(cpu_attention(facts, context)),
+    )
 
 
 def prompt_context(context: ContextOptions, n_prompt: float, n_before: int = 0) -> ContextOptions:
@@ -573,13 +582,19 @@ def attention_s(machine: Machine, work: ModelWork, n_tokens: Real) -> Real:
 def ram_attention_s(machine: Machine, work: ModelWork, n_tokens: Real) -> tuple[Real, Real]:
     """Return the seconds of attention over a cache in RAM: on the CPU, and on the device.
 
-    The device waits for each layer's copy, and the CPU writes the new tokens in both cases.
+    The device waits for each layer's copy, and the CPU writes the new tokens in both cases. The
+    device's seconds are infinite if only the CPU can attend, and the CPU's if it cannot.
     """
     cpu = machine.ram_bytes_per_s * _CACHE_SHARE, machine.cpu_flops * ATTENTION_SHARE
     switches_s = work.n_ram_caches * machine.per_switch_s
     copy_s = work.cache_reads * work.context.size_bytes / machine.link_bytes_per_s
-    on_device_s = _device_attention_s(machine, work, n_tokens)
-    return work.context.seconds(*cpu, n_tokens) + switches_s, copy_s + on_device_s + switches_s
+    on_device_s = copy_s + _device_attention_s(machine, work, n_tokens) + switches_s
+    on_cpu_s = work.context.seconds(*cpu, n_tokens) + switches_s
+    if work.attends_on_cpu:
+        on_device_s = np.full_like(on_device_s, np.inf)
+    elif not machine.attends_in_ram:
+        on_cpu_s = np.full_like(on_cpu_s, np.inf)
+    return on_cpu_s, on_device_s
 
 
 def _device_attention_s(machine: Machine, work: ModelWork, n_tokens: Real) -> Real:

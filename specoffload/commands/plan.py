@@ -98,7 +98,7 @@ def _of_device(planned: Planned) -> dict[str, Any]:
         "resident_bytes": plan.resident_bytes,
         "streamed_bytes": plan.streamed_bytes,
         "reserve_bytes": plan.reserve_bytes,
-        "reserve": {n: size for n, size in asdict(planned.memory).items() if n != "host_kv_bytes"}
+        "reserve": {n: size for n, size in asdict(planned.memory).items() if "host" not in n}
         | {
             "draft_bytes": planned.request.reserve_bytes,
             "working_bytes": plan.working.device_bytes,

@@ -168,10 +168,9 @@ _MODEL = (
         "kv_offload", "--kv-offload -kvo !--no-kv-offload !-nkvo LLAMA_ARG_KV_OFFLOAD", SWITCH,
         "Keep the KV cache in GPU memory; --no-kv-offload keeps it in RAM.",
         more="A cache in RAM leaves GPU memory to weights. The CPU then computes attention of "
-        "small batches, and larger ones copy the cache to the GPU, layer by layer. It needs flash "
-        "attention. Without a flag, a context that --ctx-size asks for is in RAM if it does not "
-        "fit the GPU, or if requests at its end are then faster "
-        "([plans.md](plans.md#the-kv-cache-in-ram)).",
+        "small batches, and larger ones copy the cache to the GPU, layer by layer. Without a "
+        "flag, a context that --ctx-size asks for is in RAM if it does not fit the GPU, or if "
+        "requests at its end are then faster ([plans.md](plans.md#the-kv-cache-in-ram)).",
         default_words="where it is faster",
     ),
     _model(

@@ -409,7 +409,7 @@ class Planner:
             machine = replace(machine, cpu_flops=config.threads_batch * CORE_FLOPS)
             return _on_cpu(layout, machine, self._complaints, room)
         if room is not None:
-            cache_bytes = context_memory(layout.facts, layout.context).host_kv_bytes
+            cache_bytes = context_memory(layout.facts, layout.context).host_bytes
             room = replace(room, available_bytes=max(0, room.available_bytes - cache_bytes))
         return _shown(layout, why, self._complaints, room, own.hardware)
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,17 @@ import numpy as np
 import pytest
 from mtp_parts import steps_of
 from numpy.typing import NDArray
+from our_worker import SIM
+from our_worker import working as working_ours
+from remote_engine import logits as remote_logits
+from remote_engine import options as remote_options
 from resolved import config_of
 from test_slots import SPECS, model, open_slots, together
+from worker import has_rpc, working
 
 import offload.plan.devices
 from lab.synth import write_preset
+from lab.synth.mixtures import write_mixture
 from lab.synth.mtp import write_mtp
 from offload.engine import Engine, EngineOptions, open_engine
 from offload.ggml.graph import Graph
@@ -26,6 +33,7 @@ from offload.ggml.pydevice import WrappedStream
 from offload.ggml.tensor import Tensor
 from offload.model_file import read_facts
 from offload.plan.placement import make_plan
+from offload.remote.address import RemoteOptions
 from offload.stream.device import StreamingDevice
 from offload.stream.options import StreamingOptions
 from offload.times.context import context_memory
@@ -230,3 +238,76 @@ def test_own_layers_draft_the_same(
             found[place] = [*steps_of(engine)]
     assert found[True] == found[False]
     assert len(found[True]) > 10
+
+
+# What only the CPU attends to in RAM: models with an indexer, and options.
+ONLY_CPU: dict[str, tuple[str, dict[str, str], str]] = {
+    **{
+        name: (name, {}, f"{name} chooses keys by an indexer")
+        for name in ("deepseek32", "deepseek4", "glm5-next", "minimax-m3", "qwen4exp")
+    },
+    **{name: (name, {}, "by an indexer") for name in ("dots3note", "glm-dsa", "hy_v4")},
+    "grok": ("grok", {"flash_attn": "auto"}, "flash attention is off"),
+    **{
+        f"{name} without flash attention": (name, {"flash_attn": "off"}, "flash attention is off")
+        for name in ("qwen3moe", "deepseek2", "gpt-oss")
+    },
+    **{
+        f"{name} in f32": (name, {"type_k": "f32", "type_v": "f32"}, "the whole f32 cache")
+        for name in ("qwen3moe", "deepseek2")
+    },
+}
+
+
+@pytest.mark.parametrize("case", ONLY_CPU)
+def test_the_cpu_attends_where_a_device_cannot(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that reads the cache is computed on the device, and no logit changes."""
+    name, asked, words = ONLY_CPU[case]
+    path = write_mixture(name, tmp_path / "tiny.gguf")
+    n_seen, compute = 0, StreamingDevice.compute
+
+    def watched(self: StreamingDevice, stream: WrappedStream, graph: Graph) -> int:
+        nonlocal n_seen
+        for node in map(Tensor, graph.addresses()):
+            n_seen += 1
+            assert not node.is_op("FLASH_ATTN_EXT")
+            if not any(map(node.is_op, ("VIEW", "PERMUTE", "RESHAPE", "TRANSPOSE"))):
+                cached = re.compile(r"cache_[kv]_|dsv4_")
+                assert not any(cached.match(source.name) for source in node.sources), node.name
+        return compute(self, stream, graph)
+
+    found = {}
+    for place in (True, False):
+        if not place:
+            monkeypatch.setattr(StreamingDevice, "compute", watched)
+            monkeypatch.setattr(StreamingDevice, "compute_directly", lambda *_, **__: None)
+        with open_engine(path, replace(options(path, kv_offload=place), **asked)) as engine:
+            found[place] = logits(engine, n_batches=10)
+            assert (words in engine.layout.cache_words) is not place
+    assert n_seen
+    assert np.array_equal(found[True], found[False])
+
+
+@pytest.mark.skipif(not has_rpc(), reason="the library is compiled without ggml's RPC")
+@pytest.mark.parametrize(("device", "flash_attn"), [("sim", "on"), ("cpu", "off")])
+def test_workers_get_the_caches_of_their_layers(
+    device: str, flash_attn: str, tiny_moe: Path
+) -> None:
+    its, ours = [], working_ours(tiny_moe, "--device", SIM)
+    with working() as stock, ours as own:
+        for address in (stock.address, own.address):
+            opened = replace(
+                remote_options(device, RemoteOptions((address,))), flash_attn=flash_attn
+            )
+            for place in (True, False):
+                with open_engine(tiny_moe, replace(opened, kv_offload=place)) as engine:
+                    its.append(remote_logits(engine))
+                    assert engine.remote is not None
+                    words = engine.layout.cache_words
+                sent = "sends the caches of their layers to RPC0"
+                of_cpu = "the CPU computes attention, because flash attention is off"
+                assert place is not ((sent if flash_attn == "on" else of_cpu) in words)
+    for logit in its[1:]:
+        assert np.array_equal(logit, its[0])

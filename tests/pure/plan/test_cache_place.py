@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab.synth.published import PublishedFacts
-from offload.errors import BadRequest, DoesNotFit
+from offload.errors import DoesNotFit
 from offload.model import ModelFacts
 from offload.plan.cache_place import full_context_s
 from offload.plan.decision import decide
@@ -187,22 +189,58 @@ def test_attention_is_priced_where_it_is_fastest(
 @pytest.mark.parametrize(
     ("title", "context", "words"),
     [
-        ("DeepSeek-V3.2", {}, "deepseek32 chooses keys by an indexer"),
-        ("Qwen3-235B-A22B", {"type_k": "f32"}, "would cast a whole f32 cache"),
-        ("Qwen3-235B-A22B", {"flash_attn": "off"}, "needs flash attention"),
+        ("DeepSeek-V3.2", {}, "because deepseek32 chooses keys by an indexer"),
+        ("Qwen3-235B-A22B", {"type_k": "f32"}, "casts the whole f32 cache"),
+        ("Qwen3-235B-A22B", {"flash_attn": "off"}, "because flash attention is off"),
     ],
 )
-def test_a_cache_that_cannot_be_in_ram_is_refused_and_never_offered(
-    title: str, context: dict[str, object], words: str, headers: PublishedFacts
+def test_the_cpu_attends_where_copies_do_not_suffice(
+    title: str, context: dict[str, Any], words: str, headers: PublishedFacts
 ) -> None:
-    with pytest.raises(BadRequest, match=words):
-        decided(headers[title], 24, 32768, "ram", **context)  # type: ignore[arg-type]
-    assert or_none(headers[title], 6, 262144, **context) is None
+    facts = headers[title]
+    layout = decided(facts, 24, 32768, "ram", ram_gib=1024, **context)
+    assert words in layout.cache_words
+    assert layout.plan is not None
+    assert layout.plan.attention_batch is None
+    assert layout.context.flash_attn == context.get("flash_attn", "on")
+    work = with_context(model_work(facts), facts, layout.context)
+    on_cpu_s, on_device_s = ram_attention_s(TYPICAL, work, np.array([1, 64, 4096]))
+    assert np.all(np.isinf(on_device_s))
+    assert np.array_equal(attention_s(TYPICAL, work, np.array([1, 64, 4096])), on_cpu_s)
+    memory = context_memory(facts, layout.context)
+    assert memory.host_bytes == memory.host_kv_bytes + memory.host_compute_bytes
+    assert memory.host_compute_bytes > memory.compute_bytes
+    chosen = or_none(facts, 5, 262144, ram_gib=1024, **context)
+    assert chosen is None or not chosen.context.kv_offload
 
 
-def test_a_cache_in_ram_never_crosses_the_network(headers: PublishedFacts) -> None:
-    worker = FoundDevice("RPC0", Kind.WORKER, 24 * GIB)
-    found = Found((FoundDevice("GPU0", Kind.GPU, 24 * GIB),), workers=(worker,))
-    wanted = Wanted(ContextOptions(4096, kv_offload=False), PlanRequest(), most_ubatch=512)
-    with pytest.raises(BadRequest, match="would cross the network for every token"):
-        decide(headers["Qwen3-235B-A22B"], found, wanted)
+def test_buffers_for_attention_on_the_cpu_limit_the_ubatch(headers: PublishedFacts) -> None:
+    facts = headers["Qwen3-235B-A22B"]
+    for ram_gib in (192, 320, 2048):
+        layout = decided(facts, 24, 65536, "ram", ram_gib=ram_gib, flash_attn="off")
+        memory = context_memory(facts, layout.context)
+        least = layout.context.n_ubatch <= 512
+        assert least or memory.host_compute_bytes <= ram_gib * GIB / 8
+
+
+def test_workers_are_sent_a_cache_in_ram_and_that_is_priced(headers: PublishedFacts) -> None:
+    facts = headers["Qwen3-235B-A22B"]
+    network = replace(TYPICAL, link_bytes_per_s=1.2e9)
+    for chooses in (False, True):
+        worker = FoundDevice("RPC0", Kind.STOCK, 200 * GIB, machine=network, measured="measured")
+        found = Found((FoundDevice("GPU0", Kind.GPU, 24 * GIB),), workers=(worker,))
+        wanted = Wanted(
+            ContextOptions(65536, kv_offload=chooses), PlanRequest(), most_ubatch=512,
+            shares=(1, 1), chooses_cache=chooses,
+        )  # fmt: skip
+        layout = decide(facts, found, wanted)
+        assert layout.context.kv_offload is chooses  # it is never in RAM by itself
+        if not chooses:
+            assert "sends the caches of their layers to RPC0" in layout.cache_words
+    here = with_context(model_work(facts), facts, layout.context)
+    work = with_context(model_work(facts), facts, replace(layout.context, kv_offload=False))
+    room, _ = worker.room(wanted, None)
+    on_cpu_s, on_device_s = ram_attention_s(room.machine, work, 1)
+    assert np.isinf(on_cpu_s)
+    assert on_device_s > work.context.size_bytes / network.link_bytes_per_s
+    assert attention_s(room.machine, work, 1) > attention_s(room.machine, here, 1)

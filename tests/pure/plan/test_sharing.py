@@ -139,7 +139,7 @@ def test_a_ubatch_whose_buffer_is_lent_costs_decodes_less() -> None:
         ("it is turned off", {"lend": False}),
         ("of a test", {"why_not_lent": "of a test"}),
         (
-            "the KV cache in RAM is copied through it",
+            "the KV cache is in RAM",
             {"context": ContextOptions(4096, 2048, kv_offload=False, flash_attn="on")},
         ),
         ("buffers of 64 tokens are too small", {"context": ContextOptions(4096, VERIFY_MOST)}),
