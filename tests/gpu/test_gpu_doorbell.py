@@ -18,8 +18,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from on_gpu import Logits, assert_same, options, slots_for
+from own_layer_steps import steps_of
 
 from lab.synth import write_preset
+from lab.synth.shape import find_preset, resolve
+from lab.synth.write import plan_shape, write
 from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions, open_engine
 from offload.errors import DeviceFailed
@@ -119,6 +122,73 @@ def test_sequences_and_rewinds_have_the_bits_of_decodes_that_wait(
                     engine.sequences.rewind(1, 2)
             found.append(np.concatenate(rows))
     assert_same(async_gpu, found[1], found[0])
+
+
+def test_64_streams_have_the_bits_of_decodes_that_wait(async_gpu: DeviceChoice, many: Path) -> None:
+    """Batches of changing streams and sizes. One of all 64 waits, and smaller ones ring."""
+    found, rung = [], 0
+    for rings in (False, True):
+        rng = np.random.default_rng(46)
+        streaming = slots_for(many, "half", hybrid=True, splitter=stay, doorbell=rings)
+        changes = {"n_sequences": 64, "n_ctx": 64 * 64, "n_ubatch": 64, "flash_attn": "auto"}
+        with open_engine(many, opened(async_gpu, streaming, **changes)) as engine:
+            rows = []
+            for _ in range(6):
+                order = rng.permutation(64)
+                ends = np.sort(rng.choice(np.arange(1, 64), 3, replace=False))
+                for streams in np.split(order, ends):
+                    n_tokens = 1 + int(len(streams) < 20)
+                    parts = [
+                        (int(s), rng.integers(4, engine.n_vocab, n_tokens).tolist(), n_tokens)
+                        for s in streams
+                    ]
+                    rows += engine.sequences.extend_batch(parts)
+                for s in rng.choice(64, 8, replace=False).tolist():
+                    engine.sequences.rewind(s, engine.sequences.length(s) - 1)
+            whole = [(s, [7 + s], 1) for s in range(64)]
+            rows += engine.sequences.extend_batch(whole)
+            rung = engine.counters().layers_rung
+            assert rings or not rung
+        found.append(np.concatenate(rows))
+    assert_same(async_gpu, found[1], found[0])
+    if async_gpu.name.startswith("CUDA"):
+        assert rung > 0
+
+
+def with_own_layer(name: str, path: Path) -> Path:
+    """Write a model with a layer for multi-token prediction, of types that need no wait."""
+    preset = find_preset(name)
+    metadata: dict[str, object] = {"nextn_predict_layers": 1}
+    if "expert_group_count" in preset.metadata:
+        metadata |= {"expert_group_count": 0, "expert_group_used_count": 0}
+    n_layer = int(str(preset.tiny["block_count"]))
+    n_layer += "nextn_predict_layers" not in preset.metadata
+    shape = resolve(name, "tiny", quant="q8_0", n_layer=n_layer, metadata=metadata, n_expert=64)
+    return write(plan_shape(shape, "bytes"), path, 5)
+
+
+@pytest.mark.parametrize("preset", ["glm-4.6", "qwen3.5-35b-a3b"])
+@pytest.mark.parametrize("n_sequences", [1, 3])
+def test_drafts_by_own_layers_and_their_texts_are_those_of_decodes_that_wait(
+    async_gpu: DeviceChoice, models: Path, preset: str, n_sequences: int
+) -> None:
+    """Drafts are accepted at random, so rows and recurrent states of every length are rewound."""
+    path = models / f"doorbell-mtp-{preset}.gguf"
+    if not path.exists():
+        with_own_layer(preset, path)
+    found, rung = [], 0
+    for rings in (False, True):
+        streaming = slots_for(path, "half", hybrid=True, splitter=stay, doorbell=rings)
+        changes = {"mtp": True, "n_sequences": n_sequences, "n_ubatch": 64, "n_rs_seq": 4}
+        with open_engine(path, opened(async_gpu, streaming, **changes)) as engine:
+            steps = [*steps_of(engine)]
+            rung = engine.counters().layers_rung
+            assert rings or not rung
+        found.append(steps)
+    assert found[1] == found[0]
+    assert len(found[0]) > 5 * n_sequences
+    if async_gpu.name.startswith("CUDA"):
+        assert rung > 0
 
 
 @pytest.fixture(scope="module")

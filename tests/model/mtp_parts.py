@@ -5,13 +5,14 @@ Every expert is used, so that no router has to choose between scores that nearly
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from budgets import ON_GPU, budget
 from lossless_parts import NEAR_TIE
+from own_layer_steps import steps_of
 from test_slots import open_slots
 
 from offload.engine import Engine
@@ -19,12 +20,6 @@ from offload.model_file import read_facts
 from offload.plan.row_draft import plan_mtp
 from offload.stream.options import StreamingOptions
 from offload.times.context import ContextOptions
-from specdec.decoding.drafting import ChainDrafting
-from specdec.decoding.loop import DecodingLoop
-from specdec.decoding.member import BatchMember
-from specdec.drafters.rows import RowDrafter
-from specdec.drafters.synthetic import SyntheticAcceptance
-from specdec.policies.rules import Fixed
 from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
 
@@ -55,33 +50,6 @@ def fresh_draft(engine: Engine, history: Sequence[int], n: int) -> tuple[list[in
         gaps.append(float(best - second))
         feed = tokens[-1:]
     return tokens, gaps
-
-
-def steps_of(engine: Engine) -> Iterator[tuple[int, list[int], list[int], int]]:
-    """Decode a text in each sequence with drafts of 3 tokens, which are accepted at random.
-
-    So rows of every length are kept and dropped. Yields for each draft its sequence, the text
-    before it, its tokens, and how many were accepted.
-    """
-    n_sequences = engine.options.n_sequences
-    rng = np.random.default_rng(n_sequences)
-    accept = SyntheticAcceptance([0.8, 0.6, 0.4], rng)
-    assert engine.row_draft is not None
-    drafting = ChainDrafting(engine.sequences, RowDrafter(engine.row_draft), Fixed(3))
-    loop = DecodingLoop(engine.sequences, drafting)
-    members = [
-        BatchMember(s, rng.integers(4, 500, 80 + 30 * s).tolist(), accept, 24 + 5 * s,
-                    lambda _: False)
-        for s in range(n_sequences)
-    ]  # fmt: skip
-    for member in members:
-        loop.add(member)
-    while not loop.is_idle:
-        before = {m.sequence: list(m.history) for m in members}
-        for member, round_ in loop.step().rounds:
-            if drafted := list(round_.draft.tokens):
-                yield member.sequence, before[member.sequence], drafted, round_.n_accepted
-    assert engine.row_draft.n_unknown_rows == 0
 
 
 def check_each_draft(engine: Engine, fresh: Engine) -> None:

@@ -17,8 +17,8 @@ import llama_cpp.llama_cpp as native
 import numpy as np
 import pytest
 from gguf import GGUFWriter
-from mtp_parts import steps_of
 from numpy.typing import NDArray
+from own_layer_steps import steps_of
 from splits import all_host, at_random
 
 from lab.synth import write_preset

@@ -21,9 +21,9 @@ from mtp_parts import (
     half_of,
     open_mtp,
     prompts,
-    steps_of,
     written,
 )
+from own_layer_steps import steps_of
 from resolved import config_of
 from splits import at_random
 
@@ -142,6 +142,7 @@ RESOLVING = """
 import sys
 events = []
 sys.addaudithook(lambda event, _: events.append(event))
+from own_layer_steps import steps_of
 from resolved import config_of
 from splits import at_random
 from pathlib import Path

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mtp_parts import steps_of
 from numpy.typing import NDArray
 from our_worker import SIM
 from our_worker import working as working_ours
+from own_layer_steps import steps_of
 from remote_engine import logits as remote_logits
 from remote_engine import options as remote_options
 from resolved import config_of

@@ -1,0 +1,42 @@
+"""Decodes texts with drafts by a model's own layers, some of which are rejected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from offload.engine import Engine
+from specdec.decoding.drafting import ChainDrafting
+from specdec.decoding.loop import DecodingLoop
+from specdec.decoding.member import BatchMember
+from specdec.drafters.rows import RowDrafter
+from specdec.drafters.synthetic import SyntheticAcceptance
+from specdec.policies.rules import Fixed
+
+
+def steps_of(engine: Engine) -> Iterator[tuple[int, list[int], list[int], int]]:
+    """Decode a text in each sequence with drafts of 3 tokens, which are accepted at random.
+
+    So rows of every length are kept and dropped. Yields for each draft its sequence, the text
+    before it, its tokens, and how many were accepted.
+    """
+    n_sequences = engine.options.n_sequences
+    rng = np.random.default_rng(n_sequences)
+    accept = SyntheticAcceptance([0.8, 0.6, 0.4], rng)
+    assert engine.row_draft is not None
+    drafting = ChainDrafting(engine.sequences, RowDrafter(engine.row_draft), Fixed(3))
+    loop = DecodingLoop(engine.sequences, drafting)
+    members = [
+        BatchMember(s, rng.integers(4, 500, 80 + 30 * s).tolist(), accept, 24 + 5 * s,
+                    lambda _: False)
+        for s in range(n_sequences)
+    ]  # fmt: skip
+    for member in members:
+        loop.add(member)
+    while not loop.is_idle:
+        before = {m.sequence: list(m.history) for m in members}
+        for member, round_ in loop.step().rounds:
+            if drafted := list(round_.draft.tokens):
+                yield member.sequence, before[member.sequence], drafted, round_.n_accepted
+    assert engine.row_draft.n_unknown_rows == 0
