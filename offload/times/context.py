@@ -212,6 +212,28 @@ def layer_attention_work(facts: ModelFacts, spec: ContextOptions) -> list[tuple[
     return found
 
 
+def indexer_work(facts: ModelFacts, spec: ContextOptions) -> tuple[int, int]:
+    """Return the bytes and multiplications of scoring all tokens' keys by an indexer, for a token.
+
+    `attention_work` leaves them out, because they take a GPU little time. Both are 0 for a model
+    without an indexer.
+    """
+    shape = _Shape(facts)
+    heads = facts.number("attention.indexer.head_count")
+    n_values = heads * facts.number("attention.indexer.key_length")
+    if facts.architecture in _SPARSE:
+        widths = _indexer_widths(shape, spec)
+        cells = spec.n_ctx
+    elif shape.indexes_compressed:
+        ratios = facts.per_layer("attention.compress_ratios")
+        width = row_bytes(spec.type_k, facts.number("attention.indexer.key_length"))
+        widths = {i: width for i in facts.layers if ratios[i] == _INDEXED_RATIO}
+        cells = spec.n_ctx // _INDEXED_RATIO
+    else:
+        return 0, 0
+    return cells * sum(widths.values()), cells * len(widths) * n_values
+
+
 def mtp_context_bytes(facts: ModelFacts, spec: ContextOptions) -> int:
     """Return the device memory that a context of the layers for multi-token prediction takes.
 

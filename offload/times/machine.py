@@ -49,6 +49,7 @@ from offload.times.context import (
     cache_reads,
     caching_layers,
     cpu_attention,
+    indexer_work,
 )
 from offload.times.cpu_time import product_s
 from offload.times.guessed_hits import hit_rate
@@ -331,11 +332,13 @@ def with_context(work: ModelWork, facts: ModelFacts, context: ContextOptions) ->
     if context.kv_offload:
         return found
     n_caches = sum(caching_layers(facts)[layer] for layer in facts.layers)
+    on_cpu = bool(cpu_attention(facts, context))
+    if on_cpu:
+        n_bytes, n_weights = indexer_work(facts, context)
+        part = Part(found.context.size_bytes + n_bytes, found.context.n_weights + n_weights)
+        found = replace(found, context=part)
     return replace(
-        found,
-        n_ram_caches=n_caches,
-        cache_reads=cache_reads(facts),
-        attends_on_cpu=bool(cpu_attention(facts, context)),
+        found, n_ram_caches=n_caches, cache_reads=cache_reads(facts), attends_on_cpu=on_cpu
     )
 
 

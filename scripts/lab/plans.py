@@ -15,11 +15,16 @@ from lab import ROOT, filled
 from lab.synth.published import PUBLISHED, published_facts
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts
+from offload.plan.cache_place import full_context_s
 from offload.plan.context_choice import RequestSeconds, choose_context
+from offload.plan.decision import decide
+from offload.plan.found import Found, FoundDevice, Kind, Wanted
+from offload.plan.layout import Layout
 from offload.plan.placement import MARGIN_BYTES, PlanRequest, make_plan
 from offload.plan.sharing import UBATCHES
 from offload.store.store import Room
-from offload.times.context import ContextOptions
+from offload.times.context import ContextOptions, context_memory
+from offload.units import size_words
 from specoffload.cli import app
 from specoffload.commands.plan_screen import rounded, speed_range, speed_words
 from specoffload.opening.context_size import request_seconds
@@ -41,6 +46,15 @@ README_TITLES = (
 AS_PUBLISHED = ("gpt-oss-120b", "Kimi-K3")  # models whose experts have the published types
 MORE, ENOUGH = "or more", "enough"  # words on RAM that holds all that the card does not
 
+CACHE_CARD_GIB, CACHE_RAM_GIB, CACHE_TOKENS = 12, 512, 131072  # of the table of caches in RAM
+CACHE_TITLES = (
+    "Qwen3-235B-A22B", "GLM-4.6", "MiniMax-M2", "Kimi-K3", "DeepSeek-R1", "DeepSeek-V3.2",
+    "gpt-oss-120b",
+)  # fmt: skip
+CACHE_COLUMNS = (
+    "model", "KV cache", "on the GPU", "in RAM", "chosen", "the GPU computes attention of",
+)  # fmt: skip
+
 COLUMNS = (
     "card", "RAM", "context", "on the card", "in RAM", "on the disk", "prompts", "answers",
     "at the context's end", "llama.cpp's prompts", "its answers",
@@ -51,7 +65,7 @@ def page() -> str:
     """The text of docs/plans.md with a new example and new tables."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        parts = {"example": example(folder)}
+        parts = {"example": example(folder), "caches": caches(folder)}
         for title in PUBLISHED:
             facts = published_facts(title, folder)
             parts[title] = f"### {title}, {facts.size_bytes / GIB:.0f} GiB\n\n{table(facts)}"
@@ -74,6 +88,49 @@ def _readme_row(title: str, plans_page: str) -> str:
     in_ram = f"{cells['in RAM']} GiB" if cells["in RAM"] else "none"
     keys = ("context", "prompts", "answers")
     return f"| {label} | {size} GiB | {in_ram} | {' | '.join(cells[key] for key in keys)} |"
+
+
+def caches(folder: Path) -> str:
+    """The table of KV caches on a small card and in RAM."""
+    lines = [f"| {' | '.join(CACHE_COLUMNS)} |", "|" + "---|" * len(CACHE_COLUMNS)]
+    for title in CACHE_TITLES:
+        facts = published_facts(title, folder)
+        on_gpu, in_ram, chosen = (
+            _with_cache(facts, kv_offload=kv_offload, chooses=chooses)
+            for kv_offload, chooses in ((True, False), (False, False), (True, True))
+        )
+        assert in_ram is not None
+        assert chosen is not None
+        assert in_ram.plan is not None
+        size = size_words(context_memory(facts, in_ram.context).host_kv_bytes)
+        batch = in_ram.plan.attention_batch
+        reader = "no batch" if batch is None else "all batches"
+        reader = f"{batch:,} tokens or more" if batch is not None and batch > 1 else reader
+        cells = (title, size, _end_words(on_gpu), _end_words(in_ram))
+        place = "on the GPU" if chosen.context.kv_offload else "in RAM"
+        lines.append(f"| {' | '.join((*cells, place, reader))} |")
+    return "\n".join(lines)
+
+
+def _end_words(layout: Layout | None) -> str:
+    if layout is None:
+        return "does not fit"
+    return f"{full_context_s(layout.division, layout.context):,.0f} s"
+
+
+def _with_cache(facts: ModelFacts, *, kv_offload: bool, chooses: bool) -> Layout | None:
+    """The layout of a start with a cache in this place, None if it does not fit."""
+    card = FoundDevice("GPU0", Kind.GPU, CACHE_CARD_GIB * GIB)
+    wanted = Wanted(
+        ContextOptions(CACHE_TOKENS, kv_offload=kv_offload),
+        PlanRequest(n_cpu_moe="fit", plan_for_splits=True), splits=True,
+        most_ubatch=UBATCHES[-1], chooses_cache=chooses,
+    )  # fmt: skip
+    found = Found((card,), ram_bytes=(CACHE_RAM_GIB - SYSTEM_GIB) * GIB)
+    try:
+        return decide(facts, found, wanted)
+    except DoesNotFit:
+        return None
 
 
 def example(folder: Path) -> str:

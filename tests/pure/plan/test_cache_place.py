@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.plans import PAGE, caches
 from lab.synth.published import PublishedFacts
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts
@@ -21,6 +23,7 @@ from offload.plan.placement import PlanRequest
 from offload.times.context import (
     ContextOptions,
     context_memory,
+    indexer_work,
     layer_context_bytes,
     most_state_bytes,
 )
@@ -244,3 +247,22 @@ def test_workers_are_sent_a_cache_in_ram_and_that_is_priced(headers: PublishedFa
     assert np.isinf(on_cpu_s)
     assert on_device_s > work.context.size_bytes / network.link_bytes_per_s
     assert attention_s(room.machine, work, 1) > attention_s(room.machine, here, 1)
+
+
+def test_the_pages_table_is_what_its_script_makes(tmp_path: Path) -> None:
+    part = PAGE.read_text("utf-8").split("<!-- caches -->")[1].split("<!-- end -->")[0]
+    assert part.strip() == caches(tmp_path)
+
+
+def test_an_indexer_on_the_cpu_scores_all_keys(headers: PublishedFacts) -> None:
+    facts = headers["DeepSeek-V3.2"]
+    short, long = (ContextOptions(n, kv_offload=False) for n in (32768, 131072))
+    n_bytes, n_weights = indexer_work(facts, long)
+    assert (n_bytes, n_weights) == (61 * 131072 * 128 * 2, 61 * 131072 * 64 * 128)
+    on_gpu, on_cpu = (
+        with_context(model_work(facts), facts, replace(long, kv_offload=on)).context
+        for on in (True, False)
+    )
+    assert on_cpu.n_weights == on_gpu.n_weights + n_weights
+    assert indexer_work(facts, short)[0] * 4 == n_bytes
+    assert indexer_work(headers["Qwen3-235B-A22B"], long) == (0, 0)
