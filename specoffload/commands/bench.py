@@ -66,7 +66,7 @@ from specoffload.commands.profile import measuring_config, show_table, ways_as_d
 from specoffload.config.options import BenchOptions
 from specoffload.config.resolution import Config, demo_prompts
 from specoffload.generation.statistics import GenerationStats
-from specoffload.opening.target import with_usable_drafters
+from specoffload.opening.drafters import with_usable_drafters
 from specoffload.session.session import Session
 
 N_PROMPTS = 4

@@ -21,7 +21,7 @@ from specoffload.commands.profile import measuring_config
 from specoffload.config.resolution import Config
 from specoffload.kept import KeptFile, KeptUbatch, today
 from specoffload.opening.draft_model import real_text
-from specoffload.opening.target import kept_for_plan, ubatch_settings
+from specoffload.opening.kept_plan import kept_for_plan, ubatch_settings
 from specoffload.session.session import SEQUENCE, Session
 
 Row = tuple[str, str, str]  # what was searched, what was chosen, and why

@@ -269,7 +269,7 @@ def _mtp_complaint(model: Path) -> str:
 
     Only the native library reads headers, and the server's API process must never load it. So this
     searches for the header's key. The process that opens the model then checks the layers
-    (`session.opening.with_usable_drafters`).
+    (`opening.drafters.with_usable_drafters`).
     """
     return "" if _header_has(model, _MTP_KEY) else "the file has no layers for it"
 

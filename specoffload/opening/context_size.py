@@ -6,21 +6,23 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from offload.device import choose_device
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, is_experts
 from offload.model_file import read_facts
 from offload.notes import Note, NoteKind
+from offload.open_check import check_opens
 from offload.plan.context_choice import LEAST_CTX, RequestSeconds, choose_context
 from offload.plan.workload import TokenMix
-from offload.store.store import room_now
 from offload.times.context import context_memory, mtp_context_bytes, trained_context
 from offload.times.disk import DiskUse
 from offload.times.machine import TYPICAL, Sharing, cpu_s, model_work, prefill_s
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
-from specoffload.opening.planning import Planned, Planner
-from specoffload.opening.target import disk_rate, rope_of, target_options
+from specoffload.opening.drafters import with_usable_drafters
+from specoffload.opening.kept_plan import disk_rate
+from specoffload.opening.planner import Planner
+from specoffload.opening.planning import Planned
+from specoffload.opening.target import rope_of, target_options
 
 # Mix of the request by which contexts are compared if no mix is known. It has more prompt tokens
 # than the usual mix of plans, because long contexts are for long prompts.
@@ -30,39 +32,42 @@ _LAYERS_IN_RAM = 1.5  # layers of experts that have room beside a context, as ot
 _MOST_OF_RAM = 1 / 4  # most share that a context takes of the memory that the weights leave
 
 
-def with_context(config: Config) -> Config:
+def sized(config: Config, planner: Planner) -> Config:
     """Return `config` with a context size, and the reason if it had none.
 
-    The context is chosen for the devices of this machine and of its workers. Raises what reading
-    the header, choosing a device or connecting to a worker raises.
+    The context is chosen for the devices of the planner's machine and of its workers, or for its
+    RAM if the context is there.
     """
     if config.ctx_size is not None:
         return config
-    if config.remote.is_used or choose_device(config.device).on_gpu:
-        planner = Planner(config, None)
-        return _sized(config, planner.facts, _on_devices(planner))
-    facts = read_facts(config.model)
-    return _sized(config, facts, _InRam(config, facts, room_now().available_bytes).request_s)
+    request_s = _on_devices(planner)
+    if planner.in_ram:
+        request_s = _InRam(config, planner.facts, planner.ram_bytes).request_s
+    return _sized(config, planner.facts, request_s)
 
 
 def planned_with_context(config: Config, own: PlanOptions) -> tuple[Config, Planned]:
-    """Return `config` with a context size as `with_context` does, and the plan for it.
+    """Return `config` with a context size as `sized` does, and the plan for it.
 
     The plan is the layout that a start executes on this machine, or on the one that `own`
     describes. Raises BadModel, DoesNotFit or UsageError, or WorkerUnavailable for a worker that
     cannot be reached.
     """
-    return _planned(config, own, Planner(config, own))
+    return _planned(*_planner_of(config, own))
 
 
-def _planned(config: Config, own: PlanOptions, planner: Planner) -> tuple[Config, Planned]:
-    if config.ctx_size is None:
-        request_s = _on_devices(planner)
-        if planner.on_cpu:
-            ram_bytes = own.ram.size_bytes
-            available_bytes = room_now().available_bytes if ram_bytes is None else ram_bytes
-            request_s = _InRam(config, planner.facts, available_bytes).request_s
-        config = _sized(config, planner.facts, request_s)
+def _planner_of(config: Config, own: PlanOptions) -> tuple[Config, Planner]:
+    """Return `config` with drafters that can draft, and a planner for the machine of `own`."""
+    config.check_unused_workers()
+    check_opens(read_facts(config.model))
+    if config.draft is not None:
+        check_opens(read_facts(config.draft), is_draft=True)
+    n_told, config = len(config.spec.reasons), with_usable_drafters(config)
+    return config, Planner(config, own, config.spec.reasons[n_told:])
+
+
+def _planned(config: Config, planner: Planner) -> tuple[Config, Planned]:
+    config = sized(config, planner)
     return config, planner.planned(config.ctx_size)
 
 
@@ -87,8 +92,8 @@ def planned_contexts(config: Config, own: PlanOptions) -> tuple[Planned, Context
 
     These are the contexts of `SHOWN_CTX` that the model was trained for, and the chosen one.
     """
-    planner = Planner(config, own)
-    with_size, planned = _planned(config, own, planner)
+    config, planner = _planner_of(config, own)
+    with_size, planned = _planned(config, planner)
     if config.ctx_size is not None:
         return planned, Contexts()
     trained = trained_context(planner.facts, rope_of(config))

@@ -18,7 +18,7 @@ from specoffload.config.hardware import Hardware
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
 from specoffload.errors import UsageError
-from specoffload.opening.target import disk_rate, link_rates
+from specoffload.opening.kept_plan import disk_rate, link_rates
 
 
 @dataclass(frozen=True)

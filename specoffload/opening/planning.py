@@ -1,4 +1,4 @@
-"""Plans a model from its header alone, on this machine or on one that is described."""
+"""A plan as it is shown: what the machine model expects of each device's part of a model."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ from dataclasses import astuple, dataclass, replace
 from functools import cached_property, partial
 
 from offload.model import ModelFacts, is_experts, layer_of
-from offload.model_file import read_facts
-from offload.open_check import check_opens
-from offload.plan.decision import decide
-from offload.plan.found import Kind
 from offload.plan.host_tables import HostTables
 from offload.plan.layout import Layout
 from offload.plan.llama_cpp import LlamaSpeeds, llama_speeds
@@ -23,15 +19,11 @@ from offload.plan.row_draft import MtpLayer
 from offload.plan.row_draft import expected_tps as mtp_tps
 from offload.plan.search import prompt_s
 from offload.plan.slot_layout import SlotLayout
-from offload.probe import probe
-from offload.remote.watch import watching
 from offload.routing.routing import SHARING_LEAST, SHARING_MOST, SHARING_USUAL, HitCurve
-from offload.store.store import Room, room_now
+from offload.store.store import Room
 from offload.times.context import ContextMemory, ContextOptions, context_memory
 from offload.times.disk import DiskUse
 from offload.times.machine import (
-    CORE_FLOPS,
-    TYPICAL,
     LayerDivision,
     Machine,
     ModelWork,
@@ -50,15 +42,6 @@ from offload.times.machine import (
 )
 from offload.times.min_batch import VERIFY_MOST
 from offload.times.table import CostTable, Way
-from specoffload.config.hardware import hardware_of
-from specoffload.config.options import PlanOptions
-from specoffload.config.resolution import Config
-from specoffload.opening.plan_target import PlanTarget, host_room, target_of
-from specoffload.opening.target import (
-    kept_for_plan,
-    target_options,
-    with_usable_drafters,
-)
 
 ACCEPTED = 0.75  # assumed share of right tokens among those that MTP layers draft
 
@@ -339,88 +322,7 @@ def _without_declined(table: CostTable, plan: Plan) -> CostTable:
     return replace(table, ways=ways | ({Way.STREAMED: taken} if taken else {}))
 
 
-class Planner:
-    """Plans a configuration with contexts of any size. It looks at the machine once."""
-
-    def __init__(self, config: Config, own: PlanOptions | None) -> None:
-        """`own` describes the machine to plan for; None: this one as a start would find it.
-
-        Raises BadModel or UsageError, or WorkerUnavailable for a worker that cannot be reached.
-        """
-        config.check_unused_workers()
-        n_told, self._config = len(config.spec.reasons), with_usable_drafters(config)
-        self.facts = read_facts(config.model)
-        if own is not None:
-            check_opens(self.facts)
-            if config.draft is not None:
-                check_opens(read_facts(config.draft), is_draft=True)
-        self._own = own or PlanOptions()
-        self._hardware = None if self._own.hardware is None else hardware_of(self._own.hardware)
-        self._kept = kept_for_plan(self._config)
-        options = target_options(self._config, self._kept)
-        with watching(config.remote):
-            if own is None:
-                here = probe(self.facts, options.asked).found
-                self._machine = PlanTarget(here, {}), here.devices[0].machine, "what is free"
-            else:
-                self._machine = target_of(self.facts, self._config, options, self._hardware, own)
-        self._found: dict[tuple[int | None, bool], Planned] = {}
-        self._complaints = (*self._kept.complaints, *self._config.spec.reasons[n_told:])
-
-    def planned(self, n_ctx: int | None, *, for_kept_mix: bool = False) -> Planned:
-        """The plan with a context of `n_ctx` tokens. Raises DoesNotFit.
-
-        With `for_kept_mix`, the plan is made for the mix of earlier runs, whatever --plan-for says.
-        """
-        mix = self._config.streaming.mix
-        key = n_ctx, for_kept_mix and mix is not None
-        if key not in self._found:
-            streaming = replace(self._config.streaming, mix=None if for_kept_mix else mix)
-            self._found[key] = self._planned(n_ctx, replace(self._config, streaming=streaming))
-        return self._found[key]
-
-    def _planned(self, n_ctx: int | None, config: Config) -> Planned:
-        own, hardware = self._own, self._hardware
-        here, machine, why = self._machine
-        room = host_room(config, own, hardware)
-        is_here = replace(machine, disk_bytes_per_s=TYPICAL.disk_bytes_per_s) == TYPICAL
-        # A context that the user did not ask for is one that the GPU has room for.
-        is_asked = self._config.ctx_size is not None or config.kv_offload is not None
-        config = config if is_asked else replace(config, kv_offload=True)
-        wanted = target_options(replace(config, ctx_size=n_ctx), self._kept).wanted
-        wanted = replace(wanted, **here.wanted)
-        wanted = replace(
-            wanted,
-            request=replace(
-                wanted.request,
-                machine=machine,
-                decodes=self._kept.decodes if is_here else (),  # decode times of this machine
-                tuned_ubatch=wanted.request.tuned_ubatch if is_here and hardware is None else None,
-            ),
-            ram_bytes=own.ram.size_bytes,
-        )
-        if room is not None:  # --ram may name more memory than this machine has
-            most_bytes = max(room_now().available_bytes, room.available_bytes)
-            is_there = hardware is not None and own.ram.size_bytes is None
-            ram_bytes = room.available_bytes if is_there else most_bytes
-            here = replace(here, found=replace(here.found, ram_bytes=ram_bytes))
-        layout = decide(self.facts, here.found, wanted)
-        if layout.devices[0].kind is Kind.CPU and not layout.remote:
-            machine = replace(machine, cpu_flops=config.threads_batch * CORE_FLOPS)
-            return _on_cpu(layout, machine, self._complaints, room)
-        if room is not None:
-            cache_bytes = context_memory(layout.facts, layout.context).host_bytes
-            room = replace(room, available_bytes=max(0, room.available_bytes - cache_bytes))
-        return _shown(layout, why, self._complaints, room, own.hardware)
-
-    @property
-    def on_cpu(self) -> bool:
-        """True if the plan is for this machine's CPU alone."""
-        found = self._machine[0].found
-        return not (found.devices[0].kind.streams or found.workers)
-
-
-def _shown(
+def shown(
     layout: Layout, why_vram: str, complaints: tuple[str, ...], room: Room | None,
     hardware: str | None,
 ) -> Planned:  # fmt: skip
@@ -455,7 +357,7 @@ def _shown(
     )  # fmt: skip
 
 
-def _on_cpu(
+def shown_on_cpu(
     layout: Layout, machine: Machine, complaints: tuple[str, ...], room: Room | None
 ) -> Planned:
     """Return a layout of libllama's CPU backend as it is shown: all weights are read in place."""

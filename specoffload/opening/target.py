@@ -1,24 +1,18 @@
-"""Opens the target: makes its engine's options, with kept data of earlier starts for its plan."""
+"""The options of the target's engine, from a configuration and kept data of earlier starts."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from offload.device import choose_device, choose_devices
-from offload.engine import Engine, EngineOptions, open_engine
+from offload.engine import EngineOptions
 from offload.errors import BadModel
-from offload.ggml.native_build import library_build
 from offload.images.place import projector_bytes, why_on_cpu
-from offload.model_file import check_writes, read_facts
+from offload.model_file import read_facts
 from offload.options import ProjectorOptions
 from offload.plan.context_choice import LEAST_CTX
-from offload.plan.objective import MeasuredDecode
-from offload.plan.row_draft import eagle_complaint, mtp_complaint
-from offload.plan.workload import TokenMix
-from offload.probe import MeasureLinks
-from offload.routing.routing import HitCurve, UnionCurve
 from offload.store.store import StoreOptions
 from offload.times.context import (
     DEFAULT_UBATCH,
@@ -31,159 +25,13 @@ from offload.times.min_batch import MinBatch
 from specdec.options import AcceptRule, DrafterName, PolicyName
 from specoffload.config.options import DraftEngine
 from specoffload.config.resolution import Config
-from specoffload.config.speculation import drafts_by_text_alone, ignored, why_without_rows
-from specoffload.generation.generation import OnProgress, ignore
-from specoffload.kept import CACHE_IN_RAM, Kept, KeptFile, place_words, thread_words
-from specoffload.kept_machine import layouts_of, links_of, load_disk
+from specoffload.kept_machine import layouts_of
 from specoffload.opening.draft import draft_bytes
+from specoffload.opening.kept_plan import NOTHING_KEPT, KeptForPlan, disk_rate, link_rates
 
 log = logging.getLogger("specoffload.session")
 
 _MOST_SEQUENCES = 64  # most sequences of a context that can hold trees, requests included
-
-
-@dataclass(frozen=True)
-class KeptForPlan:
-    """Data of earlier starts for the plan. `complaint` says why kept data cannot be used, or ""."""
-
-    hits: HitCurve | None = None  # hit rates counted from the model's routing
-    decodes: tuple[MeasuredDecode, ...] = ()  # decodes timed on this device, with any plan
-    mix: TokenMix | None = None  # tokens that earlier runs evaluated and generated; None: too few
-    complaint: str = ""
-    n_ubatch: int | None = None  # the fastest ubatch when `tune` measured
-    unions: UnionCurve | None = None  # experts of batches, counted in the model's routing
-
-    @property
-    def complaints(self) -> tuple[str, ...]:
-        return (self.complaint,) if self.complaint else ()
-
-
-NOTHING_KEPT = KeptForPlan()
-
-
-def with_usable_drafters(config: Config) -> Config:
-    """Check by the headers of the files whether the drafters can draft. Raises BadModel.
-
-    If some cannot, the returned configuration has other drafters or none, and the reason. A draft
-    model that cannot write is refused here, before the target is loaded, which may take minutes.
-    """
-    if config.draft is not None and config.eagle is None:
-        check_writes(read_facts(config.draft))
-    config = _with_usable_layers(config)
-    if drafts_by_text_alone(config.spec.options) and read_facts(config.model).recurrent_layers:
-        why = "a recurrent model needs memory for snapshots of its state to verify them"
-        return _without_text(config, why)
-    return config
-
-
-def _with_usable_layers(config: Config) -> Config:
-    spec = config.spec
-    if spec.options.from_rows is None:
-        return config
-    target, file = read_facts(config.model), config.eagle
-    complaint = mtp_complaint(target) if file is None else eagle_complaint(target, read_facts(file))
-    if not complaint:
-        return config
-    return without_asked_rows(config, complaint)
-
-
-def without_text_on_cpu(config: Config) -> Config:
-    """Returns `config` without drafts by the text alone if the CPU computes alone.
-
-    Nothing else needs T(n) there, and measuring it would make the first start some seconds longer.
-    """
-    if not drafts_by_text_alone(config.spec.options) or config.uses_workers:
-        return config
-    choice = choose_device(config.device)
-    if choice.wrapped:
-        return config
-    why = "on a CPU alone, measuring what they cost would make the first start some seconds longer"
-    return _without_text(config, why)
-
-
-def _without_text(config: Config, why: str) -> Config:
-    """Returns `config` without the drafters of the text, which are on by default."""
-    spec = config.spec
-    names = ",".join(spec.options.drafters)
-    said = f"drafts: off, because {why} (--spec-type {names} turns them on)"
-    return replace(
-        config,
-        spec=replace(
-            spec, options=replace(spec.options, drafters=()), reasons=(*spec.reasons, said)
-        ),
-    )
-
-
-def without_asked_rows(config: Config, complaint: str) -> Config:
-    """Returns `config` with other drafters or none, and the reason. Warns if the user asked for it.
-
-    `complaint` says why own layers or an EAGLE-3 file cannot draft.
-    """
-    spec = config.spec
-    why = why_without_rows(spec.options, complaint)
-    if config.eagle is not None or "drafters" in spec.options.given:
-        log.warning("%s", why)
-    return replace(config, spec=replace(spec, reasons=(*spec.reasons, why))).without_rows
-
-
-def without_gpu_flags(config: Config) -> Config:
-    """Name the given flags that need a GPU, if the model is opened on the CPU alone.
-
-    Returns the configuration with these sentences among its reasons.
-    """
-    choice = choose_device(config.device)
-    if choice.wrapped or config.uses_workers:
-        return config
-    why = f"the CPU computes alone ({choice.reason}), and nothing is copied to a GPU"
-    said = tuple(ignored(name, why) for name in config.gpu_flags)
-    for words in said:
-        log.warning("%s", words)
-    return replace(config, gpu_flags=(), reasons=(*config.reasons, *said))
-
-
-def with_imported_costs(config: Config) -> Config:
-    """`config` with T(n) that `profile --import` kept for its model, if drafts are priced by it.
-
-    GGML_BATCH_COSTS takes precedence.
-    """
-    spec = config.spec
-    folder = spec.kept_folder
-    is_priced = spec.options.is_on and spec.needs_profile
-    if not is_priced or folder is None or not KeptFile.may_exist(folder, config.model):
-        return config
-    costs = KeptFile(folder, read_facts(config.model)).load()[0].batch_costs
-    if not costs:
-        return config
-    source = "imported (profile --import); `specoffload profile` measures it instead"
-    return replace(config, spec=replace(spec, batch_costs=costs, costs_from=source))
-
-
-def open_target(
-    config: Config,
-    on_progress: OnProgress = ignore,
-    kept: KeptForPlan = NOTHING_KEPT,
-) -> Engine:
-    """Open the target, and try it out if --warmup is on. Raises OffloadError."""
-    folder = config.spec.kept_folder
-    options = replace(
-        target_options(config, kept),
-        measure_links=link_rates(config),
-        measure_layouts=None if folder is None else partial(layouts_of, folder),
-    )
-    engine = open_engine(config.model, options, on_progress)
-    try:
-        if config.streaming.warmup:
-            engine.try_out()
-    except BaseException:
-        engine.close()
-        raise
-    return engine
-
-
-def link_rates(config: Config) -> MeasureLinks:
-    """Return a function that gives the rates of several devices' links, kept or measured now."""
-    folder = config.spec.kept_folder
-    return lambda choices: links_of(choices, folder, keep=True).together
 
 
 def tree_leaves(config: Config) -> int:
@@ -252,7 +100,7 @@ def _projector_bytes(projector: ProjectorOptions | None, config: Config) -> int:
 
 def target_options(config: Config, kept: KeptForPlan = NOTHING_KEPT) -> EngineOptions:
     """The options of the target's engine."""
-    spec, projector = config.spec, projector_of(config)
+    spec, projector, folder = config.spec, projector_of(config), config.spec.kept_folder
     return EngineOptions(
         device=config.device,
         tensor_split=config.tensor_split,
@@ -293,68 +141,13 @@ def target_options(config: Config, kept: KeptForPlan = NOTHING_KEPT) -> EngineOp
             draft_device=spec.of_draft.device,
             record_routing=spec.kept_folder is not None,
         ),
+        measure_links=link_rates(config),
+        measure_layouts=None if folder is None else partial(layouts_of, folder),
         stream_experts=config.stream_experts,
         store=StoreOptions(keep_page_cache=config.mmap, ram_bytes=config.ram_bytes),
         numa=config.numa,
         trial_folder=spec.profile_dir,
         repack=config.repack,
-    )
-
-
-def disk_rate(config: Config) -> float:
-    """Return the bytes/s of the model's disk: as simulated, else as measured, else as typical."""
-    sim = choose_device(config.device).sim
-    if sim is not None and sim.disk_bytes_per_s is not None:
-        return sim.disk_bytes_per_s
-    folder = config.spec.kept_folder
-    kept = None if folder is None else load_disk(folder, config.model)
-    return TYPICAL.disk_bytes_per_s if kept is None else kept.bytes_per_s
-
-
-def kept_for_plan(config: Config) -> KeptForPlan:
-    """Load the kept data of the model that its plan needs."""
-    folder = config.spec.kept_folder
-    if folder is None or not KeptFile.may_exist(folder, config.model):
-        return NOTHING_KEPT
-    kept, complaint = KeptFile(folder, read_facts(config.model)).load()
-    mix = kept.mix_for_plan
-    tuned = kept.ubatch(ubatch_settings(config)) if kept.ubatches else None
-    n_ubatch = None if tuned is None else tuned.n_ubatch or None
-    unions = None if kept.hits is None else kept.hits.union_curve
-    if kept.hits is None or not config.streaming.plan_for_splits:
-        return KeptForPlan(mix=mix, complaint=complaint, n_ubatch=n_ubatch, unions=unions)
-    decodes = _decodes(kept, config)
-    return KeptForPlan(kept.hits.curve, decodes, mix, complaint, n_ubatch, unions)
-
-
-def ubatch_settings(config: Config) -> dict[str, str]:
-    """The settings on which the fastest ubatch depends, as kept with it."""
-    choices = choose_devices(config.device, all_gpus=len(config.tensor_split) > 1)
-    streaming = config.streaming
-    memory = streaming.vram_bytes or streaming.device_bytes or streaming.each_device_bytes
-    return {
-        "device": place_words(choices),
-        "memory": str(memory or "what is free"),
-        "context": str(config.ctx_size) + (", in RAM" if config.kv_offload is False else ""),
-        "mix": "usual" if streaming.mix is None else str(streaming.mix),
-        "build": library_build(),
-    }
-
-
-def _decodes(kept: Kept, config: Config) -> tuple[MeasuredDecode, ...]:
-    """Kept times of one-token decodes with these threads, device and library, and any plan."""
-    choices = choose_devices(config.device, all_gpus=len(config.tensor_split) > 1)
-    place = {
-        "threads": thread_words(config.threads, config.threads_batch),
-        "device": place_words(choices),
-        "build": library_build(),
-    }
-    return tuple(
-        MeasuredDecode(run.sharing, run.table.best(1)[1])
-        for run in kept.runs
-        if run.table.is_measured
-        and place.items() <= run.settings.items()
-        and CACHE_IN_RAM not in run.settings.get("plan", "")  # attention takes another time then
     )
 
 

@@ -36,18 +36,10 @@ from specoffload.generation.generation import (
 from specoffload.generation.statistics import StepTrace
 from specoffload.kept import HitKeeper, KeptFile
 from specoffload.kept_machine import measure_disk
-from specoffload.opening.context_size import with_context
 from specoffload.opening.draft import open_draft
 from specoffload.opening.draft_model import DraftModel
-from specoffload.opening.target import (
-    kept_for_plan,
-    open_target,
-    with_imported_costs,
-    with_usable_drafters,
-    without_asked_rows,
-    without_gpu_flags,
-    without_text_on_cpu,
-)
+from specoffload.opening.drafters import without_asked_rows
+from specoffload.opening.start import open_target, session_start
 from specoffload.session.infill import Fill, FillMarkers, fill_prompt
 from specoffload.session.startup_lines import startup_lines
 from specoffload.slots.batcher import Batcher
@@ -96,13 +88,11 @@ class Session:
         Raises OffloadError or SpecDecError if a part cannot be opened or parts do not fit together.
         Any exception, Ctrl-C included, frees the parts that were opened.
         """
-        config.check_unused_workers()
         if config.cache_disk is not None and config.cache_disk.folder is not None:
             made_folder(config.cache_disk.folder)  # before a large model is read
-        if not prices and thorough is None:  # these measure T(n)
-            config = with_imported_costs(config)
-        config = without_text_on_cpu(with_usable_drafters(config))
-        self.config = config = without_gpu_flags(with_context(config))
+        measures = prices or thorough is not None  # these measure T(n)
+        start = session_start(config, imports_costs=not measures)
+        self.config = config = start.config
         self._on_progress = on_progress
         self.speculation: Speculation | None = None  # None: every token is decoded alone
         self._filling: Iterator[None] | None = None  # copies experts until the first request
@@ -110,8 +100,7 @@ class Session:
         with ExitStack() as opened:
             # Runs last, after the target is closed.
             opened.callback(_said, "the trace is not written", self._write_trace)
-            kept = kept_for_plan(config)
-            self.target: Engine = opened.enter_context(open_target(config, on_progress, kept))
+            self.target: Engine = opened.enter_context(open_target(start, on_progress))
             if self.target.row_complaint:
                 config = self.config = without_asked_rows(config, self.target.row_complaint)
             opened.callback(_said, "the trace is incomplete", self._end_trace)
@@ -146,7 +135,7 @@ class Session:
                     "drafts: none in answers to prompts with images, because a draft model cannot "
                     "read them"
                 )
-            self._chosen = (*engine_lines, *kept.complaints, *self.costs.notes, *disk_lines)
+            self._chosen = (*engine_lines, *start.kept.complaints, *self.costs.notes, *disk_lines)
             if drafts:
                 self.speculation = Speculation(config.spec, self.target, self.draft, self.costs)
                 opened.callback(_said, "drafters are not kept", self.speculation.close)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from plans import with_context
 from resolved import config_of
 
 from lab.synth.published import published_facts
@@ -19,8 +20,8 @@ from offload.store.store import Room
 from offload.times.context import ContextOptions, context_memory
 from specoffload.config.hardware import PRESETS
 from specoffload.config.options import PlanOptions
-from specoffload.opening import context_size, planning
-from specoffload.opening.context_size import planned_with_context, request_seconds, with_context
+from specoffload.opening import planner
+from specoffload.opening.context_size import planned_with_context, request_seconds
 from specoffload.opening.planning import Planned
 
 GIB = 1 << 30
@@ -51,7 +52,7 @@ def test_a_context_in_ram_takes_a_part_of_what_the_weights_leave(
     sizes = []
     for n_gib in (6, 20, 30, 200):  # with 6 GiB, experts are read from the disk
         room = Room(n_gib * GIB, "a test")
-        monkeypatch.setattr(context_size, "room_now", lambda room=room: room)
+        monkeypatch.setattr(planner, "room_now", lambda room=room: room)
         n_ctx = with_context(config).ctx_size
         assert n_ctx is not None
         sizes.append(n_ctx)
@@ -66,7 +67,7 @@ def test_a_context_beside_experts_on_the_disk_leaves_room_for_a_layer(
     """A start with 22 GiB once chose a context for DeepSeek-R1 that it then refused."""
     facts = published_facts("DeepSeek-R1", tmp_path)
     room = Room(22 * GIB, "a test")
-    monkeypatch.setattr(context_size, "room_now", lambda: room)
+    monkeypatch.setattr(planner, "room_now", lambda: room)
     n_ctx = with_context(config_of(model=facts.path, device="cpu")).ctx_size
     assert n_ctx is not None
     context_bytes = context_memory(facts, ContextOptions(n_ctx)).total_bytes
@@ -80,7 +81,7 @@ def test_a_context_beside_a_worker_depends_on_its_memory(
     device: str, qwen: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, n_asked = Room(64 * GIB, "a test"), 0
-    for module in (probing, planning):
+    for module in (probing, planner):
         monkeypatch.setattr(module, "room_now", lambda: here)
     sizes = []
     for n_gib in (12, 24):

@@ -34,7 +34,7 @@ from specoffload.config.resolution import (  # noqa: E402
 )
 from specoffload.generation.generation import GenerateOptions  # noqa: E402
 from specoffload.opening.draft import draft_bytes, faster_engine, open_draft  # noqa: E402
-from specoffload.opening.target import open_target  # noqa: E402
+from specoffload.opening.start import open_target, session_start  # noqa: E402
 from specoffload.session.session import Session  # noqa: E402
 
 pytestmark = pytest.mark.extra("torch")
@@ -188,7 +188,7 @@ def chosen(config: Config) -> tuple[str, str]:
     """The class of the draft engine that `auto` chooses, and the line on it."""
     options = TorchDraftOptions(n_ctx=512, n_threads=1)
     draft = demo_file("draft.gguf")
-    with open_target(config) as target:
+    with open_target(session_start(config)) as target:
         opened = faster_engine(config, draft, target, options)
         opened.model.close()
     assert opened.choice is not None
@@ -305,6 +305,9 @@ def test_a_bad_list_of_kept_tokens_is_one_sentence(text: str, words: str, tmp_pa
     kept = tmp_path / "kept.txt"
     kept.write_text(text)
     config = config_of(f"--draft-engine torch --spec-policy fixed --draft-vocab {kept}")
-    with open_target(config) as target, pytest.raises(Exception, match=words) as raised:
+    with (
+        open_target(session_start(config)) as target,
+        pytest.raises(Exception, match=words) as raised,
+    ):
         open_draft(config, target)
     assert "\n" not in str(raised.value)

@@ -19,7 +19,7 @@ from offload.engine import EngineOptions, open_engine
 from offload.errors import BadModel
 from offload.model import layer_of
 from offload.model_file import read_facts
-from specoffload.opening.target import with_usable_drafters
+from specoffload.opening.drafters import with_usable_drafters
 
 
 def plan_says(path: Path) -> str:

@@ -22,7 +22,8 @@ from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import NO_DRAFTS
 from specoffload.generation.generation import GenerateOptions
 from specoffload.kept import Kept, KeptFile
-from specoffload.opening.target import kept_for_plan, target_options
+from specoffload.opening.kept_plan import kept_for_plan
+from specoffload.opening.target import target_options
 from specoffload.session.session import Session
 
 TARGET = demo_file("target.gguf")

@@ -22,7 +22,7 @@ from offload.plan.weights import device_bytes
 from specoffload.commands.plan import as_dict, plan_config
 from specoffload.config.options import PlanOptions, Ram, Toggle
 from specoffload.config.resolution import Config
-from specoffload.opening.target import kept_for_plan, open_target
+from specoffload.opening.start import open_target, session_start
 
 KIB = 1 << 10
 SHAPES = ("deepseek-v3", "qwen3-235b-a22b", "gpt-oss-120b")
@@ -40,18 +40,18 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def opens_as_planned(config: Config, own: PlanOptions) -> None:
-    kept, why_not = kept_for_plan(config), ""
+    why_not = ""
     try:
         planned = planned_for(config, own).layout
     except DoesNotFit as e:
         why_not = str(e)
     if why_not:
         with pytest.raises(DoesNotFit) as refused:
-            open_target(config, kept=kept)
+            open_target(session_start(config))
         assert str(refused.value) == why_not
         return
     assert planned is not None
-    with open_target(config, kept=kept) as engine:
+    with open_target(session_start(config)) as engine:
         layout = engine.layout
         names = ("devices", "context", "min_batch", "draft_on", "experts", "tables", "loads_mtp")
         for name in names:

@@ -38,7 +38,7 @@ from offload.times.context import ContextOptions
 from offload.times.min_batch import MinBatch
 from specdec.options import OF_TEXT
 from specdec.types import Round
-from specoffload.opening.target import with_usable_drafters
+from specoffload.opening.drafters import with_usable_drafters
 from specoffload.session.session import Session
 from specoffload.slots.slot import read_sequence, write_sequence
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plans import with_context
 from resolved import config_of
 from rich.console import Console
 from typer.testing import CliRunner
@@ -37,7 +38,6 @@ from specoffload.config.hardware import PRESETS
 from specoffload.errors import UsageError
 from specoffload.kept import Kept, KeptFile, KeptLinks, today
 from specoffload.kept_machine import link_key
-from specoffload.opening.context_size import with_context
 
 GIB = 1 << 30
 KEYS = {

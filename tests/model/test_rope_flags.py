@@ -9,11 +9,11 @@ import llama_cpp as llama
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from plans import with_context
 from resolved import config_of
 
 from lab.synth import write_preset
 from offload.engine import open_engine
-from specoffload.opening.context_size import with_context
 from specoffload.opening.target import target_options
 
 TEXT = [(7 * i) % 200 + 3 for i in range(160)]

@@ -39,7 +39,7 @@ from specoffload.config.environment import read_environment, read_host
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import demo_file, resolve
 from specoffload.generation.generation import GenerateOptions
-from specoffload.opening.target import open_target
+from specoffload.opening.start import open_target, session_start
 from specoffload.session.session import Session
 
 needs_rpc = pytest.mark.skipif(
@@ -426,6 +426,6 @@ def test_a_start_with_a_worker_opens_the_layout_that_plan_prints(
         )  # fmt: skip
         config = replace(config, remote=remote)
         planned = planned_for(config, PlanOptions()).layout
-        with open_target(config) as engine:
+        with open_target(session_start(config)) as engine:
             assert engine.layout == planned
             assert len(engine.layout.remote) == 1

@@ -34,6 +34,7 @@ from specoffload.config.options import DraftEngine, DraftOptions
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import NO_DRAFTS
 from specoffload.generation.generation import GenerateOptions
+from specoffload.opening import start
 from specoffload.session.session import Session
 from specoffload.speculation import costs
 
@@ -52,7 +53,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
             super().__init__(*args, **named)  # type: ignore[arg-type]
             opened.append(self)
 
-    monkeypatch.setattr(engine_module, "Engine", Remembered)
+    for module in (engine_module, start):
+        monkeypatch.setattr(module, "Engine", Remembered)
     return opened
 
 
@@ -328,7 +330,7 @@ def test_the_draft_has_types_of_its_own() -> None:
 _DIES_AT_ITS_FIRST_TOKEN = """
 from offload.ggml.library.lib import library
 from offload.ggml.context import Context
-from specoffload.opening.target import open_target
+from specoffload.opening.start import open_target, session_start
 import resolved
 from budgets import ON_GPU, budget
 
@@ -336,7 +338,8 @@ def stop(self, *batch):
     library().structs._lib.ggml_abort(b"ops.cpp", 1, b"GGML_ASSERT(row < n) failed")
 
 Context.decode = stop
-open_target(resolved.config_of(threads=1, ctx_size=256, device="cpu", warmup={warmup}))
+config = resolved.config_of(threads=1, ctx_size=256, device="cpu", warmup={warmup})
+open_target(session_start(config))
 """
 
 

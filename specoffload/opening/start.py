@@ -1,0 +1,77 @@
+"""What a session starts with: each file, the kept data and the machine are looked at once.
+
+A configuration says what the user asked for. A start adds what follows from the model's header,
+from earlier starts and from the machine: the context, the drafters that can draft, and where
+everything lies.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+from offload.device import choose_device
+from offload.engine import Engine
+from offload.opening.start import Start
+from specoffload.config.resolution import Config
+from specoffload.config.speculation import ignored
+from specoffload.generation.generation import OnProgress, ignore
+from specoffload.opening.context_size import sized
+from specoffload.opening.drafters import with_usable_drafters, without_text
+from specoffload.opening.kept_plan import KeptForPlan, with_imported_costs
+from specoffload.opening.planner import Planner
+
+log = logging.getLogger("specoffload.session")
+
+
+@dataclass(frozen=True)
+class SessionStart:
+    """What a session opens: the final configuration, kept data, and what the engine executes."""
+
+    config: Config
+    kept: KeptForPlan
+    target: Start
+
+
+def session_start(config: Config, *, imports_costs: bool = True) -> SessionStart:
+    """Decide how the session starts. Raises OffloadError.
+
+    With `imports_costs`, drafts are priced by imported costs, if there are any for this model.
+    """
+    config.check_unused_workers()
+    if imports_costs:
+        config = with_imported_costs(config)
+    config = with_usable_drafters(config)
+    choice = choose_device(config.device)
+    on_cpu = not (choice.wrapped or config.uses_workers)
+    if on_cpu:
+        config = without_text(config)
+    planner = Planner(config)
+    config = sized(config, planner)
+    if on_cpu:
+        config = _without_gpu_flags(config, choice.reason)
+    return SessionStart(config, planner.kept, planner.start(config.ctx_size))
+
+
+def _without_gpu_flags(config: Config, reason: str) -> Config:
+    """Name the given flags that need a GPU, since the model is opened on the CPU alone.
+
+    Returns the configuration with these sentences among its reasons.
+    """
+    why = f"the CPU computes alone ({reason}), and nothing is copied to a GPU"
+    said = tuple(ignored(name, why) for name in config.gpu_flags)
+    for words in said:
+        log.warning("%s", words)
+    return replace(config, gpu_flags=(), reasons=(*config.reasons, *said))
+
+
+def open_target(start: SessionStart, on_progress: OnProgress = ignore) -> Engine:
+    """Open the target, and try it out if --warmup is on. Raises OffloadError."""
+    engine = Engine(start.target, on_progress)
+    try:
+        if start.config.streaming.warmup:
+            engine.try_out()
+    except BaseException:
+        engine.close()
+        raise
+    return engine
