@@ -131,7 +131,7 @@ def _choose(wanted: str) -> DeviceChoice:
     raise DeviceUnavailable(f"device {wanted}: this machine has {', '.join(names)}{hint}")
 
 
-_KEYS = ("vram", "bw", "latency", "expert", "host", "disk")
+_KEYS = ("vram", "bw", "latency", "disk")
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,6 @@ class SimSpec:
     vram_bytes: int | None = None
     bandwidth_bytes_per_s: float | None = None
     latency_s: float = 0.0
-    device_expert_s: float = 0.0
-    host_expert_s: float = 0.0
     disk_bytes_per_s: float | None = None
 
 
@@ -154,8 +152,7 @@ def parse_sim(device: str) -> SimSpec:
         key, equals, value = part.partition("=")
         if not equals or key not in _KEYS:
             raise DeviceUnavailable(
-                f"device {device}: {part!r} is not vram=SIZE, bw=RATE, latency=TIME, "
-                "expert=TIME, host=TIME or disk=RATE"
+                f"device {device}: {part!r} is not vram=SIZE, bw=RATE, latency=TIME or disk=RATE"
             )
         values[key] = value
     try:
@@ -163,8 +160,6 @@ def parse_sim(device: str) -> SimSpec:
             parse_bytes(values["vram"]) if "vram" in values else None,
             parse_rate(values["bw"]) if "bw" in values else None,
             parse_seconds(values.get("latency", "0s")),
-            parse_seconds(values.get("expert", "0s")),
-            parse_seconds(values.get("host", "0s")),
             parse_rate(values["disk"]) if "disk" in values else None,
         )
     except ValueError as e:

@@ -9,7 +9,6 @@ import numpy as np
 from budgets import limited
 from numpy.typing import NDArray
 
-from lab.split import all_host
 from offload.engine import Engine, EngineOptions
 from offload.schedule.division import HOST, SplitCosts
 from offload.schedule.switch import ByCosts, Splitter, all_on_device
@@ -17,6 +16,11 @@ from offload.stream.options import StreamingOptions
 from offload.times.min_batch import NEVER, MinBatch
 
 __all__ = ["SPLITTERS", "all_host", "at_random", "logits_of", "sim_options", "split_streaming"]
+
+
+def all_host(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    """Give all experts to the CPU."""
+    return np.full(len(resident), HOST, np.uint8)
 
 
 def at_random(seed: int) -> Splitter:

@@ -53,9 +53,7 @@ enum {
     YIELD_DIVIDE,    /* Python has to fill `kinds` */
     YIELD_NEED,      /* Python has to enter the cut: some of the layer's `experts` are in no slot. It calls
                         `player_send` before it enqueues their copies. */
-    YIELD_START,     /* Python has to start the CPU's experts on its own thread */
     YIELD_WAIT,      /* Python has to submit up to product `until`, and wait for its copies */
-    YIELD_FINISH,    /* Python has to wait for its thread with the CPU's experts */
     YIELD_ISSUE,     /* Python has to enqueue the layer's promotions. Layers from `until` on may need copies. */
     YIELD_FETCH,     /* Python has to begin to read experts from the disk, and may fill `kinds` */
     YIELD_LATE       /* Python has to wait for some of the `late` experts */
@@ -227,7 +225,7 @@ struct player {
     number n_threads[2];
     void *pools[2];
     number chosen; /* which of the pools the CPU's stream has */
-    number recording, clocked, paced, python_open, from_disk, whole;
+    number recording, clocked, python_open, from_disk, whole;
     number clock_ns; /* time to read the thread's clock. Not 0: add up the time in ggml's functions. */
     /* of the cache rule, and of the guess */
     double half_life;
@@ -779,7 +777,6 @@ static int divide(struct player *p, struct layer *l) {
         p->phase = 3;
         if (!late_fit(p, l)) return WRONG_PROGRAM;
         l->waits = !choose_sides(p, l);
-        if (p->paced && l->host) return YIELD_START;
     }
     if (p->phase == 3) {
         p->phase = 4;
@@ -1408,7 +1405,7 @@ number player_play(struct player *p) {
         case OP_OVERLAP: {
             const struct part *part = &p->parts[w[1]];
             l = w[3] >= 0 ? &p->layers[w[3]] : NULL;
-            if (w[0] == OP_OVERLAP && !l->n_pairs && !p->paced) break;
+            if (w[0] == OP_OVERLAP && !l->n_pairs) break;
             p->phase = 0;
             if (part->end == p->done) break;
             if (part->first != p->done && w[2] >= 0) part = &p->parts[w[2]];
@@ -1462,7 +1459,7 @@ number player_play(struct player *p) {
             code = divide(p, l);
             break;
         case OP_ARRIVE:
-            if (!(l->waits || (p->paced && l->host)) || p->phase) {
+            if (!l->waits || p->phase) {
                 p->phase = 0;
                 break;
             }
@@ -1472,24 +1469,20 @@ number player_play(struct player *p) {
         case OP_HOST:
             if (p->layer != w[1]) return WRONG_PROGRAM;
             if (p->phase == 0) {
-                if (!l->n_pairs && !p->paced) break;
+                if (!l->n_pairs) break;
                 p->counts.n_nodes_ahead += l->n_ahead;
                 p->phase = 1;
-                if (!p->paced && l->n_early) code = compute_host(p, l);
+                if (l->n_early) code = compute_host(p, l);
                 if (code != DONE) return code;
             }
-            if (p->phase == 1 || p->phase == 3) { /* 3: Python has waited for late experts */
-                if (p->n_arrived > p->n_late) return WRONG_PROGRAM;
-                if (p->phase == 3 && p->n_arrived <= p->n_late_done) return WRONG_PROGRAM;
-                if (p->n_arrived > p->n_late_done) code = compute_late(p, l);
-                if (code != DONE) return code;
-                p->phase = 3;
-                if (p->n_late_done < p->n_late) return YIELD_LATE;
-                p->phase = 2;
-                if (p->paced) return YIELD_FINISH;
-            }
+            if (p->n_arrived > p->n_late) return WRONG_PROGRAM;
+            if (p->phase == 2 && p->n_arrived <= p->n_late_done) return WRONG_PROGRAM;
+            if (p->n_arrived > p->n_late_done) code = compute_late(p, l);
+            if (code != DONE) return code;
+            p->phase = 2; /* Python waits for late experts */
+            if (p->n_late_done < p->n_late) return YIELD_LATE;
             p->phase = 0;
-            if (l->n_pairs) code = place(p, l);
+            code = place(p, l);
             break;
         case OP_PYTHON:
             if (p->phase) {

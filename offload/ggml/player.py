@@ -126,7 +126,7 @@ class Player(C.Structure):
         ("layers", _P), ("n_layers n_stops", _N),
         ("costs", _P), ("splitter", _N),
         ("interrupt", _P), ("n_threads", _N * 2), ("pools", _P * 2),
-        ("chosen recording clocked paced python_open from_disk whole clock_ns", _N),
+        ("chosen recording clocked python_open from_disk whole clock_ns", _N),
         ("half_life", _D), ("rule_used rule_scan rule_skipped", _N), ("decay", _D),
         ("token_rows", _P), ("n_token_rows most_token_rows", _N),
         ("events", _P), ("most_events n_events", _N), ("counts", Counts),
@@ -145,9 +145,9 @@ _MIRRORS = (
 SUBMITTED, READ_IDS, COMPUTED, PLACED = range(4)  # kinds of events
 (
     DONE, FAILED, FAILED_ON_CPU, FAILED_TO_PLACE, WRONG_ID, WRONG_PROGRAM, DRIVER_FAILED,
-    YIELD_SUBMIT, YIELD_STOP, YIELD_CLOCK, YIELD_DIVIDE, YIELD_NEED, YIELD_START, YIELD_WAIT,
-    YIELD_FINISH, YIELD_ISSUE, YIELD_FETCH, YIELD_LATE,
-) = range(18)  # fmt: skip
+    YIELD_SUBMIT, YIELD_STOP, YIELD_CLOCK, YIELD_DIVIDE, YIELD_NEED, YIELD_WAIT, YIELD_ISSUE,
+    YIELD_FETCH, YIELD_LATE,
+) = range(16)  # fmt: skip
 BROKEN = -1  # `status` of DRIVER_FAILED if the watchdog has released the device
 IS_DIVIDED = 2  # `phase` of a layer whose experts Python has divided
 STAY, ALL_ON_DEVICE, BY_COSTS, BY_PYTHON = range(4)  # how the player divides experts

@@ -37,7 +37,7 @@ from offload.store.store import READING, OnProgress, Store
 from offload.stream.building import ExecutorBuilder
 from offload.stream.device import BatchRules, ModelDevices, StreamingDevice
 from offload.stream.parts import Part
-from offload.stream.split_path import Hybrid, Pace
+from offload.stream.split_path import Hybrid
 from offload.threads.numa_plan import NumaPlan, PagePlacer
 from offload.times.min_batch import NEVER, MinBatch
 
@@ -131,7 +131,7 @@ class PlacedWeights:
         several = len(self._choices) > 1
         host = self._host_buffers(f"{_HOST_NAME}{nth or ''}")
         if hybrid is not None and several:
-            hybrid = replace(hybrid, pace=Pace.of(choice.sim), nth=nth)
+            hybrid = replace(hybrid, nth=nth)
         streaming = replace(
             o.streaming,
             device_bytes=its.asked_bytes,
@@ -203,7 +203,7 @@ class PlacedWeights:
         team = CpuTeam()
         self._closing.callback(team.close)
         switch = HybridSwitch(o.streaming.splitter or stay, rings=o.streaming.doorbell)
-        return Hybrid(switch, team, Pace.of(self._choice.sim))
+        return Hybrid(switch, team)
 
     def _make_store(self, streamed: Sequence[TensorEntry]) -> None:
         """Make the store, if weights are streamed or loading must not read tables on the disk."""

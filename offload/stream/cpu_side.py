@@ -200,6 +200,4 @@ class SplitLayer:
     read_to: HostRange  # memory that the inputs are fetched to
     output: Tensor
     n_tokens: int
-    shares: tuple[float, ...]  # each product's share of an expert's bytes
     may_repeat: bool  # True if a token may name a slot twice (offload/stream/slot_ids.py)
-    ends_s: float = 0.0  # clock time at which the device's products end, if it has a pace

@@ -300,8 +300,6 @@ class Executor:
 
     def _recover(self, running: CutGraph) -> None:
         self._early = None
-        if self._split is not None:
-            self._split.abandon()
         self._passes.abandon()
         self._restore(running)
         self._stream.synchronize()

@@ -93,8 +93,7 @@ class GraphPlayer:
         self._doing: dict[int, Callable[[Stops, Program, CutGraph], int]] = {
             api.YIELD_SUBMIT: self._submit, api.YIELD_STOP: self._stop,
             api.YIELD_CLOCK: self._clock, api.YIELD_DIVIDE: self._divide,
-            api.YIELD_NEED: self._need, api.YIELD_START: self._start, api.YIELD_WAIT: self._wait,
-            api.YIELD_FINISH: self._finish, api.YIELD_ISSUE: self._issue,
+            api.YIELD_NEED: self._need, api.YIELD_WAIT: self._wait, api.YIELD_ISSUE: self._issue,
             api.YIELD_FETCH: self._fetch, api.YIELD_LATE: self._wait_late,
         }  # fmt: skip
 
@@ -188,7 +187,7 @@ class GraphPlayer:
         player.token_rows, player.n_token_rows = token_rows.ctypes.data, len(token_rows)
         if self._split is not None and program.splits:
             self._arm_split(program, self._split)
-        needs_python = clocked or player.paced or player.from_disk
+        needs_python = clocked or player.from_disk
         needs_python = needs_python or player.splitter == api.BY_PYTHON
         if not player.whole:
             if not needs_python and self._rings(program):
@@ -235,8 +234,7 @@ class GraphPlayer:
         player.cpu = team.stream.address
         for i, pool in enumerate(team.pools):
             player.n_threads[i], player.pools[i] = pool.n_threads, pool.address
-        player.chosen, player.paced = team.chosen, bool(split.pace)
-        player.whole = player.whole and not split.pace
+        player.chosen = team.chosen
         if type(splitter) is ByCosts:
             if self._costs is None or self._costs.costs is not splitter.costs:
                 self._costs = CostEntry(splitter.costs, self._most_experts)
@@ -415,19 +413,16 @@ class GraphPlayer:
 
     def _wait_late(self, stops: Stops, program: Program, running: CutGraph) -> int:
         """Wait until the next late experts have been read."""
-        player, memory, split = program.player, self._host.experts, self._split
+        player, memory = program.player, self._host.experts
         assert memory is not None
-        assert split is not None
         layer = int(program.layers[player.layer].layer)
-        status = split.join()
         group = self._groups.popleft()
         memory.wait(layer, group)
         n = len(group)
         while self._groups and all(memory.is_there(layer, e) for e in self._groups[0]):
             n += len(self._groups.popleft())
-        split.take_time(n)
         player.n_arrived += n
-        return status
+        return 0
 
     def _read_ahead(self, step: CutStep, *, is_before: bool = False) -> None:
         """Begin to read experts from the disk that the next layers are likely to use.
@@ -476,36 +471,10 @@ class GraphPlayer:
         return 0
 
     def _wait(self, stops: Stops, program: Program, running: CutGraph) -> int:
-        number, nth = program.player.layer, program.player.until
-        layer, step = program.layers[number], program.steps[number]
-        status = 0
-        if layer.waits:
-            reader = step.readers[nth]
-            status = self._submit_to(stops, program, running, reader.index)
-            self._copies.wait(step.waits, (reader.kind,), step.layer)
-        if self._split is not None and step.split is not None:
-            self._split.began(step.split, nth, layer.n_on_device)
-        return status
-
-    def _start(self, stops: Stops, program: Program, running: CutGraph) -> int:
-        number = program.player.layer
-        layer, split = program.layers[number], program.steps[number].split
-        assert split is not None
-        assert self._split is not None
-        if layer.n_early:
-            self._split.start(split, layer.n_on_host - program.player.n_late)
-        return 0
-
-    def _finish(self, stops: Stops, program: Program, running: CutGraph) -> int:
-        number = program.player.layer
-        split = program.steps[number].split
-        assert split is not None
-        assert self._split is not None
-        start_s = time.perf_counter()
-        status = self._split.finish(split)
-        if self._trace and program.layers[number].n_pairs:
-            self._trace.add(CPU, f"experts of {program.layers[number].n_pairs} pairs", start_s,
-                            time.perf_counter(), layer=split.weights.layer)  # fmt: skip
+        step = program.steps[program.player.layer]
+        reader = step.readers[program.player.until]
+        status = self._submit_to(stops, program, running, reader.index)
+        self._copies.wait(step.waits, (reader.kind,), step.layer)
         return status
 
 

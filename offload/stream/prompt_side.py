@@ -46,7 +46,7 @@ class PromptSide:
         self._hybrid, self._device = hybrid, device
         self._graphs: dict[object, HostGraph] = {}
         self._weights: dict[int, LayerWeights] = {}  # by group
-        self._thread = HostThread(hybrid.team, hybrid.pace.host_s, counters)
+        self._thread = HostThread(hybrid.team, counters)
         self._costs: tuple[SplitCosts, SplitCosts] | None = None  # measured; adapted to passes
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class PromptSide:
         """Let the thread compute the pairs, whose rows are in the host graph's memory."""
         part.host.choose(part.weights, part.experts)
         self._hybrid.team.choose(len(part.pairs))
-        self._thread.start(part.host, part.weights.layer, len(np.unique(part.experts)))
+        self._thread.start(part.host, part.weights.layer)
 
     def join(self) -> int:
         """Wait until the pairs are computed. Returns a ggml_status. Raises DeviceFailed."""

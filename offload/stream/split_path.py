@@ -1,9 +1,4 @@
-"""Finds split layers, and promotes experts. The player (offload/stream/play.py) runs the layers.
-
-If the device computes asynchronously, the player computes the CPU's pairs before it submits the
-nodes that read the results. `sim` with a `Pace` computes on the caller's thread, so another thread
-computes the CPU's pairs.
-"""
+"""Finds split layers, and promotes experts. The player (offload/stream/play.py) runs the layers."""
 
 from __future__ import annotations
 
@@ -13,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offload.device import SimSpec
 from offload.ggml.graph import Graph, Product
 from offload.ggml.tensor import Tensor
 from offload.ggml.threads import CpuTeam
@@ -30,7 +24,6 @@ from offload.stream.cpu_side import (
 )
 from offload.stream.cuts import CutStep
 from offload.stream.forms import ExpertForm, NoForm, find_form
-from offload.stream.host_thread import HostThread, wait_until
 from offload.stream.program import Likeliest, Program
 from offload.stream.slot_ids import may_repeat
 from offload.stream.stream_parts import StreamParts
@@ -39,21 +32,6 @@ _RECURS = 1.01  # recent uses above which a missing expert replaces a cached one
 _ANY_NUMBER = 1 << 30
 _MOST_FOREIGN = 128  # host graphs and placers that foreign graphs may take memory for
 _WAITING_SHARE = 0.04  # share of the decodes' time that may be spent waiting for promotions
-
-
-@dataclass(frozen=True)
-class Pace:
-    """The least seconds that an expert takes on either side, to simulate slow ones with `sim`."""
-
-    device_s: float = 0.0
-    host_s: float = 0.0
-
-    @classmethod
-    def of(cls, sim: SimSpec | None) -> Pace:
-        return cls() if sim is None else cls(sim.device_expert_s, sim.host_expert_s)
-
-    def __bool__(self) -> bool:
-        return self.device_s > 0 or self.host_s > 0
 
 
 @dataclass(frozen=True)
@@ -66,7 +44,6 @@ class Hybrid:
 
     switch: HybridSwitch
     team: CpuTeam
-    pace: Pace = Pace()
     nth: int = 0
     is_foreign: bool = False
 
@@ -121,7 +98,7 @@ class SplitPath:
 
     def __init__(self, hybrid: Hybrid, parts: StreamParts, likeliest: Likeliest) -> None:
         self._likeliest = likeliest
-        self.switch, self.team, self.pace = hybrid.switch, hybrid.team, hybrid.pace
+        self.switch, self.team = hybrid.switch, hybrid.team
         self._nth, self._is_foreign = hybrid.nth, hybrid.is_foreign
         self._stream, self._schedule, self._copies = parts.stream, parts.schedule, parts.copies
         self._counters = parts.counters
@@ -129,7 +106,6 @@ class SplitPath:
         # All host graphs and placers, because prepared graphs refer to them.
         self._made: list[HostGraph | RowPlacer] = []
         self._known: dict[int, _Known] = {}  # layers by group
-        self._thread = HostThread(self.team, self.pace.host_s, self._counters)
         self._random = np.random.default_rng(0)  # for measuring
         self._step_s = self._idle_s = 0.0  # expected times of layers since the last `promote`
         self._promotions = PromotionBudget()
@@ -144,7 +120,6 @@ class SplitPath:
         return sum(made.size_bytes for made in self._made if isinstance(made, RowPlacer))
 
     def close(self) -> None:
-        self._thread.close()
         for made in self._made:
             made.close()
 
@@ -196,10 +171,8 @@ class SplitPath:
             known = self._known[group] = _Known(between, host, weights)
         inputs = first.node.source(1)
         assert inputs is not None
-        n_bytes = [product.weight.size_bytes for product in products]
         return SplitLayer(
-            known.weights, known.host, inputs, known.host.inputs_of(n_tokens),
-            down.node, n_tokens, tuple(n / sum(n_bytes) for n in n_bytes),
+            known.weights, known.host, inputs, known.host.inputs_of(n_tokens), down.node, n_tokens,
             may_repeat(n_tokens, [product.weight.type for product in products]),
         )  # fmt: skip
 
@@ -283,43 +256,6 @@ class SplitPath:
         schedule.promote(promotions)
         program.spread(len(promotions))
 
-    # -- one layer of a simulated pace -----------------------------------------------------------
-
-    def start(self, layer: SplitLayer, n_experts: int) -> None:
-        """Let another thread compute the CPU's chosen pairs, which have `n_experts` experts."""
-        self._thread.start(layer.host, layer.weights.layer, n_experts)
-
-    def began(self, layer: SplitLayer, nth: int, n_experts: int) -> None:
-        """Extend the device's simulated end time by a layer's `nth` product, if there is a pace.
-
-        Call it when the copies for that product have arrived. `n_experts`: those of the device.
-        """
-        if self.pace:
-            took_s = layer.shares[nth] * n_experts * self.pace.device_s
-            layer.ends_s = max(layer.ends_s, time.perf_counter()) + took_s
-
-    def finish(self, layer: SplitLayer) -> int:
-        """Wait for the device's simulated end, and for the thread that computes the CPU's pairs.
-
-        Returns a ggml_status. Raises DeviceFailed.
-        """
-        wait_until(layer.ends_s)
-        return self.join()
-
-    def join(self) -> int:
-        """Wait for the thread that computes the CPU's pairs. Returns a ggml_status."""
-        return self._thread.join()
-
-    def take_time(self, n_experts: int) -> None:
-        """Wait the seconds that a simulated CPU takes for `n_experts`, and count them."""
-        if self.pace:
-            wait_until(time.perf_counter() + n_experts * self.pace.host_s)
-            self._counters.host_s += n_experts * self.pace.host_s
-
-    def abandon(self) -> None:
-        """After a failure, wait for the thread that computes pairs, and ignore its result."""
-        self._thread.abandon()
-
     # -- for measuring -----------------------------------------------------------------------------
 
     def host_s(self, layer: SplitLayer, n_all: int, n_experts: int, n_rows: int) -> float:
@@ -336,9 +272,4 @@ class SplitPath:
         self.team.choose(n_rows)
         start_s = time.perf_counter()
         layer.host.compute(self.team.stream, layer.weights.layer)
-        wait_until(start_s + n_experts * self.pace.host_s)
         return time.perf_counter() - start_s
-
-    def wait_for_device(self, start_s: float, n_experts: int) -> None:
-        """Sleep until a device with a pace would have computed `n_experts` since `start_s`."""
-        wait_until(start_s + n_experts * self.pace.device_s)

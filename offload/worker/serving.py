@@ -37,7 +37,7 @@ from offload.store.store import OnProgress, Store, StoreOptions, room_now, watch
 from offload.stream.building import ExecutorBuilder
 from offload.stream.device import BatchRules
 from offload.stream.options import StreamingOptions
-from offload.stream.split_path import Hybrid, Pace
+from offload.stream.split_path import Hybrid
 from offload.times.min_batch import MinBatch
 from offload.worker.device import WorkerDevice, WorkerEvents
 from offload.worker.door import LOOPBACK, Door
@@ -155,7 +155,7 @@ def _hybrid(options: WorkerOptions, choice: DeviceChoice) -> Hybrid | None:
     team, pool = CpuTeam(), ThreadPool(options.n_threads)
     team.use((pool, pool))
     switch = HybridSwitch(options.streaming.splitter, rings=options.streaming.doorbell)
-    return Hybrid(switch, team, Pace.of(choice.sim), is_foreign=True)
+    return Hybrid(switch, team, is_foreign=True)
 
 
 class _SplitChoice:

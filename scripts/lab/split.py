@@ -1,203 +1,196 @@
-"""Measures on `sim` whether CPU and device compute a layer's experts at the same time.
+"""Measures in virtual time how well CPU and device share the experts of answers and prompts.
 
-Options: [-r REPETITIONS] [--json]
+    scripts/lab/run split [-r REPETITIONS] [--case TEXT] [--json]
 
-A copy over the link, an expert on the device and an expert on the CPU each take a fixed time
-(`sim:bw=,expert=,host=`), which is longer than this machine needs. So the bench measures the order
-of the work and not this machine's kernels. A step takes at least the time of the slower side,
+The program runs on the stand-in for CUDA, whose clock gives each copy of an expert and each of the
+CPU's pairs a fixed time (docs/gpu.md). The device's own kernels take no time. So the bench measures
+the division and the order of the work. Three ways are measured by turns:
 
-    cpu    = experts of the CPU x host
-    device = its experts and their copies, as offload/schedule/division.py expects at these rates
-             + all else that a step computes
+    cpu      the CPU computes all experts that have no slot
+    copy     all experts that have no slot are copied to the device
+    step     CPU and device share each layer, by these costs
 
-and without overlap the sum of both sides' times. The device begins a product when all copies for
-that kind of weight (gate, up or down) have arrived. One token uses the same number of experts in
-every layer, so the same side is slower in all layers.
+If both sides work all the time, a step takes 1 / (1 / cpu + 1 / copy), which is `both`. `ratio` is
+step / both, and `best` is step divided by the faster one of the other ways. Each step has new
+tokens.
 """
 
 from __future__ import annotations
 
+import argparse
+import ctypes as C
+import json
+import os
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lab.overlap import bench
-from lab.synth import write_preset
-from offload.engine import Engine, EngineOptions, open_engine
-from offload.measuring import decode_s
-from offload.model_file import read_facts
-from offload.plan.placement import Plan, make_plan
-from offload.schedule.division import HOST, SplitCosts, expected, split_pairs
-from offload.schedule.switch import Splitter, all_on_device
-from offload.stream.options import StreamingOptions
-from offload.times.min_batch import NEVER, MinBatch
+from lab import ROOT
+from lab.split_price import use_experts_time
+from lab.virtual_gpu import has_clock, set_rate, use_virtual_time
 
+_ENVIRONMENT = {"STANDIN_CLOCK": "1", "STANDIN_SKIP": "products", "STANDIN_FILL": "0"}
+N_EXPERTS = 32
 _SHAPE: dict[str, Any] = {
-    "n_layer": 6,
-    "n_embd": 256,
-    "n_expert": 32,
-    "n_expert_used": 8,
-    "n_ff_exp": 256,
-    "quant": "q4_K",
-}
-_EXPERT_S = 4e-3
-_COPY_S = 4e-3  # seconds to copy one expert over the link
+    "n_layer": 4, "n_embd": 256, "n_expert": N_EXPERTS, "n_ff_exp": 4096, "quant": "q4_K",
+}  # fmt: skip
+COPY_S = 8e-3  # seconds to copy one expert over the link
+_SLOTS = 0.25  # share of the streamed weights that has slots
+_NO_TIME = 1e18  # rate of the device's kernels
+_DEAR = 1e6  # factor on the costs of the side that shall compute nothing
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way of splitting. `slots` is the share of the streamed weights that has slots."""
+    """A ratio of the CPU's time of an expert to that of its copy, and a number of tokens.
 
-    name: str
-    splitter: Splitter
-    slots: float = 0.5
-    device_s: float = _EXPERT_S
-    host_s: float = _EXPERT_S
+    The time is for as many rows as an expert has on average. A token uses `n_used` experts.
+    """
+
+    cpu_share: float
+    n_tokens: int
+    n_used: int
+
+    @property
+    def name(self) -> str:
+        words = "1 token" if self.n_tokens == 1 else f"{self.n_tokens:,} tokens"
+        return f"CPU ÷ copy {self.cpu_share:g}, {words}"
+
+    @property
+    def pair_s(self) -> float:
+        """Seconds that the CPU takes for one token with one of its experts."""
+        n_rows = self.n_tokens * self.n_used / N_EXPERTS
+        return self.cpu_share * COPY_S / max(1.0, n_rows)
 
 
 @dataclass(frozen=True)
-class Split:
-    """The times of a step in one case. `ratio` is step ÷ the slower of CPU and device."""
+class Shared:
+    """The times of a step in one case."""
 
     case: str
     cpu_s: float
-    device_s: float
-    sum_s: float
+    copy_s: float
+    both_s: float
     step_s: float
+    best: float
     ratio: float
 
 
-def all_host(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """Give all experts to the CPU."""
-    return np.full(len(resident), HOST, np.uint8)
+ANSWERS = [Case(share, n, 8) for share in (0.4, 1.0, 1.7, 4.0) for n in (1, 4)]
+PROMPTS = [Case(share, n, 2) for share in (0.4, 1.0, 1.7, 4.0) for n in (128, 512, 1024)]
+CASES = (*ANSWERS, *PROMPTS)
 
 
-def _halves(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """Give every second used expert to the CPU."""
-    kinds = all_on_device(ids, resident)
-    kinds[np.unique(ids)[::2]] = HOST
-    return kinds
+def measure(case: Case, folder: Path, repetitions: int) -> Shared:
+    """Run one case: `repetitions` steps of new tokens in each way, after two for warm-up."""
+    from lab.synth import write_preset
+    from offload.device import devices
+    from offload.engine import EngineOptions, open_engine
+    from offload.model_file import read_facts
+    from offload.plan.placement import PlanRequest, make_plan
+    from offload.schedule.division import SplitCosts
+    from offload.schedule.switch import ByCosts, Splitter, all_on_device
+    from offload.stream.options import StreamingOptions
+    from offload.times.min_batch import NEVER, MinBatch
 
-
-def _by_costs(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    return split_pairs(ids, resident, _COSTS).kind
-
-
-def _costs(device_s: float, host_s: float) -> SplitCosts:
-    """The costs that `sim` simulates: an expert takes the same time for any number of rows. Gate,
-    up and down of _SHAPE have equal sizes."""
-    return SplitCosts(
-        host_s=np.array([0.0, host_s, host_s]),
-        device_s=np.array([0.0, device_s, device_s]),
-        host_fixed_s=0.0,
-        device_fixed_s=0.0,
-        copy_s=_COPY_S,
-        kinds=(1 / 3, 1 / 3, 1 / 3),
-    )
-
-
-_COSTS = _costs(_EXPERT_S, 3 * _EXPERT_S)
-
-CASES = (
-    Case("all on the device, all cached", all_on_device, slots=1.0),
-    Case("all on the CPU", all_host),
-    Case("half each, cached", _halves, slots=1.0),
-    # The CPU ends last here, regardless of how many experts are cached.
-    Case("half copied, half on the CPU", _halves, slots=0.25, host_s=2.1 * _EXPERT_S),
-    Case("by costs, misses copied too", _by_costs, host_s=3 * _EXPERT_S),
-)
-
-
-class _Counted:
-    """A splitter that adds up the expected seconds of both sides."""
-
-    def __init__(self, splitter: Splitter, costs: SplitCosts) -> None:
-        self.splitter, self._costs = splitter, costs
-        self.cpu_s = self.device_s = 0.0
-
-    def __call__(self, ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
-        split = expected(ids, self.splitter(ids, resident), self._costs)
-        self.cpu_s += split.cpu_s
-        self.device_s += split.device_s
-        return split.kind
-
-
-def shaped(path: Path, shape: Mapping[str, Any], copy_s: float) -> tuple[Plan, float]:
-    """Write a model to `path` if there is none. Returns the plan of the whole model, and a rate.
-
-    At this rate of the link, in bytes/s, the copy of an expert takes `copy_s` seconds.
-    """
+    path = folder / f"split-{case.n_used}.gguf"
     if not path.exists():
-        write_preset("qwen3-30b-a3b", path, seed=1, **shape)
-    whole = make_plan(read_facts(path))
+        write_preset("qwen3-30b-a3b", path, seed=1, n_expert_used=case.n_used, **_SHAPE)
+    whole = make_plan(read_facts(path), PlanRequest(n_cpu_moe=999))
     expert_bytes = max(sum(group.matrix_bytes.values()) for group in whole.layout.groups)
-    return whole, expert_bytes / copy_s
-
-
-def measure(case: Case, folder: Path, repetitions: int) -> Split:
-    """Run one case: `repetitions` steps of new tokens after two for warm-up."""
-    path = folder / "split.gguf"
-    whole, bandwidth = shaped(path, _SHAPE, _COPY_S)
-    vram = whole.resident_bytes + int(whole.slot_bytes * case.slots)
-    rates = f"expert={case.device_s * 1e6:.0f}us,host={case.host_s * 1e6:.0f}us"
-    counted = _Counted(case.splitter, _costs(case.device_s, case.host_s))
-    streaming = StreamingOptions(vram_bytes=vram, prefetch=False, hybrid=True, splitter=counted)
-    times = _steps(path, f"sim:bw={bandwidth:.0f}B/s,{rates}", streaming, repetitions, counted)
-    # The rest of a step is timed on the same model without copies and without fixed times.
-    rest_s = statistics.median(_steps(path, "sim", None, repetitions, None))
-    cpu_s = counted.cpu_s / repetitions
-    device_s = rest_s + counted.device_s / repetitions
-    step_s = statistics.mean(times)  # a mean like the counts, because steps differ in misses
-    return Split(
-        case.name, cpu_s, device_s, cpu_s + device_s, step_s, step_s / max(cpu_s, device_s)
-    )
-
-
-def _steps(
-    path: Path,
-    device: str,
-    streaming: StreamingOptions | None,
-    repetitions: int,
-    counted: _Counted | None,
-) -> list[float]:
-    """Seconds of each step. Adds the expected seconds of all split layers to `counted`."""
+    set_rate("link_bytes_per_s", expert_bytes / COPY_S)
+    set_rate("host_expert_s", case.pair_s)
+    by_rows_s = np.array([0.0, case.pair_s, 2 * case.pair_s])
+    costs = SplitCosts(by_rows_s, np.zeros(3), 0.0, 0.0, COPY_S)
+    ways: dict[str, Splitter] = {
+        "cpu": ByCosts(replace(costs, copy_s=_DEAR)),
+        "copy": all_on_device,
+        "step": ByCosts(costs),
+    }
+    gpu = next(device.name for device in devices() if device.on_gpu)
     options = EngineOptions(
-        device=device,
-        stream_experts=streaming is not None,
-        streaming=streaming or StreamingOptions(),
-        min_batch=MinBatch(NEVER, NEVER),
-        n_ctx=512,
-        n_threads=1,
-        n_threads_batch=1,
-    )
-    times: list[float] = []
+        device=gpu,
+        streaming=StreamingOptions(
+            vram_bytes=whole.resident_bytes + int(whole.slot_bytes * _SLOTS),
+            n_cpu_moe=999, hybrid=True, splitter=all_on_device, lend=False,
+        ),
+        min_batch=MinBatch(NEVER, NEVER), n_ctx=max(case.n_tokens, 64) + 256,
+        n_ubatch=max(case.n_tokens, 64), n_threads=1, n_threads_batch=1, flash_attn="auto",
+    )  # fmt: skip
+    times: dict[str, list[float]] = {way: [] for way in ways}
     with open_engine(path, options) as engine:
-        if counted is not None:
-            _fill(engine, counted)
+        assert engine.hybrid is not None
+        compute: Any = C.CDLL(None).standin_compute
+        compute.argtypes = [C.c_void_p, C.c_void_p]
+        engine.hybrid.team.open()
+        engine.hybrid.team.stream._compute = compute
         for i in range(repetitions + 2):
-            if i == 2 and counted is not None:
-                counted.cpu_s = counted.device_s = 0.0
-            token = (101 * i + 3) % engine.n_vocab
-            times.append(decode_s(engine.sequences, 0, [token], n_logits=1))
-            engine.sequences.rewind(0, 0)
-    return times[2:]
+            for nth, (way, splitter) in enumerate(ways.items()):
+                seed = 131 * (len(ways) * i + nth) + 3  # no way has the experts of another's step
+                tokens = [(7 * k * k + seed) % engine.n_vocab for k in range(case.n_tokens)]
+                with engine.hybrid.switch.splitting(splitter):
+                    start_s = time.perf_counter()
+                    engine.sequences.extend(0, tokens, n_logits=1)
+                    took_s = time.perf_counter() - start_s
+                engine.sequences.rewind(0, 0)
+                if i > 1:
+                    times[way].append(took_s)
+    cpu_s, copy_s, step_s = (statistics.median(its) for its in times.values())
+    both_s = 1 / (1 / cpu_s + 1 / copy_s)
+    best = step_s / min(cpu_s, copy_s)
+    return Shared(case.name, cpu_s, copy_s, both_s, step_s, best, step_s / both_s)
 
 
-def _fill(engine: Engine, counted: _Counted) -> None:
-    """Fill the slots before the measurement."""
-    splitter, counted.splitter = counted.splitter, all_on_device
-    for i in range(3):
-        engine.sequences.extend(0, [(7 * k + 31 * i) % engine.n_vocab for k in range(64)], 1)
-        engine.sequences.rewind(0, 0)
-    counted.splitter = splitter
+def measure_all(wanted: str, repetitions: int) -> Iterator[Shared]:
+    """Run the cases whose names contain `wanted`."""
+    use_experts_time()
+    for rate in ("vram_bytes_per_s", "flops", "attention_flops"):
+        set_rate(rate, _NO_TIME)
+    set_rate("kernel_s", 0.0)
+    with tempfile.TemporaryDirectory() as folder:
+        for case in CASES:
+            if wanted in case.name:
+                yield measure(case, Path(folder), repetitions)
+
+
+def table(rows: list[Shared]) -> str:
+    heads = ("case", "CPU, ms", "copies, ms", "shared, ms", "shared ÷ both", "shared ÷ the better")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in rows:
+        times = (f"{1e3 * seconds:,.0f}" for seconds in (row.cpu_s, row.copy_s, row.step_s))
+        lines.append(f"| {' | '.join([row.case, *times])} | {row.ratio:.2f} | {row.best:.2f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        description=__doc__, prog="scripts/lab/run split",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("-r", "--repetitions", type=int, default=5, help="timed steps of each way")
+    parser.add_argument("--case", default="", help="only the cases whose names contain this")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON alone")
+    args = parser.parse_args()
+    if not has_clock():
+        command = ROOT / "scripts" / "on-cuda-standin"
+        python = ROOT / ".venv-cuda" / "bin" / "python"
+        again = [str(command), str(python), "-m", "lab.split", *sys.argv[1:]]
+        sys.exit(subprocess.run(again, env=os.environ | _ENVIRONMENT, check=False).returncode)
+    use_virtual_time()
+    rows = [*measure_all(args.case, args.repetitions)]
+    if not rows:
+        parser.error(f"--case {args.case}: no case has this in its name")
+    print(json.dumps({"split": [asdict(row) for row in rows]}) if args.json else table(rows))
 
 
 if __name__ == "__main__":
-    bench(
-        "hybrid", "layers split between CPU and device (sim, each held to a rate)", CASES, measure
-    )
+    main()

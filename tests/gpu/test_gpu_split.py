@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from on_gpu import BATCHES, Logits, assert_close, assert_same, logits, logits_of, options, slots_for
+from splits import all_host
 
-from lab.split import all_host
 from lab.synth import write_preset
 from offload.device import DeviceChoice
 from offload.engine import EngineOptions, open_engine

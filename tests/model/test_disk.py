@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from budgets import ON_GPU, budget, limited
+from player_calls import Compute, computing, host_graphs
 from test_hybrid import BATCHES, PRESETS, Rows
 
 from lab.held import Decodes, compared, decode, slow_layers
@@ -191,20 +192,6 @@ def test_prompts_in_passes(model: Path, how: str) -> None:
             assert np.array_equal(logits(engine, batches), whole)
             assert experts_of(engine).counters.reads.read_bytes > 0
             assert engine.counters().passes > 0
-
-
-def test_split_layers_of_slow_sides(one: Path, n_late: list[int]) -> None:
-    """Another thread computes the CPU's experts in memory."""
-    streaming = StreamingOptions(hybrid=True)
-    streaming = limited(one, streaming, "half")
-    with open_engine(one, options("sim", None, streaming)) as engine:
-        whole = logits(engine)
-    for how in SPLITS.values():
-        paced = replace(streaming, splitter=how)
-        sim = "sim:expert=10us,host=10us,disk=1GB/s"
-        with open_engine(one, options(sim, half_of(one), paced)) as engine:
-            assert np.array_equal(logits(engine), whole)
-    assert n_late[0] > 0
 
 
 # -- one model -----------------------------------------------------------------------------------
@@ -615,24 +602,36 @@ def latest(engine: Engine, bw: str) -> dict[str, float]:
     }
 
 
-# The device, the seconds of an expert on the CPU, and whether layers are split.
+# The link's rate, the seconds of an expert on the CPU, and whether layers are split.
 HELD = [("1GB/s", 0.0, False), ("20MB/s", 0.0, False), ("20MB/s", 0.004, True)]
 
 
 @pytest.mark.parametrize(("bw", "host_s", "hybrid"), HELD)
 def test_a_decode_takes_as_long_as_the_latest_of_disk_link_and_cpu(
-    one: Path, bw: str, host_s: float, hybrid: bool
+    one: Path, bw: str, host_s: float, hybrid: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All rates are so low that sleeping takes nearly all the time."""
+    """All rates are so low that sleeping takes nearly all the time. So does the CPU in each of its
+    graphs, which has one expert or more."""
+    hosts = set[int]()
+
+    def made(inner: Compute) -> Compute:
+        def compute(stream: int, graph: int) -> int:
+            time.sleep(host_s if graph in hosts else 0.0)
+            return inner(stream, graph)
+
+        return compute
+
+    computing(monkeypatch, made)
     plain = StreamingOptions(prefetch=False, hybrid=hybrid)
     copy_s = read_facts(one).expert_bytes / (4 * 64) / parse_rate(bw)
     costs = SplitCosts(host_s * np.arange(3), 1e-6 * np.arange(3), 0.0, 0.0, copy_s)
     streaming = replace(limited(one, plain, "half"), splitter=ByCosts(costs))
-    device = f"sim:disk={RATE:.0f}B/s,bw={bw}" + (f",host={host_s}s" if host_s else "")
+    device = f"sim:disk={RATE:.0f}B/s,bw={bw}"
     ratios: list[float] = []
     while len(ratios) < 3 and min(ratios, default=9.9) > 1.1:  # other programs only delay
         with open_engine(one, options(device, half_of(one), streaming)) as engine:
             engine.sequences.extend(0, [1])
+            hosts |= host_graphs(engine)[0]
             before = latest(engine, bw)
             start_s = time.perf_counter()
             for step in range(2):

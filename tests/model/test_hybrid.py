@@ -299,9 +299,8 @@ def test_the_shared_expert_goes_ahead_of_the_cpus_rows(model: tuple[Path, Rows])
             assert counters.n_nodes_ahead == 0
 
 
-@pytest.mark.parametrize("device", ["sim", "sim:expert=10us,host=10us"])
 def test_the_device_has_the_shared_expert_before_the_cpus_part_ends(
-    tiny_moe: Path, expected: Rows, device: str, monkeypatch: pytest.MonkeyPatch
+    tiny_moe: Path, expected: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here the CPU's part waits for the shared expert. The graph's own order would time out."""
     given, n_waited = set[str](), 0
@@ -335,8 +334,7 @@ def test_the_device_has_the_shared_expert_before_the_cpus_part_ends(
             given.clear()
         n_waited += 1
 
-    opened = replace(split_by(at_random(6), tiny_moe, "half"), device=device)
-    with open_engine(tiny_moe, opened) as engine:
+    with open_engine(tiny_moe, split_by(at_random(6), tiny_moe, "half")) as engine:
         assert np.array_equal(logits(engine), expected)
         engine.sequences.rewind(0, 0)
         hosts |= host_graphs(engine)[0]
@@ -448,7 +446,6 @@ def _fail_to_copy(patch: pytest.MonkeyPatch, engine: Engine) -> None:
     patch.setattr(ThreadCopier, "_copy", fail)
 
 
-@pytest.mark.parametrize("device", ["sim", "sim:expert=10us,host=10us"])
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -463,11 +460,8 @@ def test_a_fault_ends_the_request_and_the_next_one_has_the_right_bits(
     expected: Rows,
     fault: Callable[[pytest.MonkeyPatch, Engine], None],
     message: str,
-    device: str,
 ) -> None:
-    turns = at_random(3)
-
-    with open_engine(tiny_moe, replace(split_by(turns, tiny_moe, "half"), device=device)) as engine:
+    with open_engine(tiny_moe, split_by(at_random(3), tiny_moe, "half")) as engine:
         engine.sequences.extend(0, [4, 5, 6])
         engine.sequences.rewind(0, 0)
         with pytest.MonkeyPatch.context() as patch:
@@ -478,9 +472,8 @@ def test_a_fault_ends_the_request_and_the_next_one_has_the_right_bits(
         assert np.array_equal(logits(engine), expected)
 
 
-@pytest.mark.parametrize("device", ["sim", "sim:expert=10us,host=10us"])
 def test_a_decode_that_a_signal_ends_anywhere_in_split_layers_is_redone(
-    tiny_moe: Path, expected: Rows, device: str, monkeypatch: pytest.MonkeyPatch
+    tiny_moe: Path, expected: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each decode is ended one computation later than the decode before it."""
     n_computed = n_ended = 0
@@ -496,9 +489,7 @@ def test_a_decode_that_a_signal_ends_anywhere_in_split_layers_is_redone(
         return end
 
     computing(monkeypatch, made)
-    with open_engine(
-        tiny_moe, replace(split_by(at_random(5), tiny_moe, "half"), device=device)
-    ) as one:
+    with open_engine(tiny_moe, split_by(at_random(5), tiny_moe, "half")) as one:
         one.sequences.extend(0, [1, 2, 3, 250, 99])
         one.sequences.rewind(0, 0)
         n_all, n_computed = n_computed, 0

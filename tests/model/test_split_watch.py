@@ -10,19 +10,17 @@ import logging
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import resolved
-from numpy.typing import NDArray
 
 from offload import measuring
 from offload.model_file import read_facts
 from offload.plan.placement import make_plan
-from offload.schedule.division import Split
 from offload.schedule.switch import ByCosts, HybridSwitch
+from offload.stream.split_path import SplitPath
 from offload.times import learner
 from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config, demo_file
@@ -64,20 +62,17 @@ def config_of(device: str, min_batch: str, hybrid: Toggle, n_parallel: int = 1) 
     return replace(config, parallel=n_parallel, streaming=streaming)
 
 
-@dataclass(frozen=True, eq=False)
-class Paced(ByCosts):
-    """A splitter that sleeps for the sum of `pause_s` before it splits."""
+@pytest.fixture
+def pause_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Decodes with split layers take longer by the sum of this list."""
+    seconds, expect = list[float](), SplitPath.expect
 
-    pause_s: list[float] = field(default_factory=list)
+    def slow(split: SplitPath, *expected_s: float) -> None:
+        time.sleep(sum(seconds))
+        expect(split, *expected_s)
 
-    def split(
-        self,
-        ids: NDArray[np.int32],
-        resident: NDArray[np.bool_],
-        rows: NDArray[np.intp] | None = None,
-    ) -> Split:
-        time.sleep(sum(self.pause_s))
-        return super().split(ids, resident, rows)
+    monkeypatch.setattr(SplitPath, "expect", slow)
+    return seconds
 
 
 class Answering:
@@ -111,9 +106,11 @@ class Answering:
             self.session.cancel(request)
 
 
-def test_a_start_that_finds_it_slower_says_both_times_and_splits_nothing() -> None:
-    paced = "sim:expert=4ms,host=4ms"  # fixed times per expert, which hold for split layers only
-    with Session(config_of(paced, "1000", Toggle.AUTO)) as session:
+def test_a_start_that_finds_it_slower_says_both_times_and_splits_nothing(
+    pause_s: list[float],
+) -> None:
+    pause_s.append(0.03)
+    with Session(config_of("sim", "1000", Toggle.AUTO)) as session:
         (line,) = (note for note in session.notes if note.startswith("--hybrid"))
         found = re.fullmatch(
             r"--hybrid auto: no layer is split, because that is not faster "
@@ -141,17 +138,16 @@ def switch_of(session: Session) -> HybridSwitch:
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_while_answering_it_goes_over_to_what_is_faster_and_back(
-    n: int, caplog: pytest.LogCaptureFixture
+    n: int, pause_s: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     """`n` requests run at once, so each batch has `n` tokens."""
     with Session(config_of(SLOW_LINK, "1", Toggle.AUTO, n)) as session:
         switch = switch_of(session)
         assert {1, 2} <= set(switch.sizes), "the link is slow"
         assert isinstance(switch.splitter, ByCosts)
-        paced = switch.splitter = Paced(switch.splitter.costs)
         answering = Answering(session, n)
         with caplog.at_level(logging.WARNING):
-            paced.pause_s.append(0.03)
+            pause_s.append(0.03)
             answering.until_changes(1)
             assert n not in switch.sizes
             before = session.target.counters()
@@ -161,7 +157,7 @@ def test_while_answering_it_goes_over_to_what_is_faster_and_back(
             after = session.target.counters()
             assert after.split_layers == before.split_layers
             assert after.streamed_bytes > before.streamed_bytes
-            paced.pause_s.clear()
+            pause_s.clear()
             answering.until_changes(2)
             assert n in switch.sizes
             before = session.target.counters()
@@ -190,12 +186,10 @@ def test_while_answering_it_goes_over_to_what_is_faster_and_back(
 
 
 def test_at_a_terminal_a_change_is_said_behind_the_answer(
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    pause_s: list[float], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with opened(config_of(SLOW_LINK, "1", Toggle.AUTO)) as session:
-        switch = switch_of(session)
-        assert isinstance(switch.splitter, ByCosts)
-        switch.splitter = Paced(switch.splitter.costs, [0.03])
+        pause_s.append(0.03)
         answering = Answering(session, 1)
         answering.until_changes(1)
         answering.cancel()

@@ -120,9 +120,9 @@ def test_copies_queue_for_an_engine_of_each_direction(tmp_path: Path) -> None:
     })  # fmt: skip
 
 
-def virtual(*arguments: str) -> dict[str, Any]:
+def virtual(*arguments: str, command: str = "virtual_gpu") -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", "lab.virtual_gpu", "--json", *arguments],
+        [sys.executable, "-m", f"lab.{command}", "--json", *arguments],
         env={**os.environ, "STANDIN_CLOCK": "1", "STANDIN_SKIP": "products", "STANDIN_FILL": "0",
              "STANDIN_DEVICES": "2", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True, text=True, timeout=580,
@@ -184,6 +184,16 @@ def test_copies_hide_behind_computation() -> None:
         assert row["ratio"] <= MOST_RATIO, row
     cases = ["dense stream", "expert prefill", "prompt of 4 ubatches", "verification batch"]
     assert [*found] == cases
+
+
+def test_a_layers_two_sides_compute_at_once() -> None:
+    case = "CPU ÷ copy 1, 4 tokens"
+    (row,) = virtual("-r", "2", "--case", case, command="split")["split"]
+    assert row["case"] == case
+    assert min(row["cpu_s"], row["copy_s"]) > 0.3, "at least 40 experts of 8 ms"
+    assert row["both_s"] == pytest.approx(1 / (1 / row["cpu_s"] + 1 / row["copy_s"]))
+    assert row["best"] == pytest.approx(row["step_s"] / min(row["cpu_s"], row["copy_s"]))
+    assert row["best"] < 0.7
 
 
 if __name__ == "__main__":

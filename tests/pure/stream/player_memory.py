@@ -380,7 +380,7 @@ class Machine:
             program=self.words.ctypes.data, n_words=self.words.size,
             parts=C.addressof(self.parts), n_parts=len(self.parts),
             layers=C.addressof(self.layers), n_layers=len(self.layers), n_stops=1,
-            recording=1, clocked=self.rng.randint(0, 1), paced=self.rng.randint(0, 1),
+            recording=1, clocked=self.rng.randint(0, 1),
             clock_ns=self.rng.randint(0, 1), splitter=self.rng.choice((0, 1, 3)),
             from_disk=self.rng.randint(0, 1),
             token_rows=self.token_rows.ctypes.data, n_token_rows=n_tokens,

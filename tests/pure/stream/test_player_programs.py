@@ -62,7 +62,7 @@ changes = st.lists(
                     "player.splitter",
                     "player.recording",
                 ),
-                *("player.clocked", "player.paced", "player.python_open", "player.clock_ns"),
+                *("player.clocked", "player.python_open", "player.clock_ns"),
                 *("table.slot_of", "table.state", "table.last_use", "table.reason"),
                 *("late", "n_late", "n_arrived"),
                 *("segments", "segments", "ahead.ids_at", "ahead.table_at", "ahead.resume"),
@@ -270,7 +270,7 @@ def ahead(n_slots: int, wrong: list[Change] | None = None, layers_per_wait: int 
     """Return three layers of four experts, of which each token uses one."""
     layers = [Sizes(4, 1, 1, n_slots, 1, is_split=False) for _ in range(3)]
     made = Machine(layers, Random(1), wrong or [], layers_per_wait=layers_per_wait)
-    made.player.paced = made.player.clocked = 0
+    made.player.clocked = 0
     for table, ids in zip(made.tables, made.ids.values(), strict=True):
         table["slot_of"][...] = [*range(n_slots), *[-1] * (4 - n_slots)]
         table["state"][...] = api.STAY + 2  # READY
@@ -339,7 +339,7 @@ def ringing_machine(seed: int) -> Machine:
     for tables in made.tables:
         tables["slot_of"][0], tables["state"][:] = 0, 2
         tables["slot_of"][1:][tables["slot_of"][1:] == 0] = -1
-    for name in ("clocked", "paced", "from_disk", "whole"):
+    for name in ("clocked", "from_disk", "whole"):
         setattr(made.player, name, 0)
     return made
 
