@@ -17,6 +17,7 @@ from specoffload.errors import KNOWN
 from specoffload.generation.generation import GenerateOptions, OnProgress, ignore
 from specoffload.server.log import LogSettings, ServerLog
 from specoffload.server.run import serve
+from specoffload.slots.prompt_shelf import PromptShelf
 
 if TYPE_CHECKING:
     from specoffload.session.session import Session
@@ -36,18 +37,19 @@ def open_session(
     library_level: int,
     log: LogSettings,
     on_progress: OnProgress = ignore,
+    shelf: PromptShelf | None = None,
 ) -> Session:
     """Open the session in the engine process. The function and its arguments can be pickled.
 
     The engine is imported here, so that only that process loads it. `verbose` and `library_level`
-    are settings of `report`.
+    are settings of `report`. `shelf` has the prompts of the model's last session.
     """
     from specoffload.session.session import Session
 
     if verbose:
         report.be_verbose(library_level=library_level)
     ServerLog(log).follow_warnings()
-    return Session(config, on_progress)
+    return Session(config, on_progress, shelf=shelf)
 
 
 def serve_config(

@@ -22,6 +22,7 @@ from specoffload.server.router.planning import plan_all
 from specoffload.server.router.pool import DEFAULT_STOP_TIMEOUT_S, Entry
 from specoffload.server.router.sharing import Sharing, share
 from specoffload.server.run import ModelParts, serve_models
+from specoffload.slots.prompt_shelf import PromptShelf
 
 _MODEL, _REPO, _ALIAS = (Options, "model"), (Options, "hf_repo"), (Options, "alias")
 _DRAFT, _PROJECTOR = (Options, "draft"), (Options, "mmproj")
@@ -53,7 +54,7 @@ def serve_several(line: CommandLine, served_as: Callable[..., ServedAs]) -> None
     for entry in catalogue.entries():
         log.say(f"model {entry.name} ({entry.source})")
 
-    def parts_of(entry: Entry, device_bytes: int | None) -> ModelParts:
+    def parts_of(entry: Entry, device_bytes: int | None, shelf: PromptShelf | None) -> ModelParts:
         served = served_as(catalogue.lines[entry.name])
         config = served.config
         for words in config.remarks:
@@ -67,6 +68,7 @@ def serve_several(line: CommandLine, served_as: Callable[..., ServedAs]) -> None
             report.is_verbose(),
             report.library_log_level(),
             settings,
+            shelf=shelf,
         )
         workers = config.remote.workers if config.uses_workers else ()
         return ModelParts(factory, served.chat, served.defaults, workers)

@@ -129,5 +129,6 @@ class ModelCard:
     only_continues: bool = False  # True: it knows no chats, so messages are text to continue
     n_parallel: int = 1  # requests that run at once
     keeps_prompts: bool = False  # closing writes prompts to the disk, which may take a while
+    shelves_prompts: bool = False  # closing can keep prompts in RAM for the model's next start
     path: str = ""  # the model's file
     reads_images: bool = False  # True: it has a projector (--mmproj)

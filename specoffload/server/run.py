@@ -41,6 +41,7 @@ from specoffload.server.renderer import Renderer
 from specoffload.server.router.app import create_router
 from specoffload.server.router.pool import Entry, ModelPool, RoutedEngine, Served
 from specoffload.server.router.sharing import Sharing
+from specoffload.server.router.shelves import Shelves
 from specoffload.server.sockets import (
     BACKLOG,
     Connection,
@@ -49,6 +50,7 @@ from specoffload.server.sockets import (
     Waiting,
     raise_descriptor_limit,
 )
+from specoffload.slots.prompt_shelf import PromptShelf
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _EXIT_CODES: dict[int, int] = {signal.SIGINT: 130, signal.SIGHUP: 129}
@@ -107,7 +109,7 @@ class ModelParts(NamedTuple):
 
 def serve_models(
     entries: Callable[[], Sequence[Entry]],
-    parts_of: Callable[[Entry, int | None], ModelParts],
+    parts_of: Callable[[Entry, int | None, PromptShelf | None], ModelParts],
     plan: Callable[[Sequence[Entry]], Sharing],
     options: ServeOptions,
     *,
@@ -116,14 +118,22 @@ def serve_models(
     """Serve several models; returns as `serve` does. A model that fails does not end the server.
 
     `entries` reads the list of models. `parts_of` is called in a thread when a model is first used,
-    with its device memory in bytes if it shares the device. `plan` decides these shares.
+    with its device memory in bytes if it shares the device, and the shelf for its prompts. `plan`
+    decides these shares.
     """
+    shelves = Shelves(None if options.cache_ram_mib < 0 else options.cache_ram_mib << 20)
+
+    def listed() -> Sequence[Entry]:
+        found = entries()
+        shelves.keep_only(found)
+        return found
 
     def parts(access: AccessRules, renderer: Renderer) -> tuple[FastAPI, ModelPool]:
         streams = KeptStreams()
 
         def make(entry: Entry, device_bytes: int | None) -> Served:
-            own = parts_of(entry, device_bytes)
+            shelf = shelves.of(entry)
+            own = parts_of(entry, device_bytes, None if shelf is None else shelf.file)
             engine = RoutedEngine(
                 own.factory,
                 max_queue=options.max_queue,
@@ -131,6 +141,7 @@ def serve_models(
                 chat=own.chat,
                 say=lambda line: log.say(f"{entry.name}: {line}"),
             )
+            engine.shelf = shelf
             app = create_app(
                 engine,
                 renderer=renderer,
@@ -144,7 +155,7 @@ def serve_models(
             return Served(engine, app)
 
         pool = ModelPool(
-            entries(),
+            listed(),
             make,
             plan=plan,
             most=options.models_max,
@@ -154,7 +165,7 @@ def serve_models(
         )
         router = create_router(
             pool,
-            entries=entries,
+            entries=listed,
             access=access,
             streams=streams,
             has_page=options.ui != "none",

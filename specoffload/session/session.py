@@ -43,14 +43,18 @@ from specoffload.opening.start import open_target, session_start
 from specoffload.session.infill import Fill, FillMarkers, fill_prompt
 from specoffload.session.startup_lines import startup_lines
 from specoffload.slots.batcher import Batcher
+from specoffload.slots.pool import PromptPlace
 from specoffload.slots.prompt_files import PromptFolder, made_folder
+from specoffload.slots.prompt_shelf import PromptShelf
 from specoffload.slots.request import Request
+from specoffload.slots.shelved_prompts import ShelvedPrompts
 from specoffload.slots.slot import change_slot
 from specoffload.speculation.costs import SessionCosts, Thorough
 from specoffload.speculation.speculation import Speculation, drafts_anything
 
 SEQUENCE = 0
-KEEPING = "prompts are written to the disk"  # the step of closing that reports progress
+# Steps of closing that report progress.
+KEEPING, SHELVING = "prompts are written to the disk", "prompts are kept in RAM"
 
 log = logging.getLogger("specoffload.session")
 
@@ -76,6 +80,7 @@ class Session:
         prices: bool = False,
         thorough: Thorough | None = None,
         on_news: Callable[[str], None] = log.warning,
+        shelf: PromptShelf | None = None,
     ) -> None:
         """Open the model, which may include some seconds of measuring.
 
@@ -83,7 +88,8 @@ class Session:
         `keeps_hits`, expert hits are counted and kept; set it if the texts are a user's. With
         `prices`, T(n) is measured even if nothing is drafted. `thorough` says how thoroughly to
         measure. `on_news` is called with a sentence when the session begins to compute batches in
-        another way, which may happen during an answer.
+        another way, which may happen during an answer. `shelf` has prompts of the last session of
+        this model, and gets those of this one after `shelve_prompts`.
 
         Raises OffloadError or SpecDecError if a part cannot be opened or parts do not fit together.
         Any exception, Ctrl-C included, frees the parts that were opened.
@@ -127,7 +133,9 @@ class Session:
                     f"prompts of earlier requests may take {prompt_bytes >> 20} MiB, a "
                     "sixteenth of the experts' memory, because not all experts fit (--cache-ram)"
                 )
-            folder = self._prompt_folder()
+            self._folder = folder = self._prompt_folder()
+            self._shelf = None if shelf is None else ShelvedPrompts(shelf, self._made_by())
+            self._shelves = False  # True: prompts go to the shelf at the end
             if folder is not None:
                 disk_lines.append(Note(NoteKind.PROMPTS, folder.words))
             if self.draft is not None and self.target.projector is not None:
@@ -149,7 +157,11 @@ class Session:
                 similar=config.slot_similarity,
                 folder=folder,
             )
-            opened.callback(_said, "prompts are not kept on the disk", self._keep_prompts)
+            opened.callback(_said, "prompts are not kept", self._keep_prompts)
+            if self._shelf is not None and (shelved := self._shelf.take()):
+                self.batcher.store.put_back(shelved)
+                n_bytes = self.batcher.store.size_bytes
+                log.info("prompts of the last run: %d, of %d MiB", len(shelved), n_bytes >> 20)
             if self.speculation is not None and self.speculation.logs_rounds:
                 self.batcher.on_member_round.append(self.speculation.log_round)
             if self.costs.learns:
@@ -187,17 +199,20 @@ class Session:
 
     def _prompt_folder(self) -> PromptFolder | None:
         """Open the folder of --cache-disk. Raises NotWritten if it cannot be used."""
-        room, sequences = self.config.cache_disk, self.target.sequences
+        room = self.config.cache_disk
         if room is None or room.folder is None:
             return None
-        made_by = {
-            **sequences.made_by,
+        can_cut = not self.target.sequences.goes_back_by_checkpoints
+        return PromptFolder(room.folder, room.size_bytes, self._made_by(), can_cut=can_cut)
+
+    def _made_by(self) -> dict[str, str]:
+        """Return all that a saved prompt depends on, by name."""
+        return {
+            **self.target.sequences.made_by,
             "library": library_build(),
             "whole windows": str(self.target.options.swa_full),
             "drafting layers": self._drafting_layers(),
         }
-        can_cut = not sequences.goes_back_by_checkpoints
-        return PromptFolder(room.folder, room.size_bytes, made_by, can_cut=can_cut)
 
     def _drafting_layers(self) -> str:
         """The layers whose caches are saved with a prompt, as text."""
@@ -208,10 +223,23 @@ class Session:
             return "the model's own"
         return f"{eagle.name}, {eagle.stat().st_size} bytes"
 
+    def shelve_prompts(self) -> None:
+        """Have `close` put all prompts on the shelf, because the model will be opened again.
+
+        Does nothing without a shelf. With --cache-disk the prompts go to the disk instead.
+        """
+        self._shelves = True
+
     def _keep_prompts(self) -> None:
-        n = self.batcher.keep_prompts(lambda done: self._on_progress(KEEPING, done))
-        if n:
-            log.info("prompts written to the disk: %d (--cache-disk)", n)
+        if self._folder is not None:
+            place: PromptPlace = self._folder
+            step, words = KEEPING, "prompts written to the disk: %d (--cache-disk)"
+        elif self._shelf is not None and self._shelves:
+            place, step, words = self._shelf, SHELVING, "prompts kept in RAM: %d (--cache-ram)"
+        else:
+            return
+        if n := self.batcher.keep_prompts(place, lambda done: self._on_progress(step, done)):
+            log.info(words, n)
 
     def use_idle_time(self) -> bool:
         """Copy one of the experts that earlier runs used most into a slot, or read some from disk.
@@ -322,7 +350,8 @@ class Session:
             and self.tokenize("", add_special=True, parse_special=False)[:1] == [model.bos],
             notes=tuple(Note(kind_of(note), report.plain(note)) for note in self.notes),
             n_parallel=self.config.parallel,
-            keeps_prompts=self.config.cache_disk is not None,
+            keeps_prompts=self._folder is not None,
+            shelves_prompts=self._folder is None and self._shelf is not None,
             reads_images=self.target.projector is not None,
         )
 

@@ -26,7 +26,7 @@ from specoffload.generation.generation import GenerateOptions, Piece, SlotInfo
 from specoffload.generation.statistics import EngineCounts
 from specoffload.opening.draft_model import DraftModel
 from specoffload.slots.choosing import SIMILAR, common
-from specoffload.slots.pool import SlotPool
+from specoffload.slots.pool import PromptPlace, SlotPool
 from specoffload.slots.prompt_files import PromptFolder
 from specoffload.slots.prompt_share import PromptShare
 from specoffload.slots.request import Answer, PromptLogprobs, Request
@@ -162,14 +162,14 @@ class Batcher:
         self._leave(request)
         request.close()
 
-    def keep_prompts(self, on_progress: Callable[[float], None]) -> int:
-        """Cancel all requests, and write all prompts to the folder of the disk, if there is one.
+    def keep_prompts(self, place: PromptPlace, on_progress: Callable[[float], None]) -> int:
+        """Cancel all requests, and move all prompts to a place that outlasts this process.
 
         `on_progress` gets the share that is written. Returns the number of written prompts.
         """
         for request in [*self._running.values(), *self._waiting]:
             self.cancel(request)
-        return self._pool.keep_all(on_progress)
+        return self._pool.keep_all(place, on_progress)
 
     def step(self) -> list[Request]:
         """Decode one batch. Returns the requests that have a new piece or an error."""

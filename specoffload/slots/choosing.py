@@ -200,6 +200,15 @@ class PromptStore:
             if self._on_evicted is not None:
                 self._on_evicted(evicted)
 
+    def put_back(self, prompts: Sequence[StoredPrompt]) -> None:
+        """Add prompts of an earlier store, the oldest first, below what was stored since."""
+        self._prompts[:0] = prompts
+        while self._limit_bytes is not None and self.size_bytes > self._limit_bytes:
+            self._prompts.pop(0)
+
+    def remove(self, prompt: StoredPrompt) -> None:
+        self._prompts = [p for p in self._prompts if p is not prompt]
+
     @property
     def prompts(self) -> tuple[StoredPrompt, ...]:
         """All stored prompts, the most recently used last."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 from offload.errors import DeviceFailed, DoesNotFit
 from offload.sequences.sequences import Sequences
@@ -23,6 +24,15 @@ from specoffload.slots.slot import Slot
 _MOST_READS = 3  # files that are tried for one prompt
 
 log = logging.getLogger("specoffload.slots")
+
+
+class PromptPlace(Protocol):
+    """A place for prompts that outlasts the process: a folder on the disk, or a shelf in RAM."""
+
+    n_written: int
+
+    def keep_now(self, prompt: StoredPrompt, on_written: Callable[[float], None]) -> None: ...
+    def close(self) -> None: ...
 
 
 class SlotPool:
@@ -189,19 +199,16 @@ class SlotPool:
         else:
             self._can_keep = True
 
-    def keep_all(self, on_progress: Callable[[float], None]) -> int:
-        """Write the prompts of all slots and of host memory to the folder, if there is one.
+    def keep_all(self, place: PromptPlace, on_progress: Callable[[float], None]) -> int:
+        """Move the prompts of all slots and of host memory to a place that outlasts this process.
 
         No request may run. `on_progress` gets the share that is written. Returns the number of
         prompts that were written. The newest come first, because whoever waits may lose patience.
         """
-        folder = self._folder
-        if folder is None:
-            return 0
         for slot in sorted(self._slots, key=lambda s: s.last_used):
             if slot.tokens:
                 self.keep(slot)
-        n_before, prompts = folder.n_written, self.store.prompts[::-1]
+        n_before, prompts = place.n_written, self.store.prompts[::-1]
         whole_bytes = sum(prompt.size_bytes for prompt in prompts) or 1
         done_bytes = 0
 
@@ -209,7 +216,8 @@ class SlotPool:
             on_progress((done_bytes + share * prompt.size_bytes) / whole_bytes)
 
         for prompt in prompts:
-            folder.keep_now(prompt, written)
+            place.keep_now(prompt, written)
+            self.store.remove(prompt)
             done_bytes += prompt.size_bytes
-        folder.close()
-        return folder.n_written - n_before
+        place.close()
+        return place.n_written - n_before

@@ -1,86 +1,52 @@
 """Keeps prompts in files, so that the next start finds them (--cache-disk).
 
-A prompt comes here when it leaves host memory (--cache-ram), and when the server stops. A file has
-
-    magic, size of the head | head (JSON), tokens, CRC-32 | state, checkpoints, CRC-32
-
-It is written under another name and renamed, so it is whole or not there. A file that is damaged,
-half or foreign is logged once and deleted; its prompt is then evaluated again. Several servers may
-share a folder. Each finds the others' prompts of its own model and settings, which are in the names
-of files as a hash.
+A prompt comes here when it leaves host memory (--cache-ram), and when the server stops. It has the
+form of prompt_format.py. It is written under another name and renamed, so it is whole or not there.
+A file that is damaged, half or foreign is logged once and deleted; its prompt is then evaluated
+again. Several servers may share a folder. Each finds the others' prompts of its own model and
+settings, which are in the names of files as a hash.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import shutil
 import stat
-import struct
 import tempfile
 import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
-from zlib import crc32
-
-import numpy as np
-from pydantic import TypeAdapter, ValidationError
 
 from offload.errors import NotWritten
-from offload.sequences.sequences import Checkpoint
 from specdec.whole_file import whole_file
 from specoffload.slots.choosing import StoredPrompt, common
-from specoffload.slots.prompt_index import BLOCK, Entry, PromptIndex, StoredFile, reusable, to_evict
+from specoffload.slots.prompt_format import (
+    MOST_HEAD_BYTES,
+    Head,
+    Unusable,
+    key_of,
+    read_head,
+    read_payload,
+    write_prompt,
+)
+from specoffload.slots.prompt_index import BLOCK, PromptIndex, StoredFile, reusable, to_evict
 
 LEAST_TOKENS = 2 * BLOCK  # a shorter prompt is evaluated faster than it is kept and found
-_FORMAT = 1
-_MAGIC = b"sopromp1"
-_START = struct.Struct("<8sI")
-_CRC = struct.Struct("<I")
 _SUFFIX = ".prompt"
-_MOST_HEAD_BYTES = 1 << 20
 _MOST_COMPARED = 2  # candidates of each kind whose tokens are compared
-_PIECE_BYTES = 16 << 20  # written between two reports of progress
 _MOST_WAITING_BYTES = 1 << 30  # of prompts that wait to be written
 _SPARE_BYTES = 1 << 30  # bytes that stay free on the disk
 _OLD_S = 3600.0  # age of an unfinished file that no server writes any more
 
 log = logging.getLogger("specoffload.slots")
-
-
-@dataclass(frozen=True)
-class _SavedCheckpoint:
-    length: int
-    state_bytes: int
-    row_floats: int  # 0: no row
-
-
-@dataclass(frozen=True)
-class _Head:
-    key: str
-    n_tokens: int
-    state_bytes: int
-    checkpoints: tuple[_SavedCheckpoint, ...]
-
-    @property
-    def payload_bytes(self) -> int:
-        parts = (c.state_bytes + 4 * c.row_floats for c in self.checkpoints)
-        return self.state_bytes + sum(parts) + _CRC.size
-
-    def entry(self, name: str) -> Entry:
-        lengths = {c.length for c in self.checkpoints} | {self.n_tokens}
-        return Entry(name, self.n_tokens, tuple(sorted(lengths)))
-
-
-_HEADS: TypeAdapter[_Head] = TypeAdapter(_Head)
 
 
 def made_folder(folder: Path) -> None:
@@ -93,10 +59,6 @@ def made_folder(folder: Path) -> None:
         raise NotWritten(
             f"--cache-disk: no prompts can be kept in {folder}: {e.strerror or e}"
         ) from e
-
-
-class _Unusable(Exception):
-    """A file that is damaged, or of something else."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +84,7 @@ class PromptFolder:
         be made or written to.
         """
         self._folder, self._limit_bytes, self._can_cut = folder, limit_bytes, can_cut
-        named = json.dumps({**made_by, "format": _FORMAT}, sort_keys=True)
-        self._key = hashlib.sha256(named.encode()).hexdigest()[:16]
+        self._key = key_of(made_by)
         self._index = PromptIndex(can_cut=can_cut)
         self._lock = threading.Lock()  # of the index and the queue
         self._work = threading.Condition(self._lock)
@@ -174,10 +135,10 @@ class PromptFolder:
         path = self._folder / name
         try:
             with _opened(path) as file:
-                head, tokens = _read_head(file, self._key)
-                prompt = _read_payload(file, head, tokens)
+                head, tokens = _head_of(file, self._key)
+                prompt = read_payload(file, head, tokens)
             os.utime(path)  # this use counts for evictions, also for other servers
-        except (OSError, _Unusable, MemoryError) as e:
+        except (OSError, Unusable, MemoryError) as e:
             self._unusable(name, e)
             return None
         self.n_read += 1
@@ -185,13 +146,13 @@ class PromptFolder:
 
     def drop(self, name: str, why: str) -> None:
         """Forget and delete a prompt that the library does not take."""
-        self._unusable(name, _Unusable(why))
+        self._unusable(name, Unusable(why))
 
     def _tokens_of(self, name: str) -> array[int] | None:
         try:
             with _opened(self._folder / name) as file:
-                return _read_head(file, self._key)[1]
-        except (OSError, _Unusable) as e:
+                return _head_of(file, self._key)[1]
+        except (OSError, Unusable) as e:
             self._unusable(name, e)
             return None
 
@@ -201,7 +162,7 @@ class PromptFolder:
         if isinstance(why, FileNotFoundError):  # another server evicted it
             return
         log.warning("the prompt in %s is not used, and is evaluated again: %s", name, _reason(why))
-        if isinstance(why, _Unusable):
+        if isinstance(why, Unusable):
             with contextlib.suppress(OSError):
                 (self._folder / name).unlink()
 
@@ -226,8 +187,8 @@ class PromptFolder:
     def _learn(self, name: str) -> None:
         try:
             with _opened(self._folder / name) as file:
-                head, tokens = _read_head(file, self._key)
-        except (OSError, _Unusable) as e:
+                head, tokens = _head_of(file, self._key)
+        except (OSError, Unusable) as e:
             self._unusable(name, e)
             return
         with self._lock:
@@ -315,9 +276,9 @@ class PromptFolder:
         try:
             if self._has(tokens, path.name):
                 return
-            self._make_room(prompt.size_bytes + len(tokens) * 4 + _MOST_HEAD_BYTES)
+            self._make_room(prompt.size_bytes + len(tokens) * 4 + MOST_HEAD_BYTES)
             head = self._write(path, prompt, on_written)
-        except (OSError, MemoryError, _Unusable) as e:
+        except (OSError, MemoryError, Unusable) as e:
             self._failed(prompt, _reason(e))
             return
         self._can_write = True
@@ -345,7 +306,7 @@ class PromptFolder:
         return False
 
     def _make_room(self, new_bytes: int) -> None:
-        """Delete prompts that were used long ago. Raises _Unusable if there is no room."""
+        """Delete prompts that were used long ago. Raises Unusable if there is no room."""
         files = []
         with os.scandir(self._folder) as entries:
             for entry in entries:
@@ -356,7 +317,7 @@ class PromptFolder:
         free_bytes = shutil.disk_usage(self._folder).free
         gone = to_evict(files, new_bytes, self._limit_bytes, free_bytes, _SPARE_BYTES)
         if gone is None:
-            raise _Unusable(
+            raise Unusable(
                 f"it needs {new_bytes / 2**20:.0f} MiB; --cache-disk is "
                 f"{self._limit_bytes / 2**20:.0f} MiB, and the disk has "
                 f"{free_bytes / 2**20:.0f} MiB free, of which {_SPARE_BYTES >> 20} stay free"
@@ -370,33 +331,10 @@ class PromptFolder:
         with contextlib.suppress(FileNotFoundError):
             (self._folder / name).unlink()
 
-    def _write(
-        self, path: Path, prompt: StoredPrompt, on_written: Callable[[float], None]
-    ) -> _Head:
-        saved = tuple(
-            _SavedCheckpoint(c.length, len(c.state), 0 if c.row is None else c.row.size)
-            for c in prompt.checkpoints
-        )
-        head = _Head(self._key, len(prompt.tokens), len(prompt.state), saved)
-        raw = _HEADS.dump_json(head)
-        begin = _START.pack(_MAGIC, len(raw)) + raw + array("i", prompt.tokens).tobytes()
-        parts: list[bytes] = [prompt.state]
-        for checkpoint in prompt.checkpoints:
-            parts.append(checkpoint.state)
-            if checkpoint.row is not None:
-                parts.append(checkpoint.row.astype(np.float32).tobytes())
+    def _write(self, path: Path, prompt: StoredPrompt, on_written: Callable[[float], None]) -> Head:
         with whole_file(path) as file:
             os.fchmod(file.fileno(), stat.S_IRUSR | stat.S_IWUSR)
-            file.write(begin + _CRC.pack(crc32(begin)))
-            found = done = 0
-            for piece in _pieces(parts):
-                found = crc32(piece, found)
-                file.write(piece)
-                done += len(piece)
-                on_written(done / head.payload_bytes)
-            file.write(_CRC.pack(found))
-        on_written(1.0)
-        return head
+            return write_prompt(file, self._key, prompt, on_written)
 
     def _failed(self, prompt: StoredPrompt, why: str) -> None:
         """Log the first of several failures in a row."""
@@ -412,69 +350,15 @@ def _reason(error: BaseException) -> str:
     return str(error) or "there is not enough memory"
 
 
-def _pieces(parts: Sequence[bytes]) -> Iterator[memoryview]:
-    for part in parts:
-        view = memoryview(part)
-        for at in range(0, len(view), _PIECE_BYTES):
-            yield view[at : at + _PIECE_BYTES]
-
-
 def _opened(path: Path) -> BinaryIO:
-    """Open a regular file to read. Raises OSError, and _Unusable for anything else."""
+    """Open a regular file to read. Raises OSError, and Unusable for anything else."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise _Unusable("it is not a regular file")
+        raise Unusable("it is not a regular file")
     return os.fdopen(handle, "rb", buffering=0)
 
 
-def _exactly(file: BinaryIO, n_bytes: int) -> bytes:
-    """Read `n_bytes`, with one read if the system allows. Raises _Unusable at the file's end."""
-    parts: list[bytes] = []
-    while n_bytes:
-        part = os.read(file.fileno(), n_bytes)
-        if not part:
-            raise _Unusable("it ends too early")
-        parts.append(part)
-        n_bytes -= len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def _read_head(file: BinaryIO, key: str) -> tuple[_Head, array[int]]:
-    """Read the head and the tokens. Raises OSError, and _Unusable for a file that is not whole."""
-    start = _exactly(file, _START.size)
-    magic, n_bytes = _START.unpack(start)
-    if magic != _MAGIC or n_bytes > _MOST_HEAD_BYTES:
-        raise _Unusable("it is no prompt of this format")
-    raw = _exactly(file, n_bytes)
-    try:
-        head = _HEADS.validate_json(raw)
-    except ValidationError:
-        raise _Unusable("its head is damaged") from None
-    sizes = (head.n_tokens, head.state_bytes, *(c.state_bytes for c in head.checkpoints))
-    begin_bytes = _START.size + n_bytes + 4 * head.n_tokens + _CRC.size
-    if min(sizes) < 0 or os.fstat(file.fileno()).st_size != begin_bytes + head.payload_bytes:
-        raise _Unusable("its size differs from what its head says")
-    text = _exactly(file, 4 * head.n_tokens)
-    (expected,) = _CRC.unpack(_exactly(file, _CRC.size))
-    if crc32(text, crc32(start + raw)) != expected or head.key != key:
-        raise _Unusable("its head is damaged, or of another model")
-    tokens = array("i")
-    tokens.frombytes(text)
-    return head, tokens
-
-
-def _read_payload(file: BinaryIO, head: _Head, tokens: array[int]) -> StoredPrompt:
-    """Read the state and the checkpoints after the head. Raises OSError, _Unusable, MemoryError."""
-    state = _exactly(file, head.state_bytes)
-    found = crc32(state)
-    checkpoints = []
-    for saved in head.checkpoints:
-        part, raw_row = _exactly(file, saved.state_bytes), _exactly(file, 4 * saved.row_floats)
-        found = crc32(raw_row, crc32(part, found))
-        row = np.frombuffer(raw_row, np.float32).reshape(1, -1) if saved.row_floats else None
-        checkpoints.append(Checkpoint(saved.length, part, row=row))
-    (expected,) = _CRC.unpack(_exactly(file, _CRC.size))
-    if found != expected:
-        raise _Unusable("its checksum does not match")
-    return StoredPrompt(tuple(tokens), state, tuple(checkpoints))
+def _head_of(file: BinaryIO, key: str) -> tuple[Head, array[int]]:
+    """Read the head and the tokens of a file. Raises what `read_head` raises."""
+    return read_head(file, key, os.fstat(file.fileno()).st_size)

@@ -7,12 +7,14 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from program import SERVE, serving
 from running import eventually, http
 
 from specoffload.config.resolution import demo_file
 
+NAMES = ("large", "small")
 PROMPT = "def sum_of_squares(values):\n    total = 0\n    for value in values:\n" * 24
 
 
@@ -72,6 +74,44 @@ def test_each_model_finds_its_prompts_again_on_the_disk(folder: Path, tmp_path: 
             else:
                 assert cached == 0
             texts[name] = told["content"]
+
+
+def test_each_model_finds_its_prompts_again_in_ram(folder: Path) -> None:
+    """Each switch closes a process. Idle time and `unload` close one, too."""
+    flags = ("--models-dir", str(folder), "--device", "cpu", "-c", "2048")
+    with serving(*flags) as program:
+        texts = {}
+        for name in ("small", "large", "small", "large"):
+            told = answer(program.url, name, PROMPT, temperature=0)
+            timings: dict[str, int] = told["timings"]  # type: ignore[assignment]
+            if name in texts:
+                assert timings["prompt_n"] <= 2
+                assert timings["cache_n"] > 256
+                assert timings["cache_disk_n"] == 0
+                assert told["content"] == texts[name]
+            else:
+                assert timings["cache_n"] == 0
+            texts[name] = told["content"]
+        http.post(program.url + "/models/unload", json={"model": "large"})
+        eventually(lambda: statuses(program.url)["large"] == "unloaded")
+        again = answer(program.url, "large", PROMPT, temperature=0)
+        assert again["timings"]["prompt_n"] <= 2  # type: ignore[index]
+
+
+def test_a_killed_engine_loses_its_own_prompts_only(folder: Path) -> None:
+    flags = ("--models-dir", str(folder), "--device", "cpu", "-c", "2048")
+    with serving(*flags) as program:
+        texts = {n: answer(program.url, n, PROMPT, temperature=0)["content"] for n in NAMES}
+        engines = psutil.Process(program.process.pid).children()
+        engine = max(engines, key=lambda process: process.memory_info().rss)
+        engine.kill()
+        eventually(lambda: engine not in psutil.Process(program.process.pid).children())
+        eventually(lambda: statuses(program.url)["small"] == "loaded", 30)
+        for name, cached in (("small", 0), ("large", 256)):
+            told = answer(program.url, name, PROMPT, temperature=0)
+            assert told["timings"]["cache_n"] >= cached  # type: ignore[index]
+            assert (told["timings"]["cache_n"] > 0) == (name == "large")  # type: ignore[index]
+            assert told["content"] == texts[name]
 
 
 @pytest.mark.parametrize(

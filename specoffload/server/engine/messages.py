@@ -81,7 +81,9 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Shutdown:
-    """Close the session and exit."""
+    """Close the session and exit. `shelves_prompts`: keep its prompts in RAM for the next start."""
+
+    shelves_prompts: bool = False
 
 
 ToEngine = Submit | Cancel | Shutdown

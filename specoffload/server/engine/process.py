@@ -166,6 +166,8 @@ class Service:
             has_work = bool(self._running) or self._session.use_idle_time()
             for message in self._arriving.take(wait=not has_work):
                 if isinstance(message, Shutdown):
+                    if message.shelves_prompts:
+                        self._session.shelve_prompts()
                     return
                 if isinstance(message, Cancel):
                     self._cancel(message.job_id)

@@ -205,13 +205,15 @@ class Supervisor:
             self._watching = asyncio.create_task(self._watch())
         self._spawn()
 
-    async def close(self) -> None:
+    async def close(self, *, is_for_now: bool = False) -> None:
         """End the engine process and wait for its end. Kills it if it is loading or has jobs.
 
-        Jobs do not count if it has prompts to write to the disk. It then has time while it reports
-        progress.
+        Jobs do not count if it has prompts to keep. It then has time while it reports progress.
+        `is_for_now`: the model may be opened again, so that its prompts are worth their RAM.
         """
-        keeps = self.card is not None and self.card.keeps_prompts
+        card = self.card
+        shelves = is_for_now and card is not None and card.shelves_prompts
+        keeps = shelves or (card is not None and card.keeps_prompts)
         polite = self.state is State.READY and (keeps or not self.is_working)
         self.state = State.CLOSED
         for later in (
@@ -225,7 +227,7 @@ class Supervisor:
         if child is None:
             return
         if polite:
-            child.send(Shutdown())
+            child.send(Shutdown(shelves))
             await self._wait_for_end()
         child.kill()
         await self._child_gone.wait()

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from offload.errors import DoesNotFit
 from specoffload.errors import meaning_of
+from specoffload.report import bytes_text
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.messages import (
     Loading,
@@ -28,6 +29,7 @@ from specoffload.server.engine.messages import (
 from specoffload.server.engine.supervisor import SHUTTING_DOWN, State
 from specoffload.server.router.decision import Decision, Phase, Standing, decide
 from specoffload.server.router.sharing import Sharing
+from specoffload.server.router.shelves import ModelShelf
 
 DEFAULT_STOP_TIMEOUT_S = 10.0  # DEFAULT_STOP_TIMEOUT in tools/server/server-models.cpp
 _RETRY_AFTER_S = 5
@@ -62,10 +64,25 @@ class Served(NamedTuple):
 class RoutedEngine(EngineClient):
     """An engine that reports each change of its state, and the end of its work.
 
-    `on_change` is set before `start`.
+    `on_change` is set before `start`. `shelf` keeps the model's prompts while it is closed.
     """
 
     on_change: Callable[[], None]
+    shelf: ModelShelf | None = None
+
+    async def start(self) -> None:
+        if self.shelf is not None:
+            self.shelf.lend()
+        await super().start()
+
+    async def close(self, *, is_for_now: bool = False) -> None:
+        try:
+            await super().close(is_for_now=is_for_now)
+        finally:
+            if self.shelf is not None:
+                self.shelf.take_back()
+        if self.shelf is not None and (n_bytes := self.shelf.file.size_bytes):
+            self._say(f"its prompts stay in RAM: {bytes_text(n_bytes)} (--cache-ram)")
 
     def on_ready(self) -> None:
         super().on_ready()
@@ -83,6 +100,8 @@ class RoutedEngine(EngineClient):
 
     def on_closed(self, problem: Problem) -> None:
         super().on_closed(problem)
+        if self.state is State.FAILED and self.shelf is not None:  # its process has ended
+            self.shelf.take_back()
         self.on_change()
 
 
@@ -430,7 +449,7 @@ class ModelPool:
         if model.served is not None:
             if grace_s:
                 await model.served.engine.drain(grace_s)
-            await model.served.engine.close()
+            await model.served.engine.close(is_for_now=not self._draining)
         model.phase = Phase.CLOSED
         self.change()
 
