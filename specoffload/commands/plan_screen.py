@@ -217,8 +217,13 @@ def _show_memory(planned: Planned, *, details: bool) -> None:
             for name, size, of in _uses(planned)
             if size or name == "free"
         ]
-        used.append(("GPU memory", size_words(planned.vram_bytes), planned.why_vram))
+        has_limit = planned.request.budget_bytes is not None
+        total = size_words(planned.vram_bytes) if has_limit else "no limit"
+        used.append(("GPU memory", total, planned.why_vram))
         report.table("GPU memory", ("", "size", ""), used)
+        if planned.is_simulated:
+            size = size_words(planned.memory.total_bytes)
+            report.line(f"KV cache and buffers: {size} of RAM, where the simulated device computes")
     if planned.layout is not None and planned.layout.cache_words:
         report.paragraph(planned.layout.cache_words)
     if plan.streamed:
@@ -238,8 +243,8 @@ def _show_memory(planned: Planned, *, details: bool) -> None:
 def _uses(planned: Planned) -> list[tuple[str, int, str]]:
     """Return (use, bytes, remark) for each use of a device's memory, and for the free rest."""
     plan, memory = planned.plan, planned.memory
+    weights = ("other weights" if planned.on_cpu else "weights", plan.resident_bytes, "")
     rows = [
-        ("other weights" if planned.on_cpu else "weights", plan.resident_bytes, ""),
         ("KV cache", memory.kv_bytes, f"{planned.context.n_ctx:,} tokens"),
         ("recurrent states", memory.recurrent_bytes, ""),
         (
@@ -254,6 +259,12 @@ def _uses(planned: Planned) -> list[tuple[str, int, str]]:
         ),
         ("draft model, projector", planned.request.reserve_bytes, ""),
         *_mtp_rows(plan),
+    ]
+    if planned.is_simulated:
+        rows = _mtp_rows(plan)[:1]
+    rows = [
+        weights,
+        *rows,
         *(
             (f"cache: {pool.name}", pool.size_bytes, f"{pool.n_slots} of {pool.n_pieces}")
             for pool in plan.layout.pools
@@ -265,7 +276,7 @@ def _uses(planned: Planned) -> list[tuple[str, int, str]]:
             f"of {report.plural(streamed_layers(plan)['dense'], 'layer')} in RAM",
         ),
     ]
-    if planned.on_cpu:
+    if planned.on_cpu or planned.request.budget_bytes is None:
         return rows
     return [*rows, ("free", planned.vram_bytes - plan.used_bytes, "")]
 

@@ -109,6 +109,8 @@ def _here(
     is_asked = config.streaming.device_bytes is not None or config.streaming.each_device_bytes
     what = f"what {devices[0].name} has free" if len(devices) == 1 else "what is free"
     why = "as asked for" if is_asked or devices[0].sim_bytes else f"{what}, less 1 GiB"
+    if devices[0].kind is Kind.SIM and why != "as asked for":
+        why = "sim:vram=SIZE sets one"
     return PlanTarget(replace(found, devices=devices), {}), devices[0].machine, why
 
 

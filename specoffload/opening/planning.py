@@ -7,6 +7,7 @@ from dataclasses import astuple, dataclass, replace
 from functools import cached_property, partial
 
 from offload.model import ModelFacts, is_experts, layer_of
+from offload.plan.found import Kind
 from offload.plan.host_tables import HostTables
 from offload.plan.layout import Layout
 from offload.plan.llama_cpp import LlamaSpeeds, llama_speeds
@@ -68,6 +69,11 @@ class Planned:
     @property
     def vram_bytes(self) -> int:
         return self.request.budget_bytes or 0
+
+    @property
+    def is_simulated(self) -> bool:
+        """True if a simulated device computes, whose context and buffers are in RAM."""
+        return self.layout is not None and self.layout.devices[0].kind is Kind.SIM
 
     @property
     def context(self) -> ContextOptions:

@@ -799,3 +799,18 @@ def test_a_plan_says_what_the_file_of_layers_that_draft_lacks(models: Path) -> N
     done = CliRunner().invoke(app, ["plan", str(path)], catch_exceptions=False)
     words = " ".join(done.stdout.split())
     assert "its layers were left out of the file, so ngram-mod and suffix draft alone" in words
+
+
+@pytest.mark.parametrize(
+    ("device", "total"), [("sim", "no limit sim:vram=SIZE sets one"), ("sim:vram=4MiB", "4.0 MiB")]
+)
+def test_a_simulated_device_holds_weights_alone(device: str, total: str) -> None:
+    """Its table once counted a context that is in RAM, and had less than nothing free."""
+    from specoffload.config.resolution import demo_file
+
+    printed = words_of(str(demo_file("target.gguf")), "--device", device)
+    table = printed[printed.index("GPU memory") : printed.index("Batches")]
+    assert "compute buffers │" not in table
+    assert "of RAM, where the simulated device computes" in table
+    assert " ".join(table.replace("│", " ").split()).count(total) == 1
+    assert ("free" in table) == (device != "sim")
