@@ -50,7 +50,6 @@ enum {
     YIELD_SUBMIT,    /* Python has to submit the nodes up to `until` */
     YIELD_STOP,      /* Python has to do stop number `until` */
     YIELD_CLOCK,     /* a layer is reached, and a clock is set */
-    YIELD_DIVIDE,    /* Python has to fill `kinds` */
     YIELD_NEED,      /* Python has to enter the cut: some of the layer's `experts` are in no slot. It calls
                         `player_send` before it enqueues their copies. */
     YIELD_WAIT,      /* Python has to submit up to product `until`, and wait for its copies */
@@ -60,7 +59,7 @@ enum {
 };
 enum { BROKEN = -1 };  /* `status` of DRIVER_FAILED: the watchdog has released the device */
 enum { HIT, STREAMED, ON_HOST, LATE }; /* LATE: on the host, after it has been read from the disk */
-enum { STAY, ALL_ON_DEVICE, BY_COSTS, BY_PYTHON }; /* how experts are divided */
+enum { STAY, ALL_ON_DEVICE, BY_COSTS }; /* how experts are divided */
 enum { FREE, LOADING, READY, IN_USE, CLOSED };
 enum { ABORTED = 1 }; /* ggml's status of a computation that a signal ended */
 enum { MOST_TOKENS = 64, MOST_RANGES = 1 << 12 }; /* MOST_RANGES: as in offload/ggml/graph.py */
@@ -472,9 +471,8 @@ static int count_rows(struct player *p, struct layer *l) {
         if (p->rows[e]) used[n++] = (int32_t)e;
     l->waits = 0;
     p->n_used = n;
-    int all = p->splitter == BY_PYTHON || p->from_disk; /* Python gets `resident` of all experts */
-    for (number i = 0; i < (all ? l->n_experts : n); i++) {
-        number e = all ? i : used[i];
+    for (number i = 0; i < (p->from_disk ? l->n_experts : n); i++) { /* then Python gets `resident` of all */
+        number e = p->from_disk ? i : used[i];
         int32_t slot = l->slot_of[e];
         if (slot >= l->n_slots) return WRONG_PROGRAM;
         p->resident[e] = slot >= 0 && l->state[slot] != LOADING;
@@ -492,7 +490,7 @@ static int costs_fit(const struct player *p) {
            c->n_lines <= p->most_lines && c->n_rows > MOST_TOKENS && c->n_copies > p->most_experts;
 }
 
-/* Divide the used experts, unless Python does. */
+/* Divide the used experts. */
 static void choose_kinds(struct player *p, const struct layer *l) {
     const int32_t *used = p->used;
     number n = p->n_used;
@@ -554,7 +552,7 @@ static int late_fit(struct player *p, const struct layer *l) {
         for (number i = 0; i < k; i++)
             if (p->late[i] == e) return 0;
     }
-    if (!p->from_disk && p->splitter != BY_PYTHON) return 1;
+    if (!p->from_disk) return 1;
     number n_late = 0;
     for (number e = 0; e < l->n_experts; e++) n_late += p->rows[e] && p->kinds[e] == LATE;
     return n_late == p->n_late;
@@ -770,7 +768,6 @@ static int divide(struct player *p, struct layer *l) {
     }
     if (p->phase == 1) {
         p->phase = 2;
-        if (p->splitter == BY_PYTHON && l->host) return YIELD_DIVIDE;
         choose_kinds(p, l);
     }
     if (p->phase == 2) {

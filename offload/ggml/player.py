@@ -145,12 +145,12 @@ _MIRRORS = (
 SUBMITTED, READ_IDS, COMPUTED, PLACED = range(4)  # kinds of events
 (
     DONE, FAILED, FAILED_ON_CPU, FAILED_TO_PLACE, WRONG_ID, WRONG_PROGRAM, DRIVER_FAILED,
-    YIELD_SUBMIT, YIELD_STOP, YIELD_CLOCK, YIELD_DIVIDE, YIELD_NEED, YIELD_WAIT, YIELD_ISSUE,
-    YIELD_FETCH, YIELD_LATE,
-) = range(16)  # fmt: skip
+    YIELD_SUBMIT, YIELD_STOP, YIELD_CLOCK, YIELD_NEED, YIELD_WAIT, YIELD_ISSUE, YIELD_FETCH,
+    YIELD_LATE,
+) = range(15)  # fmt: skip
 BROKEN = -1  # `status` of DRIVER_FAILED if the watchdog has released the device
 IS_DIVIDED = 2  # `phase` of a layer whose experts Python has divided
-STAY, ALL_ON_DEVICE, BY_COSTS, BY_PYTHON = range(4)  # how the player divides experts
+STAY, ALL_ON_DEVICE, BY_COSTS = range(3)  # how the player divides experts
 
 
 class Native:

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from offload.schedule.division import HIT, HOST, STREAMED, Split, SplitCosts, split_pairs
 
-# (ids [n_tokens, n_used], resident [n_experts]) -> HIT, STREAMED or HOST for each expert. Only
-# resident experts may be HIT. Values for unused experts have no meaning. With experts on the disk,
-# a resident expert has to be HIT: only missing experts are read into host memory.
+# `stay`, `all_on_device` or a `ByCosts`, which the player knows, too. It is called for prompts:
+# (ids [n_tokens, n_used], resident [n_experts]) -> HIT, STREAMED or HOST for each expert. Resident
+# experts are HIT. Values for unused experts have no meaning.
 Splitter = Callable[[NDArray[np.int32], NDArray[np.bool_]], NDArray[np.uint8]]
 
 MOST_TOKENS = 64  # most tokens of a batch that the player splits; larger ones are split in passes

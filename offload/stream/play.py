@@ -37,6 +37,7 @@ from offload.stream.stream_parts import RoutingParts, StreamParts
 from offload.trace.trace import COMPUTE, CPU
 
 _EVENTS = 8  # most events of a layer
+_SPLITTERS: dict[object, int] = {stay: api.STAY, all_on_device: api.ALL_ON_DEVICE}
 _SUMMED = [name for name, _ in api.Counts._fields_ if hasattr(StreamCounters, name)]
 
 
@@ -92,9 +93,9 @@ class GraphPlayer:
         self._scratch = [np.zeros(most + 2 * n_used, np.int32) for _ in range(3)]
         self._doing: dict[int, Callable[[Stops, Program, CutGraph], int]] = {
             api.YIELD_SUBMIT: self._submit, api.YIELD_STOP: self._stop,
-            api.YIELD_CLOCK: self._clock, api.YIELD_DIVIDE: self._divide,
-            api.YIELD_NEED: self._need, api.YIELD_WAIT: self._wait, api.YIELD_ISSUE: self._issue,
-            api.YIELD_FETCH: self._fetch, api.YIELD_LATE: self._wait_late,
+            api.YIELD_CLOCK: self._clock, api.YIELD_NEED: self._need, api.YIELD_WAIT: self._wait,
+            api.YIELD_ISSUE: self._issue, api.YIELD_FETCH: self._fetch,
+            api.YIELD_LATE: self._wait_late,
         }  # fmt: skip
 
     @property
@@ -188,7 +189,6 @@ class GraphPlayer:
         if self._split is not None and program.splits:
             self._arm_split(program, self._split)
         needs_python = clocked or player.from_disk
-        needs_python = needs_python or player.splitter == api.BY_PYTHON
         if not player.whole:
             if not needs_python and self._rings(program):
                 return
@@ -235,14 +235,12 @@ class GraphPlayer:
         for i, pool in enumerate(team.pools):
             player.n_threads[i], player.pools[i] = pool.n_threads, pool.address
         player.chosen = team.chosen
-        if type(splitter) is ByCosts:
+        if isinstance(splitter, ByCosts):
             if self._costs is None or self._costs.costs is not splitter.costs:
                 self._costs = CostEntry(splitter.costs, self._most_experts)
             self._costs.give(player)
         else:
-            known: dict[object, int] = {stay: api.STAY, all_on_device: api.ALL_ON_DEVICE}
-            player.splitter = known.get(splitter, api.BY_PYTHON)
-            player.whole = player.whole and player.splitter != api.BY_PYTHON
+            player.splitter = _SPLITTERS[splitter]
 
     def _count(self, program: Program, decode_s: float) -> None:
         player = program.player
@@ -344,18 +342,6 @@ class GraphPlayer:
         cut = program.layers[program.player.until].cut
         self._copies.enqueue(self._schedule.issue(cut, int(layer.issues)))
         layer.issues = 0
-        return 0
-
-    def _divide(self, stops: Stops, program: Program, running: CutGraph) -> int:
-        assert self._split is not None
-        layer, splitter = program.layers[program.player.layer], self._split.splitter
-        ids = self._ids[: layer.n_tokens * layer.n_used].reshape(layer.n_tokens, layer.n_used)
-        resident = self._resident[: layer.n_experts]
-        if isinstance(splitter, ByCosts):
-            kinds = self._expect(program, splitter.split(ids, resident))
-        else:
-            kinds = splitter(ids, resident)
-        self._kinds[: layer.n_experts] = kinds
         return 0
 
     @staticmethod

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lab import ROOT, filled
 from lab.virtual_gpu import CARDS, has_clock, set_rate, use_card, use_virtual_time
@@ -124,19 +123,16 @@ class Price:
 # -- today -----------------------------------------------------------------------------------------
 
 
-class _Filling:
-    """A splitter that leaves `n_host` of a token's experts to the CPU, and copies the others."""
+def _leaving(n_host: int) -> Any:
+    """A splitter that copies missing experts until the CPU has `n_host` of a token's experts.
 
-    n_host = 0
+    A copy takes longer than these experts take the CPU, and less than one expert more.
+    """
+    from offload.schedule.division import SplitCosts
+    from offload.schedule.switch import ByCosts
 
-    def __call__(self, ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
-        from offload.schedule.division import HOST
-        from offload.schedule.switch import all_on_device
-
-        kinds = all_on_device(ids, resident)
-        used = np.unique(ids)
-        kinds[used[len(used) - self.n_host :]] = HOST
-        return kinds
+    second = np.array([0.0, 1.0, 1.0])
+    return ByCosts(SplitCosts(second, np.zeros(3), 0.0, 0.0, n_host + 0.5))
 
 
 @dataclass(frozen=True)
@@ -243,11 +239,11 @@ class Today:
 
     def fill(self, n_host: int) -> None:
         """Let slots hold all but `n_host` of the token's experts. Call it with fewer each time."""
-        filling, engine, hybrid = _Filling(), self._engine, self._engine.hybrid
+        engine, hybrid, leaving = self._engine, self._engine.hybrid, _leaving(n_host)
         assert hybrid is not None
-        filling.n_host = n_host
+        self.rings(False)  # a decode without a wait copies nothing
         for _ in range(4):
-            with hybrid.switch.splitting(filling):
+            with hybrid.switch.splitting(leaving):
                 for _ in range(3):
                     _decode(engine, self.TOKEN)
             for _ in range(3):  # copies arrive

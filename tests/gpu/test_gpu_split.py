@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from on_gpu import BATCHES, Logits, assert_close, assert_same, logits, logits_of, options, slots_for
-from splits import all_host
+from splits import all_host, at_random
 
 from lab.synth import write_preset
 from offload.device import DeviceChoice
@@ -19,18 +18,13 @@ from offload.ggml.graph import Graph
 from offload.ggml.tensor import Relocation
 from offload.measuring import measure_split
 from offload.model_file import read_facts
-from offload.schedule.division import HOST
 from offload.schedule.schedule import Schedule
 from offload.schedule.switch import ByCosts, Splitter, all_on_device, stay
 from offload.stream.nodes_ahead import Ahead, Behind, Ordered, Orderer
 from offload.stream.prompt_side import PromptSide
 from offload.times.min_batch import NEVER, MinBatch
 
-
-def halves(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    kinds = all_on_device(ids, resident)
-    kinds[::2] = HOST
-    return kinds
+halves = at_random(1)
 
 
 def split(gpu: DeviceChoice, path: Path, splitter: Splitter, **changes: bool) -> EngineOptions:

@@ -19,7 +19,7 @@ from budgets import limited
 from gguf import GGUFReader
 from numpy.typing import NDArray
 from player_calls import Compute, computing, host_graphs, played_layers, uploading
-from splits import all_host, at_random, logits_of, sim_options, split_streaming
+from splits import all_host, at_random, flat_costs, logits_of, sim_options, split_streaming
 
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions, open_engine
@@ -33,7 +33,6 @@ from offload.ggml.tensor import Tensor
 from offload.measuring import measure_split, take_splits
 from offload.model_file import read_facts
 from offload.plan.placement import make_plan
-from offload.schedule.division import SplitCosts
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import StreamCounters
 from offload.schedule.switch import MOST_TOKENS, ByCosts, Splitter, all_on_device, stay
@@ -204,12 +203,6 @@ def test_factors_of_experts_are_the_cpus_too(models: Path, preset: str) -> None:
             assert engine.hybrid is not None
             assert not engine.hybrid.switch.declined
             assert pairs(engine)[2] > 0
-
-
-def flat_costs(copy_s: float) -> Splitter:
-    """Costs at which an expert takes 1 s on either side, however many rows it has."""
-    second = np.array([0.0, 1.0, 1.0])
-    return ByCosts(SplitCosts(second, second, 0.0, 0.0, copy_s))
 
 
 def test_an_idle_link_brings_what_the_cpu_computed(tiny_moe: Path, expected: Rows) -> None:

@@ -60,7 +60,6 @@ def model(request: pytest.FixtureRequest, models: Path) -> Iterator[tuple[Path, 
         ("random", "half"),
         ("random", "least"),
         ("by-costs", "half"),
-        ("random", "all"),
     ],
 )
 def test_a_shared_prompt_gives_the_resident_models_bits(
@@ -70,10 +69,9 @@ def test_a_shared_prompt_gives_the_resident_models_bits(
     with open_engine(path, shared(SPLITTERS[split](), path, slots)) as engine:
         assert np.array_equal(logits(engine), expected)
         counters = engine.counters()
-        if slots != "all":
-            assert counters.passes > 0
+        assert (counters.passes > 0) == (split != "all-host"), "then the device computes no pair"
         if split == "all-host":
-            assert counters.n_pairs_host > counters.n_pairs_streamed
+            assert counters.n_pairs_host > counters.n_pairs_streamed == 0
         if split == "all-device":  # small batches may not fit the slots
             assert counters.n_pairs_host < counters.n_pairs_streamed
         if split == "random":

@@ -24,7 +24,7 @@ from offload.ggml.backend import Stream
 from offload.ggml.library import abi
 from offload.model_file import read_facts
 from offload.plan.store_layout import plan_layout
-from offload.schedule.division import HOST
+from offload.schedule.switch import stay
 from offload.stream.options import StreamingOptions
 from offload.threads.numa_plan import NumaPlan, PagePlacer, make_numa_plan
 from specoffload.bench.load import Watch
@@ -258,7 +258,7 @@ def pool_of(stream: Stream) -> int | None:
 
 def test_the_cpus_side_of_split_layers_computes_with_a_pool_that_stays(tiny_moe: Path) -> None:
     options = EngineOptions(device="sim", n_ctx=64, n_threads=1, n_threads_batch=1)
-    options = replace(options, streaming=StreamingOptions(hybrid=True, splitter=all_on_cpu))
+    options = replace(options, streaming=StreamingOptions(hybrid=True, splitter=stay))
     with open_engine(tiny_moe, options) as engine:
         assert engine.hybrid is not None
         engine.sequences.extend(0, [1])
@@ -267,10 +267,6 @@ def test_the_cpus_side_of_split_layers_computes_with_a_pool_that_stays(tiny_moe:
         engine.sequences.extend(0, [2, 3])
         assert one is not None
         assert pool_of(engine.hybrid.team.stream) == one, "as many threads, so the same pool"
-
-
-def all_on_cpu(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    return np.full(resident.shape, HOST, np.uint8)
 
 
 def test_alternating_numbers_are_taken_in_the_order_of_the_mask() -> None:

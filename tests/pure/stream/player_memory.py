@@ -381,7 +381,7 @@ class Machine:
             parts=C.addressof(self.parts), n_parts=len(self.parts),
             layers=C.addressof(self.layers), n_layers=len(self.layers), n_stops=1,
             recording=1, clocked=self.rng.randint(0, 1),
-            clock_ns=self.rng.randint(0, 1), splitter=self.rng.choice((0, 1, 3)),
+            clock_ns=self.rng.randint(0, 1), splitter=self.rng.choice((0, 1)),
             from_disk=self.rng.randint(0, 1),
             token_rows=self.token_rows.ctypes.data, n_token_rows=n_tokens,
             most_token_rows=TOKEN_ROWS, half_life=64.0, rule_used=1, rule_scan=8, decay=0.9,
@@ -488,11 +488,6 @@ class Machine:
             layer = self.layers[player.layer] if player.layer >= 0 else None
             if code == api.YIELD_SUBMIT:
                 player.done, player.open, player.python_open = player.until, -1, 0
-            elif code == api.YIELD_DIVIDE:
-                kinds = [self.rng.choice((0 if there else 1, 2)) for there in self.resident]
-                self.kinds[...] = kinds
-                for _, which, value in self._named("kinds"):
-                    self.kinds[which % len(kinds)] = value % 256
             elif code == api.YIELD_FETCH:
                 assert layer is not None
                 self._divide_late(layer)
@@ -516,6 +511,8 @@ class Machine:
         misses = [e for e in range(n) if self.rows[e] and not self.resident[e]]
         late = self.rng.sample(misses, self.rng.randint(0, len(misses)))
         self.kinds[late] = 3
+        for _, which, value in self._named("kinds"):
+            self.kinds[which % len(self.kinds)] = value % 256
         self.late[: len(late)] = late
         for _, which, value in self._named("late"):
             self.late[which % len(self.late)] = np.int64(value).astype(np.int32)
