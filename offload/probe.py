@@ -20,8 +20,6 @@ from offload.remote.speed import measured_speed
 from offload.store.store import room_now
 from offload.times.machine import Machine
 
-# Backends whose buffers can be parts of another buffer. Vulkan's are limited in size.
-_SHARING = ("CUDA", "ROCm", "CPU")
 # Returns the bytes/s of several devices' links while all of them copy.
 MeasureLinks = Callable[[Sequence[DeviceChoice]], Sequence[float]]
 
@@ -117,7 +115,7 @@ def found_device(choice: DeviceChoice, machine: Machine) -> FoundDevice:
     free_bytes = choice.device.memory_bytes()[0]
     return FoundDevice(
         choice.name, kind, free_bytes, sim_bytes, machine,
-        shares_buffers=choice.device.name.startswith(_SHARING),
+        shares_buffers=choice.device.backend.shares_buffers,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.backends import Backend, backend_of
 from offload.errors import DeviceFailed
 from offload.ggml.graph import Graph
 from offload.ggml.library import abi
@@ -68,12 +69,9 @@ class Device:
         return bool(props.caps.async_ and props.caps.events)
 
     @property
-    def events_hold_parts(self) -> bool:
-        """True if each event must be synchronised before its resources can be reused.
-
-        Vulkan's backend frees command buffers when it synchronises; CUDA's events hold nothing.
-        """
-        return self.name.startswith("Vulkan")
+    def backend(self) -> Backend:
+        """What the device's backend does differently from others."""
+        return backend_of(self.name)
 
     def supports(self, node: Tensor) -> bool:
         """True if the device can compute the node."""

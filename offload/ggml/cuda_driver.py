@@ -13,12 +13,12 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+from offload.backends import number_of
 from offload.errors import DeviceFailed
 from offload.ggml.backend import Device
 from offload.ggml.library import abi
 
 _NON_BLOCKING = 1
-_PREFIX = "CUDA"  # ggml's names of CUDA's devices: CUDA0, CUDA1, ...
 _CALLS = {
     "cuDeviceGet": [C.c_void_p, C.c_int],
     "cuDevicePrimaryCtxRetain": [C.c_void_p, C.c_int],
@@ -69,9 +69,10 @@ class Driver:
     def on(self, device: Device) -> Iterator[None]:
         """Let the calls inside the context be for a device. Raises NoDriver."""
         number, context = C.c_int(), C.c_void_p()
-        if not device.name.startswith(_PREFIX) or not device.name[len(_PREFIX) :].isdigit():
+        ordinal = number_of(device.name)
+        if not device.backend.has_driver or ordinal is None:
             raise NoDriver(f"{device.name} is no device of CUDA's driver")
-        self.call("cuDeviceGet", C.byref(number), int(device.name[len(_PREFIX) :]))
+        self.call("cuDeviceGet", C.byref(number), ordinal)
         self.call("cuDevicePrimaryCtxRetain", C.byref(context), number)
         try:
             self.call("cuCtxPushCurrent_v2", context)

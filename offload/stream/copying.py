@@ -122,7 +122,7 @@ class Events:
 
     def recycle(self) -> None:
         """Wait until all events have passed, then make them reusable."""
-        must_sync = self._taken if self._device.events_hold_parts else self._last.values()
+        must_sync = self._taken if self._device.backend.events_hold_parts else self._last.values()
         for event in must_sync:
             event.synchronize()
         self._last.clear()
@@ -153,7 +153,7 @@ class DeviceCopier(Copier):
         if self._timer is not None:
             self._timer.drain()
         self._events.recycle()
-        if self._compute.device.events_hold_parts:
+        if self._compute.device.backend.events_hold_parts:
             # All copies are done, but only this call makes Vulkan's backend free 0.5 KB for each.
             self._stream.synchronize()
         self._kept.clear()

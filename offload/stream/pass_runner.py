@@ -56,7 +56,7 @@ class PassRunner:
         # Tables have a stream of their own. Behind a pass on the computing stream, they would only
         # be ready after that pass, and then wait for all copies of experts that are ready by then.
         self._side: Stream | None = None
-        if device.has_async_and_events and not device.events_hold_parts:
+        if device.has_async_and_events and not device.backend.waits_between_graphs:
             self._side = device.open()
             self._events = Events(device)
 
@@ -237,8 +237,8 @@ class PassRunner:
             if status:
                 return status
             n = len(launch.pairs)
-            if first and self._stream.device.events_hold_parts:
-                self._stream.synchronize()  # Vulkan does not order this copy after the last launch
+            if first and self._stream.device.backend.waits_between_graphs:
+                self._stream.synchronize()  # the copy may overtake the last launch
             at = self._room(offset, step.form.pairs.table_bytes(n))
             offset = self._upload(running, step, launch, 0, at)
             step.graph.point(n, self._tables.reserve(0), at)
@@ -325,7 +325,7 @@ class PassRunner:
         step.graph.point(len(launch.pairs), self._tables.reserve(0), at)
         start_s = time.perf_counter()
         status = self._stream.compute(step.graph.graph)
-        if self._stream.device.events_hold_parts:
+        if self._stream.device.backend.waits_between_graphs:
             self._stream.synchronize()  # the next graph may free memory that this one still uses
         if self._trace:
             self._trace.add(COMPUTE, f"{len(launch.pairs)} pairs", start_s, time.perf_counter(),

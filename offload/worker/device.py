@@ -78,10 +78,9 @@ class WorkerDevice(StreamingDevice):
     def is_spent(self) -> bool:
         """True if the device has computed and must not compute for another client.
 
-        ggml's server keeps its backend for all clients. On Vulkan this backend corrupts memory when
-        it computes after a client's buffers were freed, in stock rpc-servers too.
+        ggml's server keeps its backend for all clients.
         """
-        return self.n_graphs > 0 and self.choice.name.startswith("Vulkan")
+        return self.n_graphs > 0 and self.inner.backend.serves_once
 
     def _check(self, graph: Graph) -> None:
         """Raise NotSupported if the device cannot compute a node.

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from setting import Setting
 from timed_parts import LeftOut
 
+from offload.backends import CUDA
 from offload.engine import EngineOptions, open_engine
 from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
@@ -86,7 +87,7 @@ def rows_of(setting: Setting, path: Path, streamed: Path) -> Iterator[dict[str, 
 
 def _was_ahead(setting: Setting, way: str, counted: dict[str, int]) -> bool:
     """True if layers were computed before their experts were known, as the way asks."""
-    if way == _WITHOUT_WAIT and setting.choice.name.startswith("CUDA"):
+    if way == _WITHOUT_WAIT and setting.choice.device.backend is CUDA:
         return counted["layers_rung"] > 0
     return way == "CPU" or counted["n_repairs"] > 0
 

@@ -20,6 +20,7 @@ import sys
 import time
 from typing import Any
 
+from offload.backends import CUDA
 from offload.ggml.memory import AnonymousMemory, HostRange, copy_bytes
 from offload.ggml.tensor import Tensor, host_bytes
 from offload.plan.host import RING_BYTES
@@ -52,7 +53,7 @@ class FreeStream:
 
 
 class FreeDevice:
-    events_hold_parts = False
+    backend = CUDA
 
     def open(self) -> FreeStream:
         return FreeStream(self)

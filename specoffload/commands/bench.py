@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from offload.backends import SIM, backend_of
 from offload.device import choose_device, has_gpu
 from offload.ggml.context import FLASH_ATTN
 from offload.ggml.native_build import may_repack
@@ -442,7 +443,7 @@ def fit_together(config: Config, n_paths: int) -> bool:
 
     No path may use a GPU, and a copy of the weights for each must fit a quarter of the free memory.
     """
-    on_cpu = config.device == "cpu" or config.device.startswith("sim")
+    on_cpu = backend_of(config.device).on_cpu
     size_bytes = n_paths * config.model.stat().st_size
     return on_cpu and 4 * size_bytes < psutil.virtual_memory().available
 
@@ -497,7 +498,7 @@ def _draft_words(result: Mapping[str, Any]) -> str:
 
 
 def _show(result: dict[str, Any], equal: Mapping[str, Equality], table: CostTable) -> None:
-    is_sim = result["device"].partition(":")[0] == "sim"
+    is_sim = backend_of(result["device"]) is SIM
     title = "speed on sim: the CPU in the place of a GPU" if is_sim else "speed"
     report.table(title, ("", "answer t/s", "prompt t/s", "x llama.cpp"), _rows(result))
     for doubt in result["unreliable"]:

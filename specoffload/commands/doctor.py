@@ -15,6 +15,7 @@ from numa.doctor import Finding, diagnose
 from numa.machine import read_topology
 from numa.threads import plan_threads
 from numa.topology import Topology, format_list
+from offload.backends import backend_of
 from offload.errors import OffloadError
 from offload.store.store import room_now
 from specoffload import report
@@ -261,8 +262,7 @@ def _difference(machine: str, run: KeptRun, now: MachineNow) -> str:
         return f"it was measured on {machine}, and this machine has {machine_words()}"
     for place in device.split("; "):
         name, _, description = place.partition(", ")
-        # `sim` computes on the CPU
-        name = "cpu" if name.lower().startswith("sim") else name.lower()
+        name = "cpu" if backend_of(name).on_cpu else name.lower()
         if (name, description) not in now.devices:
             return f"there is no device {place} now"
     if build != now.build:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from offload.backends import backend_of, number_of
 from offload.device import DeviceChoice, choose_device
 from offload.engine import Engine, EngineOptions, open_engine
 from offload.errors import BadModel, DeviceFailed, DeviceUnavailable, DoesNotFit
@@ -326,8 +327,6 @@ def _measured(
 # -- devices of torch
 
 _LEAST_VERSION = (2, 8)  # products of bf16 with a result in f32 on CUDA (pytorch #150812)
-# ggml's names of devices that torch reaches as "cuda", ROCm's build included.
-_CUDA = re.compile(r"^(?:CUDA|ROCm)(\d+)$")
 
 
 def torch_name(ggml_device: str, *, on_gpu: bool) -> str:
@@ -342,10 +341,10 @@ def torch_name(ggml_device: str, *, on_gpu: bool) -> str:
         )
     if not on_gpu:
         return "cpu"
-    match = _CUDA.match(ggml_device)
-    if match is None:
+    name, number = backend_of(ggml_device).torch, number_of(ggml_device)
+    if not name or number is None:
         raise DeviceUnavailable(f"torch has no device {ggml_device}; it knows CUDA and ROCm")
-    return f"cuda:{match[1]}"
+    return f"{name}:{number}"
 
 
 def check_device(name: str) -> None:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from offload.backends import CUDA
 from offload.errors import DeviceFailed
 from offload.ggml.memory import AnonymousMemory, HostRange
 from offload.ggml.tensor import host_bytes
@@ -75,7 +76,7 @@ class LateStream:
 
 
 class LateDevice:
-    events_hold_parts = False
+    backend = CUDA
 
     def __init__(self, delay_s: float) -> None:
         self.delay_s = delay_s

@@ -10,6 +10,7 @@ import numpy as np
 from budgets import limited
 from numpy.typing import NDArray
 
+from offload.backends import CUDA
 from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions, open_engine
 from offload.stream.options import StreamingOptions
@@ -88,7 +89,7 @@ def assert_same(gpu: DeviceChoice, got: Logits, expected: Logits) -> None:
     """
     assert np.isfinite(expected).all()
     assert expected.std() > 0
-    if gpu.name.startswith("CUDA") and not is_standin(gpu):
+    if gpu.device.backend is CUDA and not is_standin(gpu):
         np.testing.assert_allclose(got, expected, atol=1e-2 * float(expected.std()))
     else:
         differing = int((got != expected).sum())

@@ -23,6 +23,7 @@ from own_layer_steps import steps_of
 from lab.synth import write_preset
 from lab.synth.shape import find_preset, resolve
 from lab.synth.write import plan_shape, write
+from offload.backends import CUDA
 from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions, open_engine
 from offload.errors import DeviceFailed
@@ -88,7 +89,7 @@ def test_a_token_has_the_bits_of_a_decode_that_waits(
     """They have biases, leading dense layers, shared experts, recurrent states."""
     path = write_preset(preset, models / f"doorbell-{preset}.gguf", size="tiny", seed=1)
     rung = both(async_gpu, path, (1,), flash_attn="auto", mla_crossover=None)
-    if async_gpu.name.startswith("CUDA"):
+    if async_gpu.device.backend is CUDA:
         assert max(rung[1]) > 0, "llama4's few experts all get slots, and its graph is then whole"
 
 
@@ -101,7 +102,7 @@ def test_several_tokens_have_the_bits_of_a_decode_that_waits(
     write_preset("qwen3-30b-a3b", path, quant=f"q8_0,experts={quant}", seed=1, **SHAPE)
     sizes = (1, 2, 5, 9, 40)
     rung = both(async_gpu, path, sizes, n_ubatch=64)
-    if async_gpu.name.startswith("CUDA"):
+    if async_gpu.device.backend is CUDA:
         expected = {n: not doorbell.waits_inside({quant}, n) for n in sizes}
         assert {n: min(of_size) > 0 for n, of_size in rung.items()} == expected
         assert expected[5] == (quant in {"q4_K", "mxfp4"})
@@ -151,7 +152,7 @@ def test_64_streams_have_the_bits_of_decodes_that_wait(async_gpu: DeviceChoice, 
             assert rings or not rung
         found.append(np.concatenate(rows))
     assert_same(async_gpu, found[1], found[0])
-    if async_gpu.name.startswith("CUDA"):
+    if async_gpu.device.backend is CUDA:
         assert rung > 0
 
 
@@ -187,7 +188,7 @@ def test_drafts_by_own_layers_and_their_texts_are_those_of_decodes_that_wait(
         found.append(steps)
     assert found[1] == found[0]
     assert len(found[0]) > 5 * n_sequences
-    if async_gpu.name.startswith("CUDA"):
+    if async_gpu.device.backend is CUDA:
         assert rung > 0
 
 
@@ -201,7 +202,7 @@ def many(models: Path) -> Path:
 
 @pytest.fixture
 def cuda(async_gpu: DeviceChoice) -> DeviceChoice:
-    if not async_gpu.name.startswith("CUDA"):
+    if async_gpu.device.backend is not CUDA:
         pytest.skip(f"{async_gpu.name} has no words that its streams wait for")
     return async_gpu
 

@@ -13,6 +13,7 @@ from on_gpu import Logits, assert_close, assert_same, is_standin, options, slots
 
 import offload.plan.devices
 from lab.synth import write_preset
+from offload.backends import CUDA
 from offload.device import DeviceChoice
 from offload.engine import EngineOptions, open_engine
 from offload.model_file import read_facts
@@ -50,7 +51,7 @@ def logits(path: Path, made: EngineOptions) -> Logits:
         if engine.ram_cache is not None:
             # Vulkan cannot pin memory of ours, and copies from ordinary memory.
             is_pinned = not engine.ram_cache.why_not_pinned
-            assert is_pinned == engine.choice.name.startswith("CUDA")
+            assert is_pinned == (engine.choice.device.backend is CUDA)
         for _ in range(20):
             n = rng.choice(SIZES)
             tokens = [rng.randrange(engine.n_vocab) for _ in range(n)]
@@ -91,7 +92,7 @@ def test_a_state_is_loaded_in_the_other_place(gpu: DeviceChoice, path: Path) -> 
 
 
 def test_a_cache_in_ram_takes_no_device_memory(gpu: DeviceChoice, path: Path) -> None:
-    if not gpu.name.startswith("CUDA"):
+    if gpu.device.backend is not CUDA:
         pytest.skip("software Vulkan's memory is RAM, which other programs take too")
     made = replace(opened(gpu, path, "streamed", kv_offload=False), n_ctx=1 << 16)
     before = gpu.device.memory_bytes()[0]

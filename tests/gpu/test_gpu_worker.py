@@ -16,6 +16,7 @@ from our_worker import working
 from worker import has_rpc
 
 from lab.synth import write_preset
+from offload.backends import CUDA
 from offload.device import DeviceChoice
 from offload.engine import open_engine
 from offload.remote.address import RemoteOptions
@@ -56,7 +57,7 @@ def test_streamed_on_a_worker_is_resident_here(
 def test_a_node_that_the_gpu_cannot_compute_is_one_sentence(
     gpu: DeviceChoice, models: Path
 ) -> None:
-    if not gpu.name.startswith("CUDA"):
+    if gpu.device.backend is not CUDA:
         pytest.skip("other backends have flash attention for these heads")
     path = write_preset("deepseek-v3", models / "gpu-worker-flash.gguf", size="tiny", seed=5)
     with working(path, "--device", gpu.name) as running:

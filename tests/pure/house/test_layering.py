@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Set
@@ -27,7 +28,7 @@ MAY_IMPORT = {
 # lines above its own.
 LAYERS = {
     "offload": (
-        ("alignment", "errors", "model", "notes", "units"),
+        ("alignment", "backends", "errors", "model", "notes", "units"),
         ("header_check", "routing", "sampling", "trace"),
         ("schedule",),
         ("times",),
@@ -66,6 +67,7 @@ FORBIDDEN_STEMS = {"utils", "util", "common", "helpers", "base", "misc"}
 PURE = (
     "offload.plan",
     "offload.times",
+    "offload.backends",
     "offload.units",
     "offload.routing.routing",
     "offload.schedule",
@@ -100,6 +102,7 @@ _BORDER = (
         for name in ("doorbell", "entries", "layers_ahead", "play", "program")
     ),
 )
+BACKEND = re.compile(r"[^A-Za-z]*(?:CUDA|ROCm|HIP|MUSA|Vulkan|Metal|MTL|SYCL)(?![A-Za-z_])")
 PRINTS = {"sys.stdout", "sys.stderr"}
 
 # law -> path -> reason of the temporary exception, and who will remove it
@@ -313,6 +316,20 @@ def impurities(path: Path) -> list[str]:
             if word in IMPURE_CALLS:
                 found.append(f"{node.lineno} calls {word}")
     return found
+
+
+def test_backends_are_told_apart_in_one_table() -> None:
+    """No other module has the name of a backend by which it could know one."""
+    bad = []
+    for path in sources():
+        if name_of(path) == "offload/backends.py":
+            continue
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes):
+                words = node.value if isinstance(node.value, str) else node.value.decode("latin1")
+                if BACKEND.match(words) and " " not in words:
+                    bad.append(f"{name_of(path)}:{node.lineno}: {words}")
+    assert bad == []
 
 
 def test_no_file_is_called_utils() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from offload.backends import Backend
 from offload.stream.copying import Events
 
 
@@ -23,7 +24,7 @@ class CountedEvent:
 
 class CountingDevice:
     def __init__(self, *, events_hold_parts: bool) -> None:
-        self.events_hold_parts = events_hold_parts
+        self.backend = Backend("A", events_hold_parts=events_hold_parts)
         self.made: list[CountedEvent] = []
 
     def event(self) -> CountedEvent:
