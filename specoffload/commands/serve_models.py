@@ -13,7 +13,7 @@ from specoffload.commands.serve import ServedAs, open_session
 from specoffload.config.command_line import CommandLine, Given, read_command_line
 from specoffload.config.environment import Environment
 from specoffload.config.options import Options, ServeOptions
-from specoffload.config.presets import EVERY, Preset, read_presets
+from specoffload.config.presets import EVERY, Preset, idle_words, read_presets
 from specoffload.errors import KNOWN, UsageError
 from specoffload.models.folder import models_of
 from specoffload.models.names import read_hub_name
@@ -51,7 +51,10 @@ def serve_several(line: CommandLine, served_as: Callable[..., ServedAs]) -> None
     log = ServerLog(settings)
     log.follow_warnings()
     catalogue = _Catalogue(line)
-    for entry in catalogue.entries():
+    entries = catalogue.entries()
+    for words in catalogue.idle:
+        log.note(words)
+    for entry in entries:
         log.say(f"model {entry.name} ({entry.source})")
 
     def parts_of(entry: Entry, device_bytes: int | None, shelf: PromptShelf | None) -> ModelParts:
@@ -105,11 +108,15 @@ def _source(line: CommandLine) -> str:
 
 
 class _Catalogue:
-    """The models of a command line. `lines` has the command line of each, by name."""
+    """The models of a command line. `lines` has the command line of each, by name.
+
+    `idle` has a sentence for each key of the preset file without effect.
+    """
 
     def __init__(self, line: CommandLine) -> None:
         self._line = line
         self.lines: dict[str, CommandLine] = {}
+        self.idle: list[str] = []
 
     def entries(self) -> list[Entry]:
         """Read the folder and the presets (again). Raises UsageError."""
@@ -117,6 +124,7 @@ class _Catalogue:
         presets: Mapping[str, Preset] = {}
         if serving.models_preset is not None:
             presets = _presets_in(serving.models_preset)
+        self.idle = idle_words(presets)
         places: dict[str, dict[_Place, Given]] = {}
         sources: dict[str, str] = {}
         for path in serving.models:

@@ -31,7 +31,11 @@ _OF_SERVER = frozenset(
      "--strict-model", "--media-path", "--shutdown-timeout", "--log-file", "--log-timestamps",
      "--log-prefix"}
 )  # fmt: skip
-_OWN_KEYS = frozenset({"version", "load-on-startup", "stop-timeout", "dedup-cache-models"})
+_OWN_KEYS = frozenset({"version", "load-on-startup", "stop-timeout"})
+# Keys of llama-server without effect here, and the reason.
+_IDLE = {
+    "dedup-cache-models": "models of the download cache are not listed, so there are none to hide"
+}
 # Keys whose values are lists, and the flag that each stands for.
 _LISTS = {"tags": "tags", "LLAMA_ARG_TAGS": "tags", "a": "alias", "alias": "alias",
           "LLAMA_ARG_ALIAS": "alias"}  # fmt: skip
@@ -41,7 +45,8 @@ _LISTS = {"tags": "tags", "LLAMA_ARG_TAGS": "tags", "a": "alias", "alias": "alia
 class Preset:
     """The settings of one section.
 
-    `words` are arguments of `serve`. `left_out` has keys that belong to the server as a whole.
+    `words` are arguments of `serve`. `left_out` has keys that belong to the server as a whole, and
+    `idle` keys without effect.
     `stop_timeout_s` are the seconds that requests have to end when the model is to be unloaded.
     """
 
@@ -52,6 +57,7 @@ class Preset:
     aliases: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)  # keys as written
+    idle: tuple[str, ...] = ()
 
     def over(self, other: Preset) -> Preset:
         """Return `other` with the settings of this preset, which take precedence."""
@@ -65,6 +71,7 @@ class Preset:
             self.aliases,  # several models cannot share one
             self.tags or other.tags,
             {**other.options, **self.options},
+            (*other.idle, *self.idle),
         )
 
 
@@ -93,6 +100,12 @@ def read_presets(text: str, source: str) -> dict[str, Preset]:
     }
 
 
+def idle_words(presets: Mapping[str, Preset]) -> list[str]:
+    """Return a sentence for each key of `presets` that has no effect."""
+    found = sorted({key for preset in presets.values() for key in preset.idle})
+    return [f"{key}: no effect, because {_IDLE[key]}" for key in found]
+
+
 def canonical(name: str) -> str:
     """Return a section's name with its quantisation in capitals, as llama.cpp writes it."""
     head, colon, tag = name.rpartition(":")
@@ -107,7 +120,7 @@ def _preset(section: str, values: Mapping[str, str], source: str) -> Preset:
     left_out: list[str] = []
     lists: dict[str, tuple[str, ...]] = {}
     for key, value in values.items():
-        if key in _OWN_KEYS:
+        if key in _OWN_KEYS or key in _IDLE:
             continue
         if (list_name := _LISTS.get(key)) is not None:
             lists[list_name] = tuple(filter(None, (part.strip() for part in value.split(","))))
@@ -138,6 +151,7 @@ def _preset(section: str, values: Mapping[str, str], source: str) -> Preset:
         lists.get("alias", ()),
         lists.get("tags", ()),
         dict(values),
+        tuple(key for key in values if key in _IDLE),
     )
 
 

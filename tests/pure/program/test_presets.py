@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from specoffload.config.command_line import read_command_line
 from specoffload.config.options import Options, ServeOptions
-from specoffload.config.presets import EVERY, canonical, read_presets
+from specoffload.config.presets import EVERY, canonical, idle_words, read_presets
 from specoffload.errors import UsageError
 
 # The example of tools/server/README.md in llama.cpp, with a model's path for the last section.
@@ -129,3 +129,12 @@ def test_any_text_is_read_or_refused_with_a_sentence(text: str) -> None:
         refused = str(e)
     assert all(found)
     assert not refused or refused.startswith("x.ini")
+
+
+def test_a_key_without_effect_is_said_once() -> None:
+    text = "[*]\ndedup-cache-models = 1\n[a]\nc = 9\n[b]\ndedup-cache-models = 0\n"
+    found = read_presets(text, "x.ini")
+    (words,) = idle_words(found)
+    assert words.startswith("dedup-cache-models: no effect")
+    assert found["a"].over(found[EVERY]).words == ("-c", "9")
+    assert idle_words(read_presets(EXAMPLE, "x.ini")) == []
