@@ -18,6 +18,7 @@ from fake_generator import FakeFactory
 from running import RunningModels, eventually, http
 
 from specoffload.server.access import AccessRules
+from specoffload.server.router import app as router_app
 from specoffload.server.router.pool import Entry
 
 Start = Callable[..., RunningModels]
@@ -434,3 +435,15 @@ def test_a_body_that_is_no_object_gets_400(start: Start) -> None:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{"
         client.sendall(head)
     assert text_of(say(server, "one")).startswith("hello")
+
+
+def test_a_body_counts_while_it_arrives(start: Start) -> None:
+    server = start()
+    half = b"x" * 300_000
+    address = httpx.URL(server.url)
+    with socket.create_connection((address.host, address.port), timeout=20) as client:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.host}:{address.port}\r\n"
+        client.sendall(head.encode() + b"Content-Type: application/json\r\n")
+        client.sendall(b"Content-Length: 600000\r\n\r\n" + half)
+        eventually(lambda: router_app._bodies.n_bytes == len(half))
+    eventually(lambda: router_app._bodies.n_bytes == 0)

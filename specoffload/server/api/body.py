@@ -8,7 +8,8 @@ servers, this one ignores parameters without effect. It names them in the answer
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Collection, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -82,11 +83,46 @@ MOST_BYTES_AT_ONCE = 2 * MOST_BYTES  # of all bodies that are held
 _RETRY_AFTER_S = 2
 
 
-def check_held(n_bytes: int) -> None:
-    """Raise RequestFailed (503) if bodies of `n_bytes` together are too large to be held."""
-    if n_bytes > MOST_BYTES_AT_ONCE:
-        words = f"bodies of over {MOST_BYTES_AT_ONCE} bytes are being read"
-        raise RequestFailed(unavailable(words, _RETRY_AFTER_S))
+class HeldBodies:
+    """Reads bodies, and counts the bytes of all that are held, also while they arrive."""
+
+    def __init__(self) -> None:
+        self.n_bytes = 0
+
+    @asynccontextmanager
+    async def read(
+        self,
+        chunks: AsyncIterable[bytes],
+        limit_bytes: int = MOST_BYTES,
+        remedy: str = ": shorten it",
+    ) -> AsyncIterator[bytearray]:
+        """Read a body, and count it as held until the block ends.
+
+        Raises RequestFailed: 413 if it is over `limit_bytes`, which is said with `remedy`, and 503
+        if all held bodies together are too large.
+        """
+        data = bytearray()
+        try:
+            async for chunk in chunks:
+                data += chunk
+                self.n_bytes += len(chunk)
+                if len(data) > limit_bytes:
+                    raise invalid(f"the body is over {limit_bytes} bytes{remedy}", 413)
+                if self.n_bytes > MOST_BYTES_AT_ONCE:
+                    words = f"bodies of over {MOST_BYTES_AT_ONCE} bytes are being read"
+                    raise RequestFailed(unavailable(words, _RETRY_AFTER_S))
+            yield data
+        finally:
+            self.n_bytes -= len(data)
+
+    @contextmanager
+    def hold(self, n_bytes: int) -> Iterator[None]:
+        """Count a body that was read before as held until the block ends."""
+        self.n_bytes += n_bytes
+        try:
+            yield
+        finally:
+            self.n_bytes -= n_bytes
 
 
 def read_json(data: bytearray) -> dict[str, Any]:

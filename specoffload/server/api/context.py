@@ -22,11 +22,10 @@ from specoffload.generation.generation import GenerateOptions, ModelCard
 from specoffload.server.access import client_of
 from specoffload.server.api.body import (
     MOST_BYTES,
-    check_held,
+    HeldBodies,
     has_body,
     ignore,
     ignored_names,
-    invalid,
     read_json,
 )
 from specoffload.server.api.images import ConversationImages
@@ -83,7 +82,7 @@ class ServerContext:
         self.created = int(time.time())  # Unix seconds
         self._renderer = renderer
         self._chat = chat
-        self._n_bytes = 0  # size of all bodies that are being read
+        self._bodies = HeldBodies()
         self._format: tuple[ModelCard, ChatFormat] | None = None
         self._strict_model = strict_model
         self._media_path = media_path  # the folder of images that requests may name
@@ -108,21 +107,12 @@ class ServerContext:
         longest_bytes = _OVERHEAD_BYTES + 2 * self.card.n_ctx * self.card.longest_token_bytes
         # The size of images says nothing about their tokens.
         limit_bytes = MOST_BYTES if self.card.reads_images else min(longest_bytes, MOST_BYTES)
-        data = bytearray()
-        try:
-            async for chunk in request.stream():
-                data += chunk
-                self._n_bytes += len(chunk)
-                if len(data) > limit_bytes:
-                    raise invalid(
-                        f"the body is over {limit_bytes} bytes, which is more than a prompt that "
-                        "fits the context can take: shorten it or raise --ctx-size",
-                        413,
-                    )
-                check_held(self._n_bytes)
-        finally:
-            self._n_bytes -= len(data)
-        return read_json(data)
+        remedy = (
+            ", which is more than a prompt that fits the context can take: shorten it or raise "
+            "--ctx-size"
+        )
+        async with self._bodies.read(request.stream(), limit_bytes, remedy) as data:
+            return read_json(data)
 
     def options(self, request: Request, body: GenerationRequest) -> GenerateOptions:
         """Return the request's options, and record fields without effect.

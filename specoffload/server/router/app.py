@@ -31,7 +31,7 @@ from specoffload.generation.generation import OnProgress
 from specoffload.server.access import AccessRules
 from specoffload.server.api.answers import Json, problem_response, server_sent
 from specoffload.server.api.app import bare_app, create_app, describe, guard
-from specoffload.server.api.body import MOST_BYTES, check_held, invalid, read_json
+from specoffload.server.api.body import HeldBodies, invalid, read_json
 from specoffload.server.api.kept import STREAM_ID, KeptStreams, streams_router
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.messages import Problem, RequestFailed, unavailable
@@ -297,30 +297,24 @@ def _name_in(body: Json) -> str:
 # ---- requests for a model
 
 
-class _Bodies:
-    """Counts the bytes of all bodies that wait for their model."""
-
-    n_bytes = 0
+_bodies = HeldBodies()  # of all requests, also while they wait for their model
 
 
 async def _body_of(request: Request) -> Json:
     """Return the request's body as a JSON object. Raises RequestFailed."""
-    return read_json(bytearray(await _read(request.receive)))
+    async with _bodies.read(_chunks(request.receive)) as data:
+        return read_json(data)
 
 
-async def _read(receive: Receive) -> bytes:
-    """Return the body of a request. Raises RequestFailed: 413 if it is too long."""
-    data = bytearray()
-    while True:
+async def _chunks(receive: Receive) -> AsyncIterator[bytes]:
+    """Yield the parts of a request's body. Raises RequestFailed if the client leaves before."""
+    is_whole = False
+    while not is_whole:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise invalid("the client left while it sent the body")
-        data += message.get("body", b"")
-        if len(data) > MOST_BYTES:
-            raise invalid(f"the body is over {MOST_BYTES} bytes: shorten it", 413)
-        check_held(_Bodies.n_bytes + len(data))
-        if not message.get("more_body", False):
-            return bytes(data)
+        yield message.get("body", b"")
+        is_whole = not message.get("more_body", False)
 
 
 class _Routed:
@@ -374,7 +368,8 @@ class _Forward(Response):
         body, found = b"", {}
         try:
             if has_body:
-                body = await _read(receive)
+                async with _bodies.read(_chunks(receive)) as data:
+                    body = bytes(data)
                 found = read_json(bytearray(body)) if body else {}
             model = self._model(_name_in(found) or query.get("model", [""])[0])
             autoload = self._autoload
@@ -429,11 +424,10 @@ class _Waiting:
         self._has_header = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        _Bodies.n_bytes += len(self._body)
         try:
-            await self._answer(scope, receive, send)
+            with _bodies.hold(len(self._body)):
+                await self._answer(scope, receive, send)
         finally:
-            _Bodies.n_bytes -= len(self._body)
             self._wish.end()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
