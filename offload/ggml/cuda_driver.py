@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import ctypes as C
 import functools
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from offload.backends import number_of
@@ -19,6 +20,9 @@ from offload.ggml.backend import Device
 from offload.ggml.library import abi
 
 _NON_BLOCKING = 1
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
+_TRIAL_S = 2.0  # longest wait in each step of a trial
+_LOOK_S = 1e-4
 _CALLS = {
     "cuDeviceGet": [C.c_void_p, C.c_int],
     "cuDevicePrimaryCtxRetain": [C.c_void_p, C.c_int],
@@ -38,8 +42,20 @@ _CALLS = {
 }
 
 
+def is_cuda(device: Device) -> bool:
+    """True if the device is one of CUDA's driver."""
+    return device.backend.has_driver and number_of(device.name) is not None
+
+
 class NoDriver(Exception):
     """There is no driver of CUDA, it lacks a call, or it refused one. The text says which."""
+
+
+class StuckStream(Exception):
+    """A stream waits for a word for ever, although the host has written it.
+
+    Calls that wait for the whole device, such as freeing memory, would then never return.
+    """
 
 
 class Driver:
@@ -65,12 +81,19 @@ class Driver:
         if error:
             raise NoDriver(f"{name} failed with error {error}")
 
+    def is_over(self, stream: int) -> bool:
+        """True if all work of a stream is complete. Raises NoDriver if it failed."""
+        error = self._calls["cuStreamQuery"](stream)
+        if error not in {0, _NOT_READY}:
+            raise NoDriver(f"the work of a stream failed with error {error}")
+        return not error
+
     @contextlib.contextmanager
     def on(self, device: Device) -> Iterator[None]:
         """Let the calls inside the context be for a device. Raises NoDriver."""
         number, context = C.c_int(), C.c_void_p()
         ordinal = number_of(device.name)
-        if not device.backend.has_driver or ordinal is None:
+        if ordinal is None or not is_cuda(device):
             raise NoDriver(f"{device.name} is no device of CUDA's driver")
         self.call("cuDeviceGet", C.byref(number), ordinal)
         self.call("cuDevicePrimaryCtxRetain", C.byref(context), number)
@@ -101,17 +124,36 @@ class DriverStream:
             self._driver.call("cuStreamCreate", C.byref(made), _NON_BLOCKING)
         self.address: int = made.value or 0
 
-    def check_words(self, word: C.c_uint32) -> None:
-        """Write a word of pinned memory, and wait for its value. Raises NoDriver if that fails."""
-        call, at = self._driver.call, C.addressof(word)
-        word.value = 0
+    def try_words(self, rung: C.c_uint32, answered: C.c_uint32) -> None:
+        """Let the device write a word and wait for the host's, as in a layer with a doorbell.
+
+        Both words lie in pinned memory. The host answers in any case, so that the device goes on.
+        Raises NoDriver if a call is refused, or if a word is not seen within `_TRIAL_S`. Raises
+        StuckStream if the device does not go on either.
+        """
+        call, rung_at, answered_at = self._driver.call, C.addressof(rung), C.addressof(answered)
+        rung.value = answered.value = 0
         with self._driver.on(self.device):
-            call("cuStreamWriteValue32_v2", self.address, at, 1, 0)
-            call("cuStreamWaitValue32_v2", self.address, at, 1, 0)
-            call("cuStreamSynchronize", self.address)
-        if word.value != 1:
-            raise NoDriver("cuStreamWriteValue32 wrote nothing")
-        word.value = 0
+            try:
+                call("cuStreamWriteValue32_v2", self.address, rung_at, 1, 0)
+                call("cuStreamWaitValue32_v2", self.address, answered_at, 1, 0)
+                call("cuStreamWriteValue32_v2", self.address, rung_at, 2, 0)
+                if not _soon(lambda: rung.value >= 1):
+                    raise NoDriver("the host does not see a word that the device wrote")
+                time.sleep(_LOOK_S)
+                if rung.value > 1:
+                    raise NoDriver("the device does not wait for the host's word")
+                answered.value = 1
+                if not _soon(lambda: rung.value > 1):
+                    raise NoDriver("the device does not see a word that the host wrote")
+            finally:
+                answered.value = 1
+                if not _soon(lambda: self._driver.is_over(self.address)):
+                    raise StuckStream(
+                        f"{self.device.name} waits for the host for ever, in a trial of words that "
+                        "both write"
+                    )
+        rung.value = answered.value = 0
 
     def close(self) -> None:
         """Free the stream, on which nothing may wait for the host. Raises DeviceFailed."""
@@ -121,6 +163,16 @@ class DriverStream:
                 self._driver.call("cuStreamDestroy_v2", address)
             except NoDriver as e:
                 raise DeviceFailed(f"{self.device.name}: {e}") from e
+
+
+def _soon(is_true: Callable[[], bool]) -> bool:
+    """Return True as soon as the condition is true, or False after `_TRIAL_S`."""
+    until_s = time.monotonic() + _TRIAL_S
+    while not is_true():
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(_LOOK_S)
+    return True
 
 
 def event_of(address: int) -> int:

@@ -15,6 +15,7 @@ from offload.errors import DoesNotFit
 from offload.ggml.backend import Stream
 from offload.ggml.compute_buffer import ComputeBuffer
 from offload.ggml.hostbuffer import HostBufferType
+from offload.notes import Note, NoteKind
 from offload.plan.host import RING_BYTES
 from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, Plan
 from offload.plan.weights import ring_slots
@@ -29,6 +30,7 @@ from offload.stream.copying import (
     ThreadCopier,
 )
 from offload.stream.device import PlannedSlots, StreamingDevice
+from offload.stream.doorbell import try_bell
 from offload.stream.executor import Executor
 from offload.stream.options import StreamingOptions
 from offload.stream.split_path import Hybrid
@@ -58,6 +60,10 @@ class ExecutorBuilder:
         """
         self._choice, self._options, self._notes = choice, options, notes
         self._store, self._hybrid, self._recorder = store, hybrid, recorder
+        rings = hybrid is not None and hybrid.switch.rings
+        if rings and (why_not := try_bell(choice.device)):
+            words = f"{choice.name}: the host waits for the GPU in each split layer: {why_not}"
+            notes.append(Note(NoteKind.DEVICE, words))
 
     def slots(self, plan: Plan, *, copies: bool = True) -> PlannedSlots:
         """Return the plan's slots, with a function that makes an executor for a stream.

@@ -24,17 +24,18 @@ import numpy as np
 
 from offload.alignment import aligned
 from offload.errors import DeviceFailed
-from offload.ggml.backend import Stream, StreamEvent
-from offload.ggml.cuda_driver import DriverStream, NoDriver, driver, event_of
+from offload.ggml.backend import Device, StreamEvent
+from offload.ggml.cuda_driver import DriverStream, NoDriver, StuckStream, driver, event_of, is_cuda
 from offload.ggml.graph import Graph
 from offload.ggml.library import log
 from offload.ggml.library.lib import library
 from offload.ggml.player import Ahead, Bell, RedirectEntry
 from offload.ggml.tensor import Tensor, op_at, root_at, size_at, sources_at
+from offload.stream.bell_use import BELLS
 from offload.stream.cuts import CutStep
 from offload.stream.layers_ahead import AheadMemory, Result, mapping_node, moves_of
 
-_MOST_SECONDS = 15  # longest time in which a decode does not go on
+MOST_SECONDS = 15  # longest time in which a decode does not go on
 _LAYERS_AHEAD = 4  # layers that are enqueued before the host answers the first of them
 _WORDS_BYTES = 128  # two words, each in a cache line of its own
 # Most bytes of rows that are copied to the device in each layer, whatever the CPU computes.
@@ -82,9 +83,11 @@ class CannotRing(Exception):
 class Doorbell:
     """A stream beside the backend's, with the events and words of both."""
 
-    def __init__(self, stream: Stream) -> None:
-        """Raises CannotRing."""
-        device = stream.device
+    def __init__(self, device: Device) -> None:
+        """Open it, and try its words. Raises CannotRing.
+
+        Ends the process if the device hangs in the trial.
+        """
         self.watchdog: Watchdog | None = None
         self._events: list[StreamEvent] = []
         self._stream: DriverStream | None = None
@@ -95,12 +98,14 @@ class Doorbell:
                 raise CannotRing("no memory is pinned")
             rung, answered = self._words.base, self._words.base + _WORDS_BYTES // 2
             self._stream = DriverStream(device)
-            for at in (rung, answered):
-                self._stream.check_words(C.c_uint32.from_address(at))
+            self._stream.try_words(*map(C.c_uint32.from_address, (rung, answered)))
             calls, lib = driver(), library()
         except (CannotRing, DeviceFailed, NoDriver) as e:
             self.close()
             raise CannotRing(str(e)) from e
+        except StuckStream as e:
+            BELLS.refuse(str(e))
+            log.end(f"{e}; start again with SPECOFFLOAD_WITHOUT=doorbell")
         routed, landed = (event.address for event in self._events)
         self.struct = Bell(
             wait_for=calls.address("cuStreamWaitEvent"), record=calls.address("cuEventRecord"),
@@ -128,6 +133,22 @@ class Doorbell:
         if self._words is not None:
             self._words.close()
             self._words = None
+
+
+def try_bell(device: Device) -> str:
+    """Try a doorbell on a device before it is needed. Returns why there is none, "" if it works.
+
+    Also returns "" for devices of other backends than CUDA's, on which the host always waits. Ends
+    the process if the device hangs in the trial.
+    """
+    if not is_cuda(device):
+        return ""
+    if not BELLS.why_not:
+        try:
+            Doorbell(device).close()
+        except CannotRing as e:
+            BELLS.refuse(f"{device.name}: {e}")
+    return BELLS.why_not
 
 
 class Watchdog:
@@ -164,18 +185,19 @@ class Watchdog:
             while not self._is_closed.wait(self._second_s) and self._bell.n_layers:
                 n_seconds = n_seconds + 1 if self._bell.n_steps == n_steps else 0
                 n_steps = self._bell.n_steps
-                if n_seconds == _MOST_SECONDS:
+                if n_seconds == MOST_SECONDS:
                     self._release()
-                elif n_seconds >= 2 * _MOST_SECONDS:
+                elif n_seconds >= 2 * MOST_SECONDS:
                     log.end(
                         f"{self._device} or a thread of the CPU stopped within a layer, and does "
-                        f"not end it within {2 * _MOST_SECONDS} s; start again, with "
+                        f"not end it within {2 * MOST_SECONDS} s; start again, with "
                         "SPECOFFLOAD_WITHOUT=doorbell if it recurs"
                     )
 
     def _release(self) -> None:
         bell = self._bell
         bell.is_broken = 1
+        BELLS.refuse(f"{self._device} and the host waited for each other")
         answered = C.c_uint32.from_address(bell.answered)
         answered.value = (bell.n_told + bell.n_layers) & 0xFFFFFFFF
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from offload.errors import DeviceFailed
 from offload.ggml import player as api
 from offload.ggml.backend import wrong_id
+from offload.ggml.cuda_driver import is_cuda
 from offload.ggml.graph import Graph
 from offload.ggml.library.interrupt import watched_byte
 from offload.ggml.library.lib import library
@@ -26,6 +27,7 @@ from offload.schedule.division import Split
 from offload.schedule.from_disk import split_from_disk, stay_late
 from offload.schedule.slots import StreamCounters
 from offload.schedule.switch import MOST_TOKENS, ByCosts, all_on_device, stay
+from offload.stream.bell_use import BELLS
 from offload.stream.cut_graph import CutGraph, Stops
 from offload.stream.cuts import CutStep, Stop, waits_once
 from offload.stream.doorbell import CannotRing, Doorbell, RingChoice
@@ -82,7 +84,7 @@ class GraphPlayer:
         self._waits: dict[int, Waits] = {}  # by number of tokens in a batch
         self._ring_choices: dict[int, RingChoice] = {}  # the same
         self._bell: Doorbell | None = None  # opened when it is first needed
-        self._may_ring = split is not None  # False: the device has no doorbell
+        self._may_ring = split is not None and is_cuda(parts.stream.device)
         self._most_pairs, self._most_experts = MOST_TOKENS * n_used, most
         self._ids = np.zeros(self._most_pairs, np.int32)
         self._rows, self._used, self._experts = np.zeros((3, most), np.int32)
@@ -200,16 +202,16 @@ class GraphPlayer:
     def _rings(self, program: Program) -> bool:
         """Let the decode run without a wait of the host, if it can and if that pays."""
         streams = program.player.splitter not in {api.STAY, api.BY_COSTS}
-        if not self._may_ring or not program.may_ring or streams:
+        if BELLS.why_not or not self._may_ring or not program.may_ring or streams:
             return False
         assert self._split is not None
         if not self._split.switch.rings or not self._choice(program).pays:
             return False
         if self._bell is None:
             try:
-                self._bell = Doorbell(self._stream)
-            except CannotRing:
-                self._may_ring = False
+                self._bell = Doorbell(self._stream.device)
+            except CannotRing as e:
+                BELLS.refuse(f"{self._stream.device.name}: {e}")
                 return False
         if not program.ring(self._bell, self._memory):
             return False
@@ -275,7 +277,6 @@ class GraphPlayer:
         if code == api.FAILED_TO_PLACE:
             return check(status, f"placing experts' rows of layer {layer}")
         if code == api.DRIVER_FAILED:
-            self._may_ring = self._may_ring and status != api.BROKEN
             raise _driver_failed(self._stream.device.name, layer, status)
         if code == api.WRONG_ID:
             step = program.steps[player.layer]

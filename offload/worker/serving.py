@@ -34,6 +34,7 @@ from offload.remote.hello import Admit, Count, LayersAsked, WorkerState
 from offload.schedule.division import DeviceCosts
 from offload.schedule.switch import ByCosts, HybridSwitch
 from offload.store.store import OnProgress, Store, StoreOptions, room_now, watched
+from offload.stream.bell_use import BELLS, NoDoorbell
 from offload.stream.building import ExecutorBuilder
 from offload.stream.device import BatchRules
 from offload.stream.options import StreamingOptions
@@ -56,7 +57,7 @@ class Refusal:
 
 # dict: counters by name, for a Count
 # DeviceCosts: measured ones, to keep
-Answer = WorkerState | Admit | Refusal | DeviceCosts | dict[str, float]
+Answer = WorkerState | Admit | Refusal | DeviceCosts | NoDoorbell | dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,10 @@ class WorkerOptions:
     measures_splits: bool = False  # measure these costs if none of the kept ones are this device's
 
 
-def serve_layers(line: Connection, options: WorkerOptions) -> NoReturn:
+def serve_layers(line: Connection, options: WorkerOptions, no_doorbell: str = "") -> NoReturn:
     """Open the device, wait for a LayersAsked, load these layers, and serve them on loopback.
 
+    `no_doorbell`: why an earlier process has used no doorbell any more, "" if none has said so.
     `line` is the pipe to the listening process. It gets WorkerStates, Refusals, and answers to
     Count and Admit. On a failure, sends a state with the error and exits with code 1.
     """
@@ -90,6 +92,9 @@ def serve_layers(line: Connection, options: WorkerOptions) -> NoReturn:
                 line.send(answer)
         except OSError:  # the listening process is gone
             os._exit(1)
+
+    BELLS.refuse(no_doorbell)
+    BELLS.listeners.append(lambda why: send(NoDoorbell(why)))
 
     def end(e: BaseException) -> NoReturn:
         send(WorkerState(error=str(e) or type(e).__name__))

@@ -29,6 +29,7 @@ from offload.remote.hello import (
 from offload.remote.passing import pass_on
 from offload.remote.probe import GREETING, greeting_answer
 from offload.schedule.division import DeviceCosts
+from offload.stream.bell_use import BELLS, NoDoorbell
 from offload.worker.door import LOOPBACK
 from offload.worker.serving import Answer, Refusal, WorkerOptions, serve_layers
 from specoffload.kept import today
@@ -70,7 +71,7 @@ class Computing:
         context = multiprocessing.get_context("spawn")
         self._line, theirs = context.Pipe()
         self._process: BaseProcess = context.Process(
-            target=serve_layers, args=(theirs, options), name="worker", daemon=True
+            target=serve_layers, args=(theirs, options, BELLS.why_not), name="worker", daemon=True
         )
         start_shielded(self._process)
         theirs.close()
@@ -179,6 +180,9 @@ class Computing:
     def _set(self, answer: Answer) -> None:
         if isinstance(answer, Refusal):
             self._on_refusal(answer)
+            return
+        if isinstance(answer, NoDoorbell):
+            BELLS.refuse(answer.why)  # for the next process; a note of it says why
             return
         if isinstance(answer, DeviceCosts):
             self._on_costs(answer)

@@ -12,8 +12,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -27,10 +28,12 @@ from offload.backends import CUDA
 from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions, open_engine
 from offload.errors import DeviceFailed
-from offload.ggml.backend import Device, Stream
+from offload.ggml import cuda_driver
+from offload.ggml.backend import Device
 from offload.measuring import measure_split
 from offload.schedule.switch import ByCosts, all_on_device, stay
 from offload.stream import doorbell, play
+from offload.stream.bell_use import BELLS
 from offload.stream.options import StreamingOptions
 from offload.times.min_batch import NEVER, MinBatch
 
@@ -228,17 +231,85 @@ def test_measured_costs_divide_the_layers_that_pay(
         assert max(rung[1]) == 0, "missing experts are copied in the decode"
 
 
-def test_a_driver_without_words_keeps_the_wait(
-    cuda: DeviceChoice, many: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise doorbell.NoDriver("no words")
+class Ended(BaseException):
+    """In place of the end of the process."""
 
-    monkeypatch.setattr(doorbell.DriverStream, "check_words", refuse)
+
+def end(sentence: str) -> NoReturn:
+    raise Ended(sentence)
+
+
+def faulty(monkeypatch: pytest.MonkeyPatch, name: str, replaced: Callable[..., int | None]) -> None:
+    """Let the driver's calls of a function make `replaced`, which may call the real one."""
+    real = cuda_driver.Driver.call
+
+    def call(self: cuda_driver.Driver, its: str, *arguments: Any) -> None:
+        given = replaced(*arguments) if its == name else arguments
+        if given is not None:
+            real(self, its, *given)
+
+    monkeypatch.setattr(cuda_driver.Driver, "call", call)
+    monkeypatch.setattr(cuda_driver, "_TRIAL_S", 0.2)
+
+
+def refuse(*_: object) -> None:
+    raise doorbell.NoDriver("no words")
+
+
+@pytest.mark.parametrize(
+    ("name", "replaced", "why"),
+    [
+        ("cuStreamWaitValue32_v2", refuse, "no words"),
+        ("cuStreamWriteValue32_v2", lambda *_: None, "the host does not see a word"),
+        ("cuStreamWaitValue32_v2", lambda *_: None, "the device does not wait"),
+    ],
+)
+def test_a_trial_that_fails_keeps_the_wait_and_says_why(
+    cuda: DeviceChoice, many: Path, monkeypatch: pytest.MonkeyPatch, name: str, why: str,
+    replaced: Callable[..., Any],
+) -> None:  # fmt: skip
+    faulty(monkeypatch, name, replaced)
     streaming = slots_for(many, "half", hybrid=True, splitter=stay)
     with open_engine(many, opened(cuda, streaming)) as engine:
         _, rung = decoded(engine, (1,), 3)
+        said = [note for note in engine.notes if "waits for the GPU in each split layer" in note]
     assert max(rung[1]) == 0
+    assert len(said) == 1
+    assert said[0].startswith(f"{cuda.name}: the host waits")
+    assert why in said[0]
+    assert why in BELLS.why_not
+    monkeypatch.undo()
+    told = []
+    monkeypatch.setattr(BELLS, "why_not", "an earlier process had trouble")
+    monkeypatch.setattr(BELLS, "listeners", [told.append])
+    with open_engine(many, opened(cuda, streaming)) as engine:
+        _, rung = decoded(engine, (1,), 3)
+        assert any(BELLS.why_not in note for note in engine.notes)
+    assert max(rung[1]) == 0
+    assert not told
+
+
+def test_a_device_that_hangs_in_the_trial_ends_the_process_with_a_sentence(
+    cuda: DeviceChoice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sees nothing that the host writes. The test lets it go on."""
+    other = cuda.device.pinned_memory(4)
+    assert other is not None
+    word = C.c_uint32.from_address(other.base)
+    word.value = 0
+    faulty(
+        monkeypatch, "cuStreamWaitValue32_v2",
+        lambda stream, _, *rest: (stream, C.addressof(word), *rest),
+    )  # fmt: skip
+    monkeypatch.setattr(doorbell.log, "end", end)
+    began_s = time.monotonic()
+    with pytest.raises(Ended, match=r"waits for the host for ever.*SPECOFFLOAD_WITHOUT=doorbell"):
+        doorbell.try_bell(cuda.device)
+    assert time.monotonic() - began_s < 5
+    assert "for ever" in BELLS.why_not
+    word.value = 1
+    time.sleep(0.1)
+    other.close()
 
 
 def test_memory_that_is_not_pinned_keeps_the_wait(
@@ -248,6 +319,7 @@ def test_memory_that_is_not_pinned_keeps_the_wait(
     found = []
     pinned = Device.pinned_memory
     for most_bytes in (1 << 30, 1 << 19, 4096, 0):
+        monkeypatch.setattr(BELLS, "why_not", "")
         monkeypatch.setattr(
             Device, "pinned_memory",
             lambda device, n, most=most_bytes: pinned(device, n) if n <= most else None,
@@ -286,8 +358,8 @@ def test_a_refused_call_ends_the_decode_and_the_next_one_is_served(
 ) -> None:
     made: list[doorbell.Doorbell] = []
 
-    def keep(stream: Stream) -> doorbell.Doorbell:
-        made.append(doorbell.Doorbell(stream))
+    def keep(device: Device) -> doorbell.Doorbell:
+        made.append(doorbell.Doorbell(device))
         return made[-1]
 
     monkeypatch.setattr(play, "Doorbell", keep)

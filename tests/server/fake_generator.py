@@ -34,7 +34,9 @@ from offload.errors import (
     NotSupported,
     WorkerUnavailable,
 )
+from offload.ggml.library import log as native_log
 from offload.notes import Note, NoteKind
+from offload.stream.bell_use import BELLS
 from specoffload.generation.generation import (
     FinishReason,
     GenerateOptions,
@@ -78,6 +80,7 @@ class FakeFactory:
     chat_template: str = CHAT_TEMPLATE
     name: str = "fake"
     does_not_fit_if: Path | None = None  # the model needs more memory while this file exists
+    hangs_in_trial: bool = False  # opening hangs in the trial of a doorbell, if it makes one
     notes: tuple[Note, ...] = (Note(NoteKind.OTHER, "nothing is computed"),)
 
     def __call__(self, on_progress: OnProgress = ignore) -> FakeGenerator:
@@ -91,6 +94,9 @@ class FakeFactory:
             raise DoesNotFit("the dense weights take 9 GiB, and 4 GiB of device memory are free")
         if self.abort_if is not None and self.abort_if.exists():
             abort()
+        if self.hangs_in_trial and not BELLS.why_not:
+            BELLS.refuse("the fake waits for the host for ever")
+            native_log.end("the fake waits for the host for ever; leave out its doorbell")
         if self.worker_lost_if is not None and self.worker_lost_if.exists():
             if self.log is not None:
                 with self.log.open("a", encoding="utf-8") as log:
@@ -124,6 +130,8 @@ class FakeGenerator:
 
     @property
     def card(self) -> ModelCard:
+        why_not = BELLS.why_not
+        bells = (Note(NoteKind.DEVICE, f"no doorbell: {why_not}"),) if why_not else ()
         return ModelCard(
             name=self._factory.name,
             path="/models/fake.gguf",
@@ -133,7 +141,7 @@ class FakeGenerator:
             n_params=0,
             size_bytes=0,
             chat_template=self._factory.chat_template,
-            notes=self._factory.notes,
+            notes=(*self._factory.notes, *bells),
             n_parallel=self._factory.n_parallel,
         )
 
@@ -295,6 +303,8 @@ def _misbehave(text: str, n: int) -> None:
     if ("[crash-now]" in text and n == 0) or ("[crash]" in text and n == 2):
         time.sleep(0.05)  # time for the earlier pieces to leave the process
         abort()
+    if "[no-doorbell]" in text:
+        BELLS.refuse("the fake and the host waited for each other")
     if "[fail]" in text:
         raise DeviceFailed("experts could not be read: [Errno 5] Input/output error")
     if ("[hang-now]" in text and n == 0) or ("[hang]" in text and n == 2):

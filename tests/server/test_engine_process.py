@@ -16,6 +16,7 @@ from fake_generator import TAIL, FakeFactory
 from running import Running, StartServer, eventually, http
 
 from offload.errors import DeviceFailed
+from offload.stream.bell_use import BELLS
 from specoffload.server.engine.health import RestartPolicy, Watchdog, describe_exit
 
 
@@ -294,3 +295,31 @@ def test_a_failure_that_is_known_is_one_line_and_no_traceback(
     words = "experts could not be read: [Errno 5] Input/output error"
     assert [line.partition(": ")[2] for line in server.lines if "Errno" in line] == [words] * 2
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_after_trouble_with_a_doorbell_no_engine_of_this_server_rings(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BELLS, "why_not", "")
+    server = start_server()
+    assert not any("doorbell" in note for note in server.props()["notes"])
+    for _ in range(2):
+        assert _completion(server, "[no-doorbell]").status_code == 200
+    said = "the fake and the host waited for each other"
+    eventually(lambda: sum(line.startswith(said) for line in server.lines) == 1)
+    assert _completion(server, "[crash]").status_code == 500
+    server.wait_until_healthy()
+    assert f"no doorbell: {said}" in server.props()["notes"]
+    later = start_server()  # as another model of the same server
+    assert f"no doorbell: {said}" in later.props()["notes"]
+
+
+def test_a_hang_in_the_first_trial_of_a_doorbell_starts_the_engine_without_one(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BELLS, "why_not", "")
+    server = start_server(FakeFactory(hangs_in_trial=True))
+    server.wait_until_healthy()
+    props = server.props()
+    assert props["engine_restarts"] == 1
+    assert "no doorbell: the fake waits for the host for ever" in props["notes"]

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 
+from offload.stream.bell_use import BELLS
 from specoffload.server.engine.messages import FromEngine, ToEngine
 from specoffload.server.engine.process import (
     IGNORED_SIGNALS,
@@ -62,7 +63,7 @@ class Child:
         self._has_ended = False
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(
-            target=engine_main, args=(theirs, factory), name="engine", daemon=True
+            target=engine_main, args=(theirs, factory, BELLS.why_not), name="engine", daemon=True
         )
         try:
             start_shielded(self._process)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from offload.stream.bell_use import NoDoorbell
 from specoffload.errors import KNOWN, meaning_of
 from specoffload.generation.generation import GenerateOptions, ModelCard, Piece
 from specoffload.session.images import PromptImages
@@ -223,7 +224,7 @@ def _unpacked(packed: _Packed) -> JobOutput:
     return JobOutput(job_id, Piece(text, tokens, index=index, id_slot=id_slot))
 
 
-FromEngine = Alive | Loading | Ready | LoadFailed | Stopping | Outputs
+FromEngine = Alive | Loading | Ready | LoadFailed | Stopping | NoDoorbell | Outputs
 
 
 def problem_of(

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from offload.errors import ModelChanged
 from offload.ggml.library import interrupt
 from offload.ggml.library import log as native_log
+from offload.stream.bell_use import BELLS, NoDoorbell
 from specoffload.errors import KNOWN
 from specoffload.generation.generation import OnProgress, Piece
 from specoffload.server.engine.acceptance import Acceptance, Accepted, accept, refusal
@@ -99,8 +100,12 @@ class _Line:
         os._exit(0)
 
 
-def engine_main(channel: Channel[FromEngine, ToEngine], factory: Factory) -> None:
+def engine_main(
+    channel: Channel[FromEngine, ToEngine], factory: Factory, no_doorbell: str = ""
+) -> None:
     """Entry point of the spawned process; returns after Shutdown or a failed load.
+
+    `no_doorbell`: why an earlier process has used no doorbell any more, "" if none has said so.
 
     IGNORED_SIGNALS are ignored. Ctrl-C and SIGHUP go to the whole process group, and a service
     manager's SIGTERM to the whole service. The API process decides what happens then: it lets
@@ -111,6 +116,8 @@ def engine_main(channel: Channel[FromEngine, ToEngine], factory: Factory) -> Non
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     line = _Line(channel)
     interrupt.allow_stops()
+    BELLS.refuse(no_doorbell)
+    BELLS.listeners.append(lambda why: line.send(NoDoorbell(why)))
     native_log.listeners.append(lambda reason, by_worker: line.send(Stopping(reason, by_worker)))
     try:
         session = factory(_in_percent(line.send))

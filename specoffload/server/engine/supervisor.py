@@ -20,6 +20,7 @@ from offload.errors import DeviceFailed, WorkerUnavailable
 from offload.notes import NoteKind
 from offload.remote.address import Address
 from offload.remote.hello import look_for
+from offload.stream.bell_use import BELLS, NoDoorbell
 from specoffload.errors import UsageError
 from specoffload.generation.generation import ModelCard
 from specoffload.server.engine.child import Child
@@ -115,6 +116,7 @@ class Supervisor:
         self._missing = ""  # sentence on the worker or file that the engine waits for, or ""
         self.load_problem: Problem | None = None
         self._stopping: Stopping | None = None  # why the process ended itself
+        self._may_ring = True  # the process was started with doorbells
         self._n_failures = 0  # failures in a row
         self._draining = False
 
@@ -256,6 +258,7 @@ class Supervisor:
         self._restart_timer = None
         self._ready_at = None
         self.load_problem = self._stopping = None
+        self._may_ring = not BELLS.why_not
         self._child_gone.clear()
         try:
             self._child = Child(self._factory, self._on_message, self._on_exit)
@@ -280,8 +283,16 @@ class Supervisor:
             self.load_problem = message.problem
         elif isinstance(message, Stopping):
             self._stopping = message
+        elif isinstance(message, NoDoorbell):
+            self._on_no_doorbell(message.why)
         else:
             self.on_outputs(message)
+
+    def _on_no_doorbell(self, why: str) -> None:
+        """Start all later engine processes of this server without doorbells."""
+        BELLS.refuse(why)
+        if self.state is State.READY:  # otherwise a note of the engine says it
+            self._say(f"{why}; until this server ends, the host waits in each split layer")
 
     def _on_loading(self, loading: Loading) -> None:
         is_first, self.loading = self.loading is None, loading
@@ -349,7 +360,9 @@ class Supervisor:
         if not served:  # otherwise a request may be the cause
             self._n_failures = self._policy.count(self._n_failures, ready_for_s)
         delay_s = self._policy.delay_s(max(1, self._n_failures))
-        if first_load or delay_s is None:
+        # The next process makes no trial of a doorbell.
+        hung_in_trial = self._may_ring and bool(BELLS.why_not) and self._stopping is not None
+        if (first_load and not hung_in_trial) or delay_s is None:
             self._fail(self._why(end, first_load))
             return
         self.state = State.RESTARTING

@@ -31,6 +31,7 @@ from offload.ggml.library import log
 from offload.ggml.player import native
 from offload.schedule.division import SplitCosts
 from offload.stream import doorbell
+from offload.stream.bell_use import BELLS
 
 seeds = st.integers(0, 2**32)
 numbers = st.one_of(st.integers(-2, 20), st.sampled_from([-(2**62), 63, 64, 65, 200, 2**31, 2**62]))
@@ -389,8 +390,17 @@ def test_a_failure_without_a_wait_releases_the_device(
     assert made.answered == made.bell.n_told > before
 
 
+def refusals(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The reasons for which doorbells are not used any more in this test."""
+    told = list[str]()
+    monkeypatch.setattr(BELLS, "why_not", "")
+    monkeypatch.setattr(BELLS, "listeners", [told.append])
+    return told
+
+
 def test_a_silent_device_is_released_by_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doorbell, "_MOST_SECONDS", 5)
+    monkeypatch.setattr(doorbell, "MOST_SECONDS", 5)
+    told = refusals(monkeypatch)
     made = ringing_machine(3)
     made.is_silent = True
     watchdog = doorbell.Watchdog(made.bell, "a device", second_s=0.02)
@@ -399,10 +409,12 @@ def test_a_silent_device_is_released_by_the_watchdog(monkeypatch: pytest.MonkeyP
     assert made.player.status == api.BROKEN
     assert made.answered == made.bell.n_told == len(made.sizes)
     watchdog.close()
+    assert told == ["a device and the host waited for each other"]
 
 
 def test_a_decode_that_never_ends_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doorbell, "_MOST_SECONDS", 5)
+    monkeypatch.setattr(doorbell, "MOST_SECONDS", 5)
+    told = refusals(monkeypatch)
     said = list[str]()
     monkeypatch.setattr(log, "end", said.append)
     made = ringing_machine(3)
@@ -415,10 +427,11 @@ def test_a_decode_that_never_ends_ends_the_process(monkeypatch: pytest.MonkeyPat
     watchdog.close()
     assert made.bell.is_broken
     assert "a device or a thread of the CPU stopped within a layer" in said[0]
+    assert len(told) == 1, "it is told before the process ends"
 
 
 def test_a_decode_that_goes_on_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doorbell, "_MOST_SECONDS", 5)
+    monkeypatch.setattr(doorbell, "MOST_SECONDS", 5)
     made = ringing_machine(3)
     made.bell.n_layers = 2
     watchdog = doorbell.Watchdog(made.bell, "a device", second_s=0.02)
