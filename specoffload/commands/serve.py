@@ -17,6 +17,7 @@ from specoffload.errors import KNOWN
 from specoffload.generation.generation import GenerateOptions, OnProgress, ignore
 from specoffload.server.log import LogSettings, ServerLog
 from specoffload.server.run import serve
+from specoffload.server.unwaited import never_wait_for_output
 from specoffload.slots.prompt_shelf import PromptShelf
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def open_session(
     """
     from specoffload.session.session import Session
 
+    never_wait_for_output()
     if verbose:
         report.be_verbose(library_level=library_level)
     ServerLog(log).follow_warnings()
@@ -63,6 +65,7 @@ def serve_config(
     `defaults` apply to options that a request lacks.
     Raises UsageError if the address or the model cannot be used.
     """
+    never_wait_for_output()
     settings = LogSettings(serving.log_file, serving.log_timestamps, serving.log_prefix)
     log = ServerLog(settings)
     log.follow_warnings()

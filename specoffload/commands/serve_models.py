@@ -22,6 +22,7 @@ from specoffload.server.router.planning import plan_all
 from specoffload.server.router.pool import DEFAULT_STOP_TIMEOUT_S, Entry
 from specoffload.server.router.sharing import Sharing, share
 from specoffload.server.run import ModelParts, serve_models
+from specoffload.server.unwaited import never_wait_for_output
 from specoffload.slots.prompt_shelf import PromptShelf
 
 _MODEL, _REPO, _ALIAS = (Options, "model"), (Options, "hf_repo"), (Options, "alias")
@@ -45,6 +46,7 @@ def serve_several(line: CommandLine, served_as: Callable[..., ServedAs]) -> None
                 f"{one.name} {one.value} names one model, and {_source(line)} several: leave out "
                 "one of the two"
             )
+    never_wait_for_output()
     if options.verbose or options.library_log:
         report.be_verbose(library_level=options.library_log)
     settings = LogSettings(serving.log_file, serving.log_timestamps, serving.log_prefix)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -223,3 +225,21 @@ def test_a_moved_file_is_left_and_a_new_one_begun(tmp_path: Path) -> None:
     file.rename(moved)
     log.keep("two")
     assert (moved.read_text(), file.read_text()) == ("one\n", "two\n")
+
+
+def test_a_server_whose_output_nobody_reads_goes_on(tmp_path: Path) -> None:
+    """Its pipe is full after 4 KiB. The lines are in the file, and come when they are read."""
+    file = tmp_path / "server.log"
+    with serving("--device", "cpu", "--log-file", str(file)) as program:
+        assert program.process.stdout is not None
+        fcntl.fcntl(program.process.stdout, fcntl.F_SETPIPE_SZ, 4096)
+        for i in range(150):
+            assert http.get(f"{program.url}/nothing{i}").status_code == 404
+        with program.client() as client:
+            assert client.completions.create(model="any", prompt="a", max_tokens=2).choices
+        assert "/nothing149 404" in file.read_text()
+        program.process.send_signal(signal.SIGTERM)
+        assert program.process.wait(20) == 0
+        first = program.process.stdout.read()
+        assert "/nothing0 404" in first
+        assert "/nothing149 404" not in first
