@@ -224,6 +224,11 @@ _SERVE_FLAGS = (
         "machines are never fetched.",
     ),
     _serve(
+        "media_marker", "--media-marker LLAMA_MEDIA_MARKER", TEXT,
+        "Text that stands for an image in the prompts of /completion.", rare=True,
+        more="Without it, each start makes a random one, which /props shows as `media_marker`.",
+    ),
+    _serve(
         "shutdown_timeout_s", "--shutdown-timeout", FLOAT,
         "Seconds that running requests have to end after SIGTERM or Ctrl-C.", least=0, rare=True,
         more="New requests get a 503 meanwhile. A second Ctrl-C ends at once.",

@@ -195,6 +195,7 @@ class ServeOptions:
     shutdown_timeout_s: float = 60.0
     strict_model: bool = False
     media_path: Path | None = None  # None: requests name no files of this machine
+    media_marker: str | None = None  # stands for an image in raw prompts; None: a random one
     cors_origins: str | None = None
     ssl_key_file: Path | None = None
     ssl_cert_file: Path | None = None

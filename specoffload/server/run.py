@@ -30,6 +30,7 @@ from specoffload.errors import UsageError
 from specoffload.generation.generation import GenerateOptions
 from specoffload.server.access import AccessRules, read_keys, read_origins
 from specoffload.server.api.app import create_app
+from specoffload.server.api.images import MediaRules, new_marker
 from specoffload.server.api.kept import KeptStreams
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.process import Factory
@@ -91,11 +92,17 @@ def serve(
             has_page=options.ui != "none",
             has_metrics=options.metrics,
             strict_model=options.strict_model,
-            media_path=options.media_path,
+            media=media_rules(options),
         )
         return app, engine
 
     return _serve(parts, options, log)
+
+
+def media_rules(options: ServeOptions) -> MediaRules:
+    """Return what the options let requests name as images."""
+    marker = options.media_marker or new_marker()
+    return MediaRules(options.media_path, marker)
 
 
 class ModelParts(NamedTuple):
@@ -129,7 +136,7 @@ def serve_models(
         return found
 
     def parts(access: AccessRules, renderer: Renderer) -> tuple[FastAPI, ModelPool]:
-        streams = KeptStreams()
+        streams, media = KeptStreams(), media_rules(options)
 
         def make(entry: Entry, device_bytes: int | None) -> Served:
             shelf = shelves.of(entry)
@@ -149,7 +156,7 @@ def serve_models(
                 defaults=own.defaults,
                 has_page=False,
                 has_metrics=options.metrics,
-                media_path=options.media_path,
+                media=media,
                 streams=streams,
             )
             return Served(engine, app)

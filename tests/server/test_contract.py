@@ -19,6 +19,7 @@ N_REQUESTS = 12  # requests per operation
 ATTACKED = {
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/responses", "/v1/messages"),
     *("/v1/messages/count_tokens", "/completion", "/completions", "/infill", "/tokenize"),
+    *("/v1/chat/completions/input_tokens", "/v1/responses/input_tokens"),
     *("/detokenize", "/apply-template", "/slots/{number}", "/v1/models/{name}", "/metrics"),
 }
 NO_FAILURES = {501}  # 501: a clear answer that the model lacks a feature

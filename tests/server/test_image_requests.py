@@ -14,7 +14,7 @@ from running import Running, http
 
 from offload.errors import BadRequest
 from offload.images.building import image_library
-from specoffload.server.api.images import MOST_IMAGES, ConversationImages
+from specoffload.server.api.images import MOST_IMAGES, ConversationImages, MediaRules
 
 IMAGE = png(150, 90, 1)
 DATA = base64.b64encode(IMAGE).decode()
@@ -87,7 +87,62 @@ def test_all_apis_give_the_answer_to_an_image(program: Program) -> None:
     local = answered(program, "/v1/chat/completions", openai_body("file://image.png"))
     assert local["choices"][0]["message"]["content"] == text
     rendered = answered(program, "/apply-template", {"messages": openai_body()["messages"]})
-    assert "<__media_" in rendered["prompt"]
+    marker = http.get(program.url + "/props").json()["media_marker"]
+    assert rendered["prompt"].count(marker) == 1
+    asked = {"messages": openai_body()["messages"]}
+    for path, body in (("chat/completions", asked), ("responses", responses_body())):
+        counted = answered(program, f"/v1/{path}/input_tokens", body)
+        assert counted["input_tokens"] == usage["prompt_tokens"]
+
+
+def test_raw_prompts_with_images_are_continued(program: Program) -> None:
+    marker = http.get(program.url + "/props").json()["media_marker"]
+    prompt = {"prompt_string": f"Look: {marker} what is it?", "multimodal_data": [DATA]}
+    text = {"prompt_string": "Look: what is it?"}
+    first = answered(program, "/completion", {"prompt": prompt, "n_predict": 8})
+    assert first["prompt"] == prompt["prompt_string"]
+    assert first["tokens_evaluated"] > 10
+    second = answered(program, "/v1/completions", {"prompt": prompt, "max_tokens": 8, "n": 2})
+    assert [choice["text"] for choice in second["choices"]] == [first["content"]] * 2
+    assert second["usage"]["prompt_tokens"] == first["tokens_evaluated"]
+    several = answered(program, "/completion", {"prompt": [text, prompt, "Hi"], "n_predict": 8})
+    assert several[1]["content"] == first["content"]
+    alone = answered(program, "/completion", {"prompt": text["prompt_string"], "n_predict": 8})
+    assert several[0]["content"] == alone["content"]
+
+
+def test_bad_raw_prompts_get_llama_servers_words(program: Program, server: Running) -> None:
+    marker = http.get(program.url + "/props").json()["media_marker"]
+
+    def refused(url: str, prompt: Any, **more: Any) -> str:
+        response = http.post(url + "/v1/completions", json={"prompt": prompt, **more})
+        assert response.status_code == 400, response.text
+        return str(response.json()["error"]["message"])
+
+    def prompt(text: Any, *files: Any) -> dict[str, Any]:
+        return {"prompt_string": text, "multimodal_data": list(files)}
+
+    no_image = base64.b64encode(b"no image").decode()
+    for words, given in {
+        '"prompt" elements must be a string, a list of tokens, a JSON object': {"text": "x"},
+        "Failed to tokenize prompt: prompt has 0 media markers for 1 files": prompt("x", DATA),
+        "Failed to tokenize prompt: prompt has 2 media": prompt(f"{marker}{marker} x", DATA),
+        "prompt.multimodal_data[0]: the image is not base64": prompt(f"{marker} x", "$"),
+        "image 1 of 1 cannot be read: it is no image of a known type": prompt(
+            f"{marker} x", no_image
+        ),
+        "prompt: multimodal_data must be a list of files": prompt(f"{marker} x", 7),
+        "prompt: prompt_string must be text if": prompt([1, 2], DATA),
+        f"prompt: a request may have {MOST_IMAGES} images": prompt("x", *[DATA] * 65),
+    }.items():
+        assert refused(program.url, given).startswith(words)
+    assert "without images" in refused(program.url, prompt(f"{marker} x", DATA), echo=True)
+    assert "prompt as text" in refused(program.url, prompt(f"{marker} x", DATA), suffix="y")
+    assert refused(server.url, prompt("x", DATA)) == (
+        "Multimodal data provided, but model does not support multimodal requests."
+    )
+    embedded = http.post(program.url + "/v1/embeddings", json={"input": prompt("x", DATA)})
+    assert embedded.status_code == 400
 
 
 def test_images_in_results_of_tools_are_read(program: Program) -> None:
@@ -148,7 +203,7 @@ def test_without_a_projector_images_are_refused_in_llama_servers_words(
 
 
 def test_a_request_may_have_many_images_but_not_any_number() -> None:
-    images = ConversationImages(are_read=True, media_path=None)
+    images = ConversationImages(MediaRules(), are_read=True)
     markers = {images.take("messages[0]", URL) for _ in range(MOST_IMAGES)}
     assert len(markers) == 1
     assert images.found is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -28,6 +27,7 @@ from specoffload.server.api.anthropic import anthropic_router
 from specoffload.server.api.body import fault
 from specoffload.server.api.brief import embeddings_router, slots_router, text_router
 from specoffload.server.api.context import ServerContext
+from specoffload.server.api.images import MediaRules
 from specoffload.server.api.kept import KeptStreams, streams_router
 from specoffload.server.api.native import native_router
 from specoffload.server.api.openai import openai_router
@@ -71,7 +71,7 @@ def create_app(
     has_page: bool = True,
     has_metrics: bool = False,
     strict_model: bool = False,
-    media_path: Path | None = None,
+    media: MediaRules | None = None,
     chat: ChatSettings | None = None,
     renderer: Renderer | None = None,
     streams: KeptStreams | None = None,
@@ -80,7 +80,7 @@ def create_app(
 
     `defaults` and `chat` have the values of fields that a request leaves out. `has_page` puts the
     chat page at `/`. `has_metrics` opens /metrics. `strict_model` refuses requests that name
-    another model. `media_path` is the folder of images that requests may name by file:// addresses.
+    another model. `media` says which images requests may name.
     `streams` are those of a server of several models, which then also has their routes.
     """
     app = bare_app()
@@ -92,7 +92,7 @@ def create_app(
         defaults or AskedOptions(),
         chat or ChatSettings(),
         strict_model=strict_model,
-        media_path=media_path,
+        media=media,
         streams=streams,
     )
     app.state.context = context

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from fastapi import Request
@@ -28,21 +27,23 @@ from specoffload.server.api.body import (
     ignored_names,
     read_json,
 )
-from specoffload.server.api.images import ConversationImages
+from specoffload.server.api.images import ConversationImages, MediaRules
 from specoffload.server.api.kept import STREAM_ID, KeptStreams
 from specoffload.server.api.omitted import omitted_parts
-from specoffload.server.api.parameters import conversation_of, generate_options
+from specoffload.server.api.parameters import conversation_of, generate_options, prompts_of
 from specoffload.server.api.requests import (
     ChatRequest,
     ConversationRequest,
     GenerationRequest,
 )
 from specoffload.server.api.streaming import GenerationResponse, TicketGroup, Wording
+from specoffload.server.engine.calls import count_tokens
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.messages import (
     ChatJob,
     GeneratingJob,
     Problem,
+    Prompt,
     RequestFailed,
     unavailable,
 )
@@ -74,7 +75,7 @@ class ServerContext:
         *,
         strict_model: bool = False,
         streams: KeptStreams | None = None,
-        media_path: Path | None = None,
+        media: MediaRules | None = None,
     ) -> None:
         self.engine = engine
         self.defaults = defaults
@@ -85,7 +86,7 @@ class ServerContext:
         self._bodies = HeldBodies()
         self._format: tuple[ModelCard, ChatFormat] | None = None
         self._strict_model = strict_model
-        self._media_path = media_path  # the folder of images that requests may name
+        self.media = media or MediaRules()
         self._logged: set[str] = set()  # notes that were logged
 
     @property
@@ -153,8 +154,12 @@ class ServerContext:
         asked = answer_options(prompt, options)
         return ChatJob(prompt.text, asked, images.found, prompt.cache_ends), prompt
 
-    def _images(self) -> ConversationImages:
-        return ConversationImages(are_read=self.card.reads_images, media_path=self._media_path)
+    def _images(self, marker: str | None = None) -> ConversationImages:
+        return ConversationImages(self.media, are_read=self.card.reads_images, marker=marker)
+
+    def prompts(self, given: object) -> list[Prompt]:
+        """Return the prompts in the field `prompt`. Raises BadRequest."""
+        return prompts_of(given, media=self.media, are_read=self.card.reads_images)
 
     def _note_omitted(self, request: Request, body: ConversationRequest) -> None:
         """Tell client and operator which parts of tool results the model does not get."""
@@ -181,16 +186,24 @@ class ServerContext:
                 log.warning(words)  # the log holds back lines of equal format
 
     async def rendered(
-        self, request: Request, body: ConversationRequest
+        self, request: Request, body: ConversationRequest, marker: str | None = None
     ) -> tuple[str, PromptImages | None]:
-        """Return the prompt text of a conversation, and its images. Raises BadRequest."""
+        """Return the prompt text of a conversation, and its images. Raises BadRequest.
+
+        `marker` stands for each image. Without it, each call makes a new one.
+        """
         self.check_model(body.model)
         ignore(request, ignored_names(body))
         self._note_omitted(request, body)
-        images = self._images()
+        images = self._images(marker)
         conversation = replace(conversation_of(body, self._chat, images), cache_points=())
         prompt = await self._renderer.prepare(self._chat_format(), conversation)
         return prompt.text, images.found
+
+    async def counted(self, request: Request, body: ConversationRequest) -> dict[str, Any]:
+        """Return the number of a conversation's tokens in the form of OpenAI's /responses API."""
+        n_tokens = await self.engine.call(count_tokens, *await self.rendered(request, body))
+        return {"object": "response.input_tokens", "input_tokens": n_tokens}
 
     def _chat_format(self) -> ChatFormat:
         card = self.card

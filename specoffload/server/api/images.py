@@ -1,4 +1,4 @@
-"""Takes the images out of a conversation. A marker in the text stands for each of them.
+"""Takes the images out of a request. A marker in the text stands for each of them.
 
 Files are only collected here. The engine's process has them decoded (`offload/images/decoding.py`).
 """
@@ -8,23 +8,78 @@ from __future__ import annotations
 import base64
 import binascii
 import secrets
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from offload.errors import BadRequest
 from offload.images.decoding import MOST_FILE_BYTES, NO_IMAGES
+from specoffload.server.engine.messages import TextWithImages
 from specoffload.session.images import PromptImages
 
 MOST_IMAGES = 64  # in one request
+# llama-server's words
+_NO_MEDIA = "Multimodal data provided, but model does not support multimodal requests."
+
+
+def new_marker() -> str:
+    """Return a marker that no text contains by chance, in llama-server's form."""
+    return f"<__media_{secrets.token_hex(16)}__>"
+
+
+@dataclass(frozen=True)
+class MediaRules:
+    """What requests may name as images.
+
+    `folder` is that of file:// addresses. `marker` stands for an image in raw prompts: clients find
+    it in /props, and send prompts with it.
+    """
+
+    folder: Path | None = None
+    marker: str = field(default_factory=new_marker)
+
+
+def text_with_images(
+    where: str, given: dict[str, Any], rules: MediaRules, *, are_read: bool
+) -> TextWithImages:
+    """Return the prompt of an object with `prompt_string` and `multimodal_data`.
+
+    `where` names its place in the request. `are_read`: the model has a projector. Raises BadRequest
+    with llama-server's words if it has none, if a file is no base64, or if the text has another
+    number of markers than there are files.
+    """
+    text, data = given.get("prompt_string"), given.get("multimodal_data")
+    if not are_read:
+        raise BadRequest(_NO_MEDIA)
+    if not isinstance(text, str):
+        raise BadRequest(f"{where}: prompt_string must be text if there is multimodal_data")
+    if not isinstance(data, list) or not all(isinstance(file, str) for file in data):
+        raise BadRequest(f"{where}: multimodal_data must be a list of files in base64")
+    if len(data) > MOST_IMAGES:
+        raise BadRequest(f"{where}: a request may have {MOST_IMAGES} images")
+    n_markers = text.count(rules.marker)
+    if n_markers != len(data):
+        raise BadRequest(
+            f"Failed to tokenize prompt: {where} has {n_markers} media markers for {len(data)} "
+            f"files, and the marker is {rules.marker} (media_marker of /props)"
+        )
+    places = (f"{where}.multimodal_data[{at}]" for at in range(len(data)))
+    files = tuple(_decoded(place, file) for place, file in zip(places, data, strict=True))
+    return TextWithImages(text, PromptImages(rules.marker, files))
 
 
 class ConversationImages:
     """The images of one conversation, in the order in which its messages have them."""
 
-    def __init__(self, *, are_read: bool, media_path: Path | None) -> None:
-        """`are_read`: the model has a projector. `media_path`: folder of file:// addresses."""
-        self.are_read, self._media_path = are_read, media_path
-        # A text cannot contain the marker, because nobody can guess it.
-        self._marker = f"<__media_{secrets.token_hex(16)}__>"
+    def __init__(
+        self, rules: MediaRules | None = None, *, are_read: bool, marker: str | None = None
+    ) -> None:
+        """`are_read`: the model has a projector.
+
+        Without `marker`, a new one is made, which no text can contain, because nobody can guess it.
+        """
+        self.are_read, self._rules = are_read, rules or MediaRules()
+        self._marker = marker or new_marker()
         self._files: list[bytes] = []
 
     @property
@@ -62,9 +117,11 @@ class ConversationImages:
         return _decoded(where, url)  # as llama-server takes it
 
     def _local(self, where: str, name: str) -> bytes:
-        if self._media_path is None:
-            raise BadRequest(f"{where}: file:// addresses need --media-path FOLDER")
-        folder = self._media_path.resolve()
+        if self._rules.folder is None:
+            raise BadRequest(
+                f"{where}: file:// URLs are not allowed unless --media-path is specified"
+            )
+        folder = self._rules.folder.resolve()
         path = (folder / name.lstrip("/")).resolve()
         if not path.is_relative_to(folder) or not path.is_file():
             raise BadRequest(f"{where}: the folder of --media-path has no file {name[:200]!r}")

@@ -15,11 +15,17 @@ from starlette.responses import Response
 from specoffload.generation.generation import GenerateOptions, Piece
 from specoffload.server.api.answers import Json, timings_of
 from specoffload.server.api.context import BodyRoute, ServerContext
-from specoffload.server.api.parameters import prompts_of, settings_of
+from specoffload.server.api.parameters import settings_of
 from specoffload.server.api.probabilities import Placed, TokenPlaces, native_probabilities
 from specoffload.server.api.requests import InfillRequest, NativeRequest
 from specoffload.server.api.streaming import Wording
-from specoffload.server.engine.messages import CompletionJob, InfillJob, Prompt, Started
+from specoffload.server.engine.messages import (
+    CompletionJob,
+    InfillJob,
+    Prompt,
+    Started,
+    TextWithImages,
+)
 from specoffload.session.infill import Fill
 
 _STOP_TYPES = {"length": "limit", "stop": "eos"}
@@ -33,7 +39,7 @@ def native_router(context: ServerContext) -> APIRouter:
     async def completion(request: Request, body: NativeRequest) -> Response:
         """Continues each prompt; several prompts are answered with a list."""
         options = context.options(request, body)
-        prompts = prompts_of(body.prompt)
+        prompts = context.prompts(body.prompt)
         jobs = [CompletionJob(prompt, options) for prompt in prompts]
 
         wording = NativeWording(context.card.name, options, prompts, body)
@@ -148,7 +154,7 @@ class NativeWording(Wording):
             "tokens_predicted": last.stats.n_tokens,
             "tokens_evaluated": last.stats.n_prompt_tokens,
             "generation_settings": self._settings,
-            "prompt": prompt if isinstance(prompt, str) else list(prompt),
+            "prompt": _shown(prompt),
             "has_new_line": any("\n" in text for text in answer.texts),
             "truncated": False,
             "stop_type": "word" if word is not None else _STOP_TYPES[last.finish_reason],
@@ -161,6 +167,13 @@ class NativeWording(Wording):
         if not self._fields:
             return final
         return {name: found for name in self._fields if (found := _at(final, name)) is not None}
+
+
+def _shown(prompt: Prompt) -> str | list[int | str]:
+    """Return a prompt for JSON, without its images."""
+    if isinstance(prompt, TextWithImages):
+        return prompt.text
+    return prompt if isinstance(prompt, str) else list(prompt)
 
 
 def _at(answer: Json, path: str) -> Any:

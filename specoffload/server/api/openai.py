@@ -28,7 +28,7 @@ from specoffload.server.api.answers import (
     usage_of,
 )
 from specoffload.server.api.context import BodyRoute, ServerContext
-from specoffload.server.api.parameters import MAX_ANSWERS, prompts_of
+from specoffload.server.api.parameters import MAX_ANSWERS
 from specoffload.server.api.probabilities import (
     ContentTokens,
     Placed,
@@ -45,6 +45,7 @@ from specoffload.server.engine.messages import (
     InfillJob,
     Prompt,
     Started,
+    TextWithImages,
 )
 from specoffload.session.infill import Fill
 
@@ -63,14 +64,22 @@ def openai_router(context: ServerContext) -> APIRouter:
     @router.post("/apply-template")
     async def apply_template(request: Request, body: ConversationRequest) -> Response:
         """The prompt that a conversation becomes."""
-        text, _ = await context.rendered(request, body)
+        text, _ = await context.rendered(request, body, context.media.marker)
+        if context.card.adds_bos:  # /completion puts it before the text
+            text = text.removeprefix(context.card.bos)
         return JSONResponse({"prompt": text})
+
+    @router.post("/v1/chat/completions/input_tokens")
+    @router.post("/chat/completions/input_tokens")
+    async def input_tokens(request: Request, body: ConversationRequest) -> Response:
+        """The number of tokens that a conversation takes as a prompt."""
+        return JSONResponse(await context.counted(request, body))
 
     @router.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """Continues each prompt `n` times."""
         options = context.options(request, body)
-        prompts = prompts_of(body.prompt)
+        prompts = context.prompts(body.prompt)
         n = body.n or 1
         if n * len(prompts) > MAX_ANSWERS:
             raise BadRequest(f"{len(prompts)} prompts times n {n}: at most {MAX_ANSWERS} answers")
@@ -84,6 +93,8 @@ def openai_router(context: ServerContext) -> APIRouter:
 
 
 def _job(body: CompletionRequest, prompt: Prompt, options: GenerateOptions) -> GeneratingJob:
+    if isinstance(prompt, TextWithImages) and body.echo:
+        raise BadRequest("echo needs a prompt without images")
     if not body.suffix:
         return CompletionJob(prompt, options, with_text=bool(body.echo))
     if not isinstance(prompt, str):

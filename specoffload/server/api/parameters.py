@@ -24,7 +24,7 @@ from specoffload.chat.conversation import (
     ToolChoice,
 )
 from specoffload.generation.generation import N_SEEDS, GenerateOptions
-from specoffload.server.api.images import ConversationImages
+from specoffload.server.api.images import ConversationImages, MediaRules, text_with_images
 from specoffload.server.api.omitted import omitted_kind, placeholder
 from specoffload.server.api.requests import (
     PLAIN_FLAGS,
@@ -46,6 +46,11 @@ from specoffload.server.engine.messages import Prompt
 MAX_STOPS = 256  # each is searched for in every piece of the answer
 MAX_STOP_LETTERS = 1024
 MAX_SAMPLERS = 64
+# llama-server's words
+_WRONG_ELEMENT = (
+    '"prompt" elements must be a string, a list of tokens, a JSON object containing a prompt '
+    "string, or a list of mixed strings & tokens."
+)
 MAX_ANSWERS = 1024  # answers to one request; all take memory until the last is finished
 _CHOICES: dict[str, ToolChoice] = {
     "auto": "auto",
@@ -235,22 +240,39 @@ def settings_of(options: GenerateOptions) -> dict[str, Any]:
     return values
 
 
-def prompts_of(given: object, name: str = "prompt") -> list[Prompt]:
+def prompts_of(
+    given: object, name: str = "prompt", media: MediaRules | None = None, *, are_read: bool = False
+) -> list[Prompt]:
     """Return the prompts in field `name`. Raises BadRequest.
 
-    The field is a text, a list of token ids, a list of both, or a list of such prompts.
+    The field is a text, a list of token ids, a list of both, llama-server's object of a text and
+    files, or a list of such prompts. `media` and `are_read` are for the images in such objects.
+    Without `media`, images are refused.
     """
-    if isinstance(given, str):
-        return [_prompt(name, given)]
+
+    def prompt(where: str, given: object) -> Prompt:
+        if not isinstance(given, dict):
+            return _prompt(where, given)
+        if "prompt_string" not in given:
+            raise BadRequest(_WRONG_ELEMENT)
+        if "multimodal_data" not in given:
+            return _prompt(f"{where}.prompt_string", given["prompt_string"])
+        if media is None:
+            raise BadRequest(f"{where}: images have no embeddings here: send text or token ids")
+        return text_with_images(where, given, media, are_read=are_read)
+
+    if isinstance(given, str | dict):
+        return [prompt(name, given)]
     if not isinstance(given, list):
         raise BadRequest(f"{name} must be text, token ids, or a list of such")
     if given and (
-        any(isinstance(part, list) for part in given) or all(isinstance(p, str) for p in given)
+        any(isinstance(part, list | dict) for part in given)
+        or all(isinstance(part, str) for part in given)
     ):
         if len(given) > MAX_ANSWERS:
             raise BadRequest(f"{name}: {len(given)} texts; at most {MAX_ANSWERS} in a request")
-        return [_prompt(f"{name}[{at}]", part) for at, part in enumerate(given)]
-    return [_prompt(name, given)]
+        return [prompt(f"{name}[{at}]", part) for at, part in enumerate(given)]
+    return [prompt(name, given)]
 
 
 def _prompt(where: str, given: object) -> Prompt:
@@ -285,7 +307,7 @@ def conversation_of(
     `images` gets its images (None: images are refused). `schema` is the JSON schema that the answer
     has to follow (None: no schema).
     """
-    images = images or ConversationImages(are_read=False, media_path=None)
+    images = images or ConversationImages(are_read=False)
     points: list[CachePoint] = []
     messages = tuple(
         _message(at, message, images, points) for at, message in enumerate(request.messages)

@@ -54,7 +54,8 @@ Prompts = Annotated[
         {
             "anyOf": [
                 {"type": "string"},
-                {"type": "array", "items": {"type": ["string", "integer", "array"]}},
+                {"type": "object", "required": ["prompt_string"]},
+                {"type": "array", "items": {"type": ["string", "integer", "array", "object"]}},
             ]
         }
     ),

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from specoffload.chat.conversation import CallPiece, Content, Delta, Reasoning
 from specoffload.chat.parser import StreamParser
@@ -19,7 +19,7 @@ from specoffload.generation.generation import Piece
 from specoffload.server.api.answers import Json
 from specoffload.server.api.body import checked, ignore
 from specoffload.server.api.context import BodyRoute, ServerContext
-from specoffload.server.api.requests import ChatRequest
+from specoffload.server.api.requests import ChatRequest, ConversationRequest
 from specoffload.server.api.response_input import ResponsesRequest, as_chat
 from specoffload.server.api.response_tools import ResponsesTools, as_text
 from specoffload.server.api.streaming import EventWording
@@ -210,5 +210,13 @@ def responses_router(context: ServerContext) -> APIRouter:
 
         wording = ResponsesWording(prompt.parser(), body, context.card.name)
         return context.generate(request, [job], wording, stream=body.stream)
+
+    @router.post("/v1/responses/input_tokens")
+    @router.post("/responses/input_tokens")
+    async def input_tokens(request: Request, body: ResponsesRequest) -> Response:
+        """The number of tokens that a conversation takes as a prompt."""
+        chat, ignored = as_chat(body)
+        ignore(request, ignored)
+        return JSONResponse(await context.counted(request, checked(chat, ConversationRequest)))
 
     return router

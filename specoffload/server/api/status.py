@@ -108,6 +108,7 @@ def status_router(context: ServerContext, *, has_metrics: bool) -> APIRouter:
             "model_alias": card.name,
             "model_path": card.path,
             "modalities": {"vision": card.reads_images, "audio": False},
+            "media_marker": context.media.marker,
             "chat_template": card.chat_template,
             "only_continues": card.only_continues,
             "bos_token": card.bos,

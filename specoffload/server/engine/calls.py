@@ -13,9 +13,11 @@ from offload.images.place_tokens import image_spans
 from specoffload.generation.generation import ModelCard, SlotAction, SlotInfo, SlotResult
 from specoffload.server.engine.messages import (
     ChatJob,
+    CompletionJob,
     GeneratingJob,
     InfillJob,
     Prompt,
+    TextWithImages,
 )
 from specoffload.session.images import PromptImages
 
@@ -66,7 +68,10 @@ def detokenize(session: Session, tokens: Sequence[int]) -> str:
 
 
 def embed(session: Session, prompt: Prompt) -> Embedded:
-    """Return the embedding of `prompt`. Raises BadRequest, DoesNotFit or NotSupported."""
+    """Return the embedding of `prompt`, which has no images.
+
+    Raises BadRequest, DoesNotFit or NotSupported.
+    """
     tokens = _tokens(session, prompt)
     if not tokens:
         raise BadRequest("the input is empty: at least one token is needed")
@@ -101,11 +106,17 @@ def prompt_tokens(session: Session, job: GeneratingJob) -> list[int]:
         tokens = _tokens(session, job.prompt)
     if not tokens:
         raise BadRequest("the prompt is empty: at least one token is needed")
-    if not (isinstance(job, ChatJob) and job.images):
+    if not _has_images(job):
         check_ids(tokens, card.n_vocab)
     if len(tokens) >= card.n_ctx:
         raise PromptTooLong(len(tokens), card.n_ctx)
     return tokens
+
+
+def _has_images(job: GeneratingJob) -> bool:
+    if isinstance(job, ChatJob):
+        return job.images is not None
+    return isinstance(job, CompletionJob) and isinstance(job.prompt, TextWithImages)
 
 
 def chat_tokens(session: Session, text: str, images: PromptImages | None) -> list[int]:
@@ -148,6 +159,9 @@ def count_tokens(session: Session, text: str, images: PromptImages | None) -> in
 
 
 def _tokens(session: Session, prompt: Prompt) -> list[int]:
+    if isinstance(prompt, TextWithImages):
+        check_text(prompt.text, session.card)
+        return session.image_prompt(prompt.images.parts(prompt.text), add_special=True)
     tokens: list[int] = []
     for at, part in enumerate([prompt] if isinstance(prompt, str) else prompt):
         if isinstance(part, str):

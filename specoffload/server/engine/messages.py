@@ -13,8 +13,17 @@ from specoffload.generation.generation import GenerateOptions, ModelCard, Piece
 from specoffload.session.images import PromptImages
 from specoffload.session.infill import Fill
 
-Prompt = str | tuple[int | str, ...]
-"""Text, token ids of the model's own vocabulary, or both in turn."""
+
+@dataclass(frozen=True)
+class TextWithImages:
+    """A raw prompt, in whose text the marker of `images` stands for each of them."""
+
+    text: str
+    images: PromptImages
+
+
+Prompt = str | tuple[int | str, ...] | TextWithImages
+"""Text, token ids of the model's own vocabulary, or both in turn; or text with images."""
 
 # ---- API process -> engine process
 
