@@ -46,6 +46,10 @@ LONG = frozenset(
         "model/test_running_text.py::test_measured_sizes_copy_what_running_text_copies",
         "model/test_stages.py::test_the_links_of_two_devices_copy_at_the_same_time_for_a_small_batch",  # noqa: E501
         "model/test_stages.py::test_two_devices_read_a_prompt_almost_twice_as_fast",
+        "server/test_llama_server_images.py::test_chats_are_answered_alike",
+        "server/test_llama_server_images.py::test_llama_mtmd_cli_gives_the_answer_of_the_chat",
+        "server/test_llama_server_images.py::test_raw_prompts_are_continued_alike",
+        "server/test_llama_server_images.py::test_what_llama_server_refuses_is_refused",
         "model/test_wheel.py::test_bash_completes_commands_and_flags",
         "model/test_wheel.py::test_the_installed_program_decodes_with_the_embedded_pair",
         "model/test_wheel.py::test_the_wheel_has_the_player_and_is_for_any_python",

@@ -10,7 +10,6 @@ from typing import Any
 from specoffload.chat.cache_points import cache_ends
 from specoffload.chat.conversation import Conversation
 from specoffload.chat.families import (
-    BUILT_IN,
     CHATML,
     GENERIC,
     HARMONY_REASONING,
@@ -68,7 +67,7 @@ class ChatFormat:
 
     `templates` are the file's templates by name: "tool_use" is for conversations with tools,
     "default" for others. `begin` is the text of the token that the vocabulary puts before every
-    text. It is added to prompts of built-in templates, unless they begin with it.
+    text. It is added to prompts that do not begin with it, as llama.cpp does.
     """
 
     templates: Mapping[str, str]
@@ -84,7 +83,7 @@ class ChatFormat:
     ) -> ChatFormat:
         """Return the format of one template; ChatML if there is none."""
         if template:
-            return cls({"default": template}, bos, eos)
+            return cls({"default": template}, bos, eos, begin=begin)
         return cls({"default": CHATML}, bos, eos, "chatml", begin)
 
     @classmethod
@@ -123,7 +122,7 @@ class ChatFormat:
                 text = render_messages(messages, asked.add_generation_prompt)
             else:
                 text = begun_prompt(asked.messages[:-1], begun, markers, render_messages)
-            if source in BUILT_IN.values() and not text.startswith(self.begin):
+            if not text.startswith(self.begin):
                 text = self.begin + text
             return text, begun
 

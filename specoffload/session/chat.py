@@ -35,7 +35,7 @@ def format_of(card: ModelCard, settings: ChatSettings) -> ChatFormat:
         return ChatFormat.continuing()
     if card.chat_template and card.tool_use_template:
         templates = {"default": card.chat_template, "tool_use": card.tool_use_template}
-        return ChatFormat(templates, card.bos, card.eos)
+        return ChatFormat(templates, card.bos, card.eos, begin=begin)
     return ChatFormat.of(card.chat_template, bos=card.bos, eos=card.eos, begin=begin)
 
 

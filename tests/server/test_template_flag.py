@@ -23,12 +23,14 @@ def _card(template: str | None) -> ModelCard:
     return ModelCard("m", 512, 99, "llama", 1, 1, template, bos="<s>", eos="</s>")
 
 
-def test_a_built_in_template_leaves_the_first_token_to_the_vocabulary() -> None:
+def test_a_template_leaves_the_first_token_to_the_vocabulary() -> None:
     for adds, name, wanted in (
         (True, "gemma", "<s><start_of_turn>user\nx<end_of_turn>\n<start_of_turn>model\n"),
         (False, "gemma", "<start_of_turn>user\nx<end_of_turn>\n<start_of_turn>model\n"),
         (True, "gigachat", "<s>user<|role_sep|>x<|message_sep|>"),
-        (True, "{{ messages[0].content }}", "x"),
+        (True, "{{ messages[0].content }}", "<s>x"),
+        (True, "{{ bos_token }}{{ messages[0].content }}", "<s>x"),
+        (False, "{{ messages[0].content }}", "x"),
     ):
         card = replace(_card(None), adds_bos=adds)
         form = format_of(card, chat_settings(ChatOptions(template=name)))
