@@ -15,7 +15,7 @@ from offload.errors import DoesNotFit
 from offload.ggml.backend import Stream
 from offload.ggml.compute_buffer import ComputeBuffer
 from offload.ggml.hostbuffer import HostBufferType
-from offload.notes import Note, NoteKind
+from offload.notes import Note, NoteKind, kind_of
 from offload.plan.host import RING_BYTES
 from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, Plan
 from offload.plan.weights import ring_slots
@@ -36,9 +36,10 @@ from offload.stream.options import StreamingOptions
 from offload.stream.split_path import Hybrid
 
 _FEWER = 0.9  # factor on the size of slots that the device refused
-_BOUNCING = (
+_BOUNCING = Note(
+    NoteKind.COPIES,
     f"weights that are not pinned are copied through a pinned ring of {RING_BYTES >> 20} MiB, which"
-    " threads fill"
+    " threads fill",
 )
 
 
@@ -90,7 +91,8 @@ class ExecutorBuilder:
             ring = stream.device.pinned_memory(RING_BYTES)
         if ring is None:
             return DeviceCopier(stream, options.trace)
-        if _BOUNCING not in self._notes:  # executors are made anew when slots are sized
+        # Executors are made anew when slots are sized.
+        if not any(kind_of(note) is NoteKind.COPIES for note in self._notes):
             self._notes.append(_BOUNCING)
         return BounceCopier(stream, ring, options.trace)
 

@@ -295,8 +295,11 @@ def measured_words(
     )
 
 
-def doubts(found: Mapping[str, Measured], load: Load) -> list[str]:
-    """A sentence for each reason why these speeds may be far off. Pure."""
+def doubts(found: Mapping[str, Measured], load: Load, *, of_prefill: bool = True) -> list[str]:
+    """A sentence for each reason why these speeds may be far off. Pure.
+
+    `of_prefill`: the speeds of prompts matter, too.
+    """
     words = []
     n = min((len(measured.written) for measured in found.values()), default=0)
     if n < _LEAST_REPETITIONS:
@@ -307,8 +310,10 @@ def doubts(found: Mapping[str, Measured], load: Load) -> list[str]:
     for name, measured in found.items():
         for what, times_s in (
             ("decoding", [stats.decode_s for stats in measured.written]),
-            ("prefill", measured.prefills_s),
+            ("prefill", measured.prefills_s if of_prefill else ()),
         ):
+            if not times_s:
+                continue
             shown = shown_name(name, measured.median.streamed_bytes)
             spread = (max(times_s) - min(times_s)) / statistics.median(times_s)
             if spread > _MOST_SPREAD:

@@ -59,7 +59,7 @@ def bench_drafters(config: Config, own: BenchOptions) -> None:
             together=fit_together(config, len(paths)),
             on_left_out=lambda name, e: report.note(f"{name} is left out: {e}"),
         )
-    doubtful = [d for d in doubts(found, watch.others()) if not d.startswith("prefill")]
+    doubtful = doubts(found, watch.others(), of_prefill=False)
     result = compared(found)
     _show(result, doubtful)
     conditions = {"machine": machine(), "commit": commit(), "model": config.model.name}

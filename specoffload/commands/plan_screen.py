@@ -481,7 +481,7 @@ def _show_rest(planned: Planned) -> None:
     flags = "--ram SIZE,RATE" if planned.on_cpu else "--link, --ram"
     report.line(f"with {to_gpu}{ram} ({flags})")
     assumed: tuple[str, ...] = ()
-    if " to " in speed_words(planned):
+    if rounded(planned.least_decode_tps) != rounded(planned.expected["decode_tps"]):
         share = expected_hits(even(work), plan.sharing, work.union(1))
         assumed = (
             f"The slower of both speeds assumes {share:.0%}, as if all experts were used "

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from offload.notes import Note, NoteKind
 from specoffload.errors import UsageError
 from specoffload.server.api.answers import problem_response
 from specoffload.server.api.body import has_body, ignored_header
@@ -68,7 +69,8 @@ def read_keys(typed: str | None, file: Path | None, warn: Callable[[str], None])
         raise UsageError(f"{file}: cannot be read as UTF-8 text ({e})") from e
     if stat.S_ISREG(mode) and mode & _OPEN_TO_OTHERS:
         verb = "read" if mode & stat.S_IROTH else "change"
-        warn(f"warning: other users may {verb} {file}, which has keys: chmod 600 {file}")
+        words = f"warning: other users may {verb} {file}, which has keys: chmod 600 {file}"
+        warn(Note(NoteKind.WARNING, words))
     filled = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not filled:
         raise UsageError(f"{file} has no key: write one key a line")

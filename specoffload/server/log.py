@@ -19,6 +19,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from offload.notes import NoteKind, kind_of
 from specoffload import report
 from specoffload.errors import UsageError
 
@@ -88,7 +89,7 @@ class ServerLog:
 
         Only a terminal gets a long one as several, which are broken between words.
         """
-        line = self._settings.marked(words, "W" if words.startswith("warning:") else "I")
+        line = self._settings.marked(words, "W" if kind_of(words) is NoteKind.WARNING else "I")
         report.paragraph(line)
         self.keep(line)
 

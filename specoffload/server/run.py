@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol
 import uvicorn
 from fastapi import FastAPI
 
+from offload.notes import Note, NoteKind
 from offload.remote.address import Address
 from specoffload import report
 from specoffload.chat.conversation import ChatSettings
@@ -198,7 +199,8 @@ def _serve(
     with contextlib.closing(listener):
         access = AccessRules(keys, origins, is_loopback(listener))
         if not keys and not access.on_loopback:
-            say("warning: other machines can reach this server, and no --api-key is set")
+            words = "warning: other machines can reach this server, and no --api-key is set"
+            say(Note(NoteKind.WARNING, words))
         renderer = Renderer()
         app, engine = parts(access, renderer)
         stop = asyncio.Event()

@@ -141,6 +141,10 @@ def test_ratios_of_few_or_noisy_repetitions_are_marked() -> None:
     assert "other programs took 40% of the 2 processors" in disturbed
     (spread,) = doubts({"wrapped": repeated(1.0, 1.0, 1.5)}, idle)
     assert "without drafts: decoding varied by 50%" in spread
+    noisy = {"wrapped": replace(repeated(1.0, 1.0, 1.0), prefills_s=(1.0, 1.0, 2.0))}
+    (spread,) = doubts(noisy, idle)
+    assert "without drafts: prefill varied by 100%" in spread
+    assert doubts(noisy, idle, of_prefill=False) == []
     result = side_by_side({"llama.cpp -ub 512": measured(10, 4.0), "wrapped": measured(15, 1)}, 9)
     assert [row[3] for row in _rows(result | {"unreliable": []})] == ["1.00", "1.50"]
     assert [row[3] for row in _rows(result | {"unreliable": ["why"]})] == ["1.00 ?", "1.50 ?"]

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from resolved import line_of
 
+from offload.notes import NoteKind, kind_of
 from offload.times.min_batch import MinBatch
 from specdec.options import PolicyName
 from specoffload.commands.run import read_prompt, split_model_and_prompt
@@ -342,6 +343,7 @@ def test_a_key_file_that_others_may_use_is_warned_of(
     assert read_keys(None, file, warnings.append) == ("k",)
     words = f"warning: other users may {said} {file}, which has keys: chmod 600 {file}"
     assert warnings == ([words] if said else [])
+    assert all(kind_of(warning) is NoteKind.WARNING for warning in warnings)
 
 
 @pytest.mark.parametrize("key", ["ключ", "two words", "a\x00b", "\ud800"])
