@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.alignment import aligned
+from offload.alignment import aligned, power_of_two
 from offload.schedule.passes import MOST_HOST_PAIRS, MOST_PAIRS
 from offload.schedule.switch import MOST_TOKENS
 
@@ -79,13 +79,9 @@ class PairShape:
 
 def small_batch_pairs(n_used: int) -> int:
     """Return the pairs that memory is taken for in batches whose layers are split by the player."""
-    return _power_of_two(MOST_TOKENS * n_used)
+    return power_of_two(MOST_TOKENS * n_used)
 
 
 def prompt_host_pairs(n_pairs: int) -> int:
     """Return the pairs that memory is taken for, if the CPU computes up to `n_pairs` of a layer."""
-    return _power_of_two(max(_LEAST_HOST_PAIRS, min(n_pairs, MOST_HOST_PAIRS)))
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
+    return power_of_two(max(_LEAST_HOST_PAIRS, min(n_pairs, MOST_HOST_PAIRS)))

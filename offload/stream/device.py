@@ -33,11 +33,11 @@ from offload.schedule.switch import HybridSwitch
 from offload.stream.executor import Executor
 from offload.stream.layer_clock import LayerClock
 from offload.stream.prepared import PreparedGraph, PreparedGraphs
+from offload.stream.ubatches import Ubatches
 from offload.times.min_batch import MinBatch
 from offload.trace.trace import CPU, NO_TRACE, Trace
 
 _CPU_PART = "CPU part of the graph"
-_AFTER_ALL = 1 << 30  # a number above those of all layers
 MakeExecutor = Callable[[Stream, HostBufferType, ComputeBuffer | None], Executor]
 
 
@@ -109,13 +109,7 @@ class StreamingDevice(PyDevice):
         self._is_alone = self._devices.n_devices == 1
         super().__init__(choice.device, f"SPEC{self.nth}", host.pending, host)
         self.choice, self.min_batch, self.trace = choice, rules.min_batch, trace
-        self._sizes: deque[int] = deque()  # tokens of this decode's ubatches that have not begun
-        self._n_to_come = 0  # ubatches of this decode whose graphs have not come
-        self._is_due = False  # True if the next ubatch's copies have not begun
-        self._is_parted = False  # True if this decode's ubatches have several graphs
-        self._n_ubatch = 0  # most tokens of this decode's ubatches
-        self._n_unwanted = 0  # first ubatches of this decode without a wanted logit, still to come
-        self._layer = _AFTER_ALL  # first streamed layer of the newest graph
+        self._ubatches = Ubatches()
         self._deferred: dict[WrappedStream, Deferred] = {}  # threads of the last device, by stream
         self.is_idle = False  # True if all work of earlier decodes is known to be complete
         self.hybrid = rules.hybrid
@@ -185,7 +179,7 @@ class StreamingDevice(PyDevice):
         compute = self.compute_buffer if is_first else None
         executor = self._make_executor(stream.inner, self.host, compute)
         self.executors[stream] = executor
-        executor.starts_early = not self._is_alone
+        executor.is_alone = self._is_alone
         return executor
 
     def closed(self, stream: WrappedStream) -> None:
@@ -246,13 +240,9 @@ class StreamingDevice(PyDevice):
             executor.guess.expect(tokens if is_guessed else ())
             executor.next_tokens = executor.unwanted_tokens = 0
             executor.forget_early()
-        self._n_to_come, self._is_parted = 0, False
-        self._n_ubatch, self._n_unwanted = n_ubatch, n_unwanted
+        self._ubatches = Ubatches(n_ubatch, n_unwanted)
         if not self._is_alone or len(tokens) > min(n_ubatch, MOST_TOKENS):
-            n_whole, rest = divmod(len(tokens), n_ubatch)
-            self._sizes = deque([n_ubatch] * n_whole + [rest] * (rest > 0))
-            self._n_to_come = len(self._sizes)
-            self._is_due, self._layer = True, _AFTER_ALL
+            self._ubatches.announce(len(tokens))
             for deferred in self._deferred.values():
                 deferred.take_status()  # drops the status of a failed decode
         if self.is_native:
@@ -268,13 +258,14 @@ class StreamingDevice(PyDevice):
         libllama first builds the prompt's graph and computes its embeddings. The link would be idle
         during that time. Call it only if the model has no other device, before the decode.
         """
-        if self._sizes and self._n_to_come and self._streams(self._sizes[0], experts=True):
+        n_tokens = self._ubatches.next_tokens
+        if n_tokens and self._streams(n_tokens, experts=True):
             for executor in [*self.executors.values()][:1]:  # the target's stream is the first
-                executor.start_prompt(self._sizes[0])
+                executor.start_prompt(n_tokens)
 
     def expected(self) -> None:
         """Call it when the decode that `expect` announced has ended."""
-        if self._is_parted and self._is_alone:
+        if self._ubatches.have_several_graphs and self._is_alone:
             for executor in self.executors.values():
                 executor.forget_latest()
         self.remember_answers(on=False)
@@ -374,9 +365,8 @@ class StreamingDevice(PyDevice):
         """
         idle = self.is_idle or not self.inner.has_async_and_events
         executors = list(self.executors.values())
-        if idle and self._is_due and self._sizes and nth < len(executors):
-            self._is_due = False
-            executors[nth].start_early(self._sizes.popleft())
+        if idle and self._ubatches.is_due and nth < len(executors):
+            executors[nth].start_early(self._ubatches.take())
 
     def compute(self, stream: WrappedStream, graph: Graph) -> int:
         self._n_seen += 1
@@ -397,13 +387,14 @@ class StreamingDevice(PyDevice):
                 self.mla.outcomes.update(prepared.mla)
             if self._clock is not None and not prepared.streams:
                 self._tell(self._clock, stream, graph)
-            if prepared.streams and (not self._is_alone or self._n_to_come):
-                self._begin(prepared)
+            ubatches = self._ubatches
+            if prepared.streams and (not self._is_alone or ubatches.n_to_come):
+                if ubatches.begin(prepared.layer):
+                    self.is_idle = False
                 if self._is_alone:
-                    self._expect_next(self.executors[stream])
-                is_unwanted = self._n_unwanted >= 0
-                self.executors[stream].unwanted_tokens = self._n_ubatch if is_unwanted else 0
-            is_last = not self._n_to_come or self._clock is not None
+                    self.executors[stream].next_tokens = ubatches.expected_tokens
+                self.executors[stream].unwanted_tokens = ubatches.unwanted_tokens
+            is_last = not ubatches.n_to_come or self._clock is not None
             if deferred is not None and prepared.is_detached and not is_last:
                 self.executors[stream].counters.n_deferred += 1
                 deferred.start(partial(self._run_deferred, prepared, nth))
@@ -419,30 +410,6 @@ class StreamingDevice(PyDevice):
         if not status:
             self._start_early(nth)
         return status
-
-    def _begin(self, graph: PreparedGraph) -> None:
-        """Count an ubatch as begun if this is its first graph and its copies have not begun.
-
-        An ubatch has several graphs if the CPU computes between them. They are in the order of
-        layers.
-        """
-        is_first, self._layer = graph.layer <= self._layer, graph.layer
-        if not is_first:
-            self._is_parted = True
-            return
-        self._n_to_come -= 1
-        self._n_unwanted -= 1
-        if self._is_due and self._sizes:
-            self._sizes.popleft()
-        self._is_due, self.is_idle = True, False
-
-    def _expect_next(self, executor: Executor) -> None:
-        """Tell an only device's executor the size of the next ubatch, whose copies may begin early.
-
-        Nothing begins early if the CPU computes between an ubatch's graphs.
-        """
-        has_next = self._n_to_come > 0 and not self._is_parted
-        executor.next_tokens = self._sizes[0] if has_next and self._sizes else 0
 
     @contextmanager
     def timing_layers(self, clock: LayerClock) -> Iterator[None]:

@@ -154,13 +154,13 @@ class Executor:
         self._orderer = Orderer(stream.device, is_foreign=is_foreign)
 
     @property
-    def starts_early(self) -> bool:
-        """True if other devices compute parts of the same graph."""
-        return not self._passes.is_alone
+    def is_alone(self) -> bool:
+        """True if no other device computes parts of the same graph."""
+        return self._passes.is_alone
 
-    @starts_early.setter
-    def starts_early(self, value: bool) -> None:
-        self._passes.is_alone = not value
+    @is_alone.setter
+    def is_alone(self, value: bool) -> None:
+        self._passes.is_alone = value
 
     def close(self) -> None:
         for part in (self._split, self._orderer, self.copies, *self.memories, self._passes,
@@ -263,7 +263,7 @@ class Executor:
     def _run(self, running: CutGraph) -> int:
         self.counters.graphs += 1
         self._see_graph()
-        if self.starts_early or running.n_tokens > MOST_TOKENS:
+        if not self.is_alone or running.n_tokens > MOST_TOKENS:
             self._latest.pop(running.n_tokens, None)
             self._latest[running.n_tokens] = running
             if len(self._latest) > _MOST_LATEST:

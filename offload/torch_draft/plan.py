@@ -17,6 +17,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
+from offload.alignment import power_of_two
 from offload.errors import BadModel
 from offload.model import ModelFacts
 
@@ -374,13 +375,9 @@ def chunk_length(shape: DraftShape, n_kv: int, scratch_bytes: int) -> int:
 
 def bucket(n_positions: int, n_ctx: int) -> int:
     """Return how many positions attention reads for `n_positions`. Few sizes need few graphs."""
-    return min(max(_LEAST_KV, _power_of_two(n_positions)), n_ctx)
+    return min(max(_LEAST_KV, power_of_two(n_positions)), n_ctx)
 
 
 def fed_length(n_new: int) -> int:
     """Return the width of a step that is fed `n_new` tokens: 1, 2, 4 or 8."""
-    return _power_of_two(n_new)
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
+    return power_of_two(n_new)

@@ -6,6 +6,7 @@ the whole conversation, as clients send it with `store: false`.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 from pydantic import Field
@@ -70,6 +71,11 @@ class ResponsesRequest(RequestModel):
     prompt: dict[str, Any] | None = None
     background: bool | None = None
 
+    @cached_property
+    def own_tools(self) -> ResponsesTools:
+        """The request's tools. Raises BadRequest for a tool without a name."""
+        return ResponsesTools(self.tools or ())
+
 
 _STORED = ("previous_response_id", "conversation", "prompt", "background")
 _TRANSLATED = {
@@ -104,7 +110,7 @@ def as_chat(request: ResponsesRequest) -> tuple[Json, list[str]]:
         ignored.append("truncation")
     given = request.model_dump(exclude_unset=True)
     body = {name: value for name, value in given.items() if name not in _TRANSLATED}
-    own = ResponsesTools(request.tools or ())
+    own = request.own_tools
     body["messages"] = _messages(request, own)
     if isinstance(request.input, list):
         ignored += [f"input[{at}]" for at, item in enumerate(request.input) if _is_hosted(item)]

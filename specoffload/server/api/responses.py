@@ -21,7 +21,7 @@ from specoffload.server.api.body import checked, ignore
 from specoffload.server.api.context import BodyRoute, ServerContext
 from specoffload.server.api.requests import ChatRequest, ConversationRequest
 from specoffload.server.api.response_input import ResponsesRequest, as_chat
-from specoffload.server.api.response_tools import ResponsesTools, as_text
+from specoffload.server.api.response_tools import as_text
 from specoffload.server.api.streaming import EventWording
 from specoffload.server.engine.messages import Problem
 
@@ -60,7 +60,7 @@ class ResponsesWording(EventWording):
             "usage": None,
         }
         super().__init__(parser, result)
-        self._tools = ResponsesTools(request.tools or ())
+        self._tools = request.own_tools
         self._arguments = ""  # of the last item, if it calls a custom tool
         self._n_events = 0
         self._is_open = False  # True while the last item is not done
