@@ -9,16 +9,16 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offload.engine import Engine
-from offload.errors import BadRequest, DeviceFailed, DoesNotFit, NotSupported
-from offload.ggml.native_build import library_build
+from offload.errors import BadRequest, DoesNotFit, NotSupported
 from offload.ggml.sampler import grammar_tokens
 from offload.images.mtmd import ImagePrompt
-from offload.notes import Note, NoteKind, kind_of
+from offload.notes import Note, kind_of
 from offload.plan.host import DRAFT_MODEL
 from offload.plan.workload import TokenMix
 from specoffload import report
@@ -33,36 +33,34 @@ from specoffload.generation.generation import (
     SlotResult,
     ignore,
 )
-from specoffload.generation.statistics import StepTrace
-from specoffload.kept import HitKeeper, KeptFile
+from specoffload.kept import KeptFile
 from specoffload.kept_machine import measure_disk
 from specoffload.opening.draft import open_draft
 from specoffload.opening.draft_model import DraftModel
 from specoffload.opening.drafters import without_asked_rows
 from specoffload.opening.start import open_target, session_start
 from specoffload.session.infill import Fill, FillMarkers, fill_prompt
+from specoffload.session.kept_prompts import KeptPrompts
+from specoffload.session.session_trace import SessionTrace
 from specoffload.session.startup_lines import startup_lines
+from specoffload.session.used_experts import UsedExperts
 from specoffload.slots.batcher import Batcher
-from specoffload.slots.pool import PromptPlace
-from specoffload.slots.prompt_files import PromptFolder, made_folder
+from specoffload.slots.prompt_files import made_folder
 from specoffload.slots.prompt_shelf import PromptShelf
 from specoffload.slots.request import Request
-from specoffload.slots.shelved_prompts import ShelvedPrompts
 from specoffload.slots.slot import change_slot
 from specoffload.speculation.costs import SessionCosts, Thorough
 from specoffload.speculation.speculation import Speculation, drafts_anything
 
 SEQUENCE = 0
-# Steps of closing that report progress.
-KEEPING, SHELVING = "prompts are written to the disk", "prompts are kept in RAM"
 
 log = logging.getLogger("specoffload.session")
 
 
-def _said(what: str, close: Callable[[], None]) -> None:
+def _said(what: str, close: Callable[..., None], *given: object) -> None:
     """Call `close`. A failure is logged, so that the command's result is still shown."""
     try:
-        close()
+        close(*given)
     except Exception as e:
         log.warning("%s: %s", what, e)
         log.debug("the failure while closing", exc_info=True)
@@ -99,17 +97,16 @@ class Session:
         measures = prices or thorough is not None  # these measure T(n)
         start = session_start(config, imports_costs=not measures)
         self.config = config = start.config
-        self._on_progress = on_progress
         self.speculation: Speculation | None = None  # None: every token is decoded alone
-        self._filling: Iterator[None] | None = None  # copies experts until the first request
-        self._untraced_bytes = 0  # streamed before the trace began
+        self._used: UsedExperts | None = None  # None: they are not counted
+        trace = SessionTrace(config.streaming.trace, config.trace)
         with ExitStack() as opened:
             # Runs last, after the target is closed.
-            opened.callback(_said, "the trace is not written", self._write_trace)
+            opened.callback(_said, "the trace is not written", trace.write)
             self.target: Engine = opened.enter_context(open_target(start, on_progress))
             if self.target.row_complaint:
                 config = self.config = without_asked_rows(config, self.target.row_complaint)
-            opened.callback(_said, "the trace is incomplete", self._end_trace)
+            opened.callback(_said, "the trace is incomplete", trace.end, self.target)
             with self.target.taking(DRAFT_MODEL):
                 drafting = open_draft(config, self.target)
             self.draft: DraftModel | None = None if drafting is None else drafting.model
@@ -133,11 +130,8 @@ class Session:
                     f"prompts of earlier requests may take {prompt_bytes >> 20} MiB, a "
                     "sixteenth of the experts' memory, because not all experts fit (--cache-ram)"
                 )
-            self._folder = folder = self._prompt_folder()
-            self._shelf = None if shelf is None else ShelvedPrompts(shelf, self._made_by())
-            self._shelves = False  # True: prompts go to the shelf at the end
-            if folder is not None:
-                disk_lines.append(Note(NoteKind.PROMPTS, folder.words))
+            self._prompts = prompts = KeptPrompts(config, self.target, shelf)
+            disk_lines += prompts.notes
             if self.draft is not None and self.target.projector is not None:
                 disk_lines.append(
                     "drafts: none in answers to prompts with images, because a draft model cannot "
@@ -155,122 +149,50 @@ class Session:
                 n_checkpoints=config.ctx_checkpoints,
                 store_bytes=prompt_bytes,
                 similar=config.slot_similarity,
-                folder=folder,
+                folder=prompts.folder,
             )
-            opened.callback(_said, "prompts are not kept", self._keep_prompts)
-            if self._shelf is not None and (shelved := self._shelf.take()):
-                self.batcher.store.put_back(shelved)
-                n_bytes = self.batcher.store.size_bytes
-                log.info("prompts of the last run: %d, of %d MiB", len(shelved), n_bytes >> 20)
+            keep = partial(prompts.keep, self.batcher, on_progress)
+            opened.callback(_said, "prompts are not kept", keep)
+            prompts.take_back(self.batcher)
             if self.speculation is not None and self.speculation.logs_rounds:
                 self.batcher.on_member_round.append(self.speculation.log_round)
             if self.costs.learns:
                 self.batcher.on_step.append(self.costs.on_step)
             if keeps_hits:
-                self._keep_hits(opened)
-            self._begin_trace()
+                self._count_experts(opened)
+            trace.begin(self.target, self.batcher, self.piece)
             self._closing = opened.pop_all()
 
-    def _keep_hits(self, opened: ExitStack) -> None:
+    def _count_experts(self, opened: ExitStack) -> None:
         """Record the experts that routers choose from now on, and keep the counts."""
-        folder, recorder = self.config.spec.kept_folder, self.target.routing
+        folder = self.config.spec.kept_folder
         if folder is None or not self.target.facts.n_experts:
             return
         file, batcher = KeptFile(folder, self.target.facts), self.batcher
-        hits = file.load()[0].hits
-        self._filling = self.target.fill_slots(None if hits is None else hits.uses)
-        keeper = HitKeeper(
-            file, self.target.facts.n_experts, recorder,
-            lambda: TokenMix(batcher.n_prompt_tokens, batcher.n_generated),
-        )  # fmt: skip
-        recorder.is_on = True
+        self._used = UsedExperts(
+            self.target, file, lambda: TokenMix(batcher.n_prompt_tokens, batcher.n_generated)
+        )
+        opened.callback(_said, "counts of experts are not kept", self._used.keep)
+        batcher.on_step.append(self._used.on_step)
 
-        def keep() -> None:
-            if failed := keeper.keep():
-                log.warning("%s", failed)
+    def use_idle_time(self) -> bool:
+        """Copy one of the experts that earlier runs used most into a slot, or read some from disk.
 
-        opened.callback(_said, "counts of experts are not kept", keep)
+        Returns True if it did, so there may be more. Does nothing after the first request has come.
+        """
+        return self._used is not None and self._used.fill_one()
 
-        def step(*_: object) -> None:
-            if keeper.is_due:
-                keep()
-
-        self.batcher.on_step.append(step)
-
-    def _prompt_folder(self) -> PromptFolder | None:
-        """Open the folder of --cache-disk. Raises NotWritten if it cannot be used."""
-        room = self.config.cache_disk
-        if room is None or room.folder is None:
-            return None
-        can_cut = not self.target.sequences.goes_back_by_checkpoints
-        return PromptFolder(room.folder, room.size_bytes, self._made_by(), can_cut=can_cut)
-
-    def _made_by(self) -> dict[str, str]:
-        """Return all that a saved prompt depends on, by name."""
-        return {
-            **self.target.sequences.made_by,
-            "library": library_build(),
-            "whole windows": str(self.target.options.swa_full),
-            "drafting layers": self._drafting_layers(),
-        }
-
-    def _drafting_layers(self) -> str:
-        """The layers whose caches are saved with a prompt, as text."""
-        eagle = self.target.options.eagle
-        if self.target.row_draft is None:
-            return "none"
-        if eagle is None:
-            return "the model's own"
-        return f"{eagle.name}, {eagle.stat().st_size} bytes"
+    def _end_filling(self) -> None:
+        """Stop filling slots, since a request comes next."""
+        if self._used is not None:
+            self._used.end_filling()
 
     def shelve_prompts(self) -> None:
         """Have `close` put all prompts on the shelf, because the model will be opened again.
 
         Does nothing without a shelf. With --cache-disk the prompts go to the disk instead.
         """
-        self._shelves = True
-
-    def _keep_prompts(self) -> None:
-        if self._folder is not None:
-            place: PromptPlace = self._folder
-            step, words = KEEPING, "prompts written to the disk: %d (--cache-disk)"
-        elif self._shelf is not None and self._shelves:
-            place, step, words = self._shelf, SHELVING, "prompts kept in RAM: %d (--cache-ram)"
-        else:
-            return
-        if n := self.batcher.keep_prompts(place, lambda done: self._on_progress(step, done)):
-            log.info(words, n)
-
-    def use_idle_time(self) -> bool:
-        """Copy one of the experts that earlier runs used most into a slot, or read some from disk.
-
-        Returns True if it did, so there may be more.
-
-        Does nothing after the first request has come.
-        """
-        if self._filling is None:
-            return False
-        try:
-            next(self._filling)
-            return True
-        except StopIteration:
-            self._end_filling()
-        except DeviceFailed as e:
-            log.warning("experts are no longer copied in advance, only when used: %s", e)
-            self._filling = None
-        return False
-
-    def _end_filling(self) -> None:
-        """Stop filling slots, since a request comes next."""
-        if self._filling is None:
-            return
-        self._filling = None
-        if n := self.target.counters().n_filled:
-            log.info("slots: while the first request was awaited, %d experts were copied, those "
-                     "that were used most at the end of the last run", n)  # fmt: skip
-        if self.target.reads_experts:
-            n = int(self.target.disk_counters()["experts_filled"])
-            log.info("memory: while the first request was awaited, %d experts were read", n)
+        self._prompts.shelves = True
 
     def prepare(self) -> None:
         """Prepare the vocabulary for grammars, which takes 1.3 s for 150,000 tokens.
@@ -293,39 +215,6 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # -- the trace -----------------------------------------------------------------------------
-
-    def _begin_trace(self) -> None:
-        """Begin the trace after opening, so that it excludes the measurements made until then."""
-        trace = self.config.streaming.trace
-        if not trace:
-            return
-        self.target.settle()
-        self._untraced_bytes = self.target.counters().streamed_bytes
-        trace.restart()
-        self.batcher.on_step.append(StepTrace(trace, self.piece).add)
-
-    def _end_trace(self) -> None:
-        """Add the bytes copied in the traced time. Call it before the target is closed."""
-        trace = self.config.streaming.trace
-        if trace:
-            with suppress(DeviceFailed):  # closing goes on; the decode has reported the failure
-                self.target.settle()
-            copied = self.target.counters().streamed_bytes - self._untraced_bytes
-            trace.totals["streamed_bytes"] = copied
-
-    def _write_trace(self) -> None:
-        trace = self.config.streaming.trace
-        if self.config.trace is None or not trace:
-            return
-        trace.write(self.config.trace)
-        if trace.n_dropped:
-            log.warning(
-                "the trace has the last %d events; %d older ones were dropped",
-                len(trace),
-                trace.n_dropped,
-            )
 
     # -- what a client may ask ---------------------------------------------------------------
 
@@ -350,8 +239,8 @@ class Session:
             and self.tokenize("", add_special=True, parse_special=False)[:1] == [model.bos],
             notes=tuple(Note(kind_of(note), report.plain(note)) for note in self.notes),
             n_parallel=self.config.parallel,
-            keeps_prompts=self._folder is not None,
-            shelves_prompts=self._folder is None and self._shelf is not None,
+            keeps_prompts=self._prompts.folder is not None,
+            shelves_prompts=self._prompts.can_shelve,
             reads_images=self.target.projector is not None,
         )
 

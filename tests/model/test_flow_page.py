@@ -52,7 +52,7 @@ class Calls:
 
 
 @pytest.fixture(scope="module")
-def calls() -> dict[str, Calls]:
+def calls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Calls]:
     found = {thing: Calls(thing) for thing in WATCHED}
     ways_of_code: dict[CodeType, list[tuple[Calls, int]]] = {}
 
@@ -67,6 +67,8 @@ def calls() -> dict[str, Calls]:
             its.note(frame, index)
 
     with pytest.MonkeyPatch.context() as patch:
+        # Nothing is kept there, so that the run measures.
+        patch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path_factory.mktemp("profiles")))
         patch.setattr("offload.measuring.budget_s", lambda one_s, n_ways: 0.2)
         sys.setprofile(note)
         threading.setprofile(note)
