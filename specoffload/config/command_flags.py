@@ -168,6 +168,8 @@ _UI = choice(
     {"llamacpp": "auto", **dict.fromkeys(TRUE, "auto"), **dict.fromkeys(FALSE, "none")},
 )
 
+_MEDIA_URLS = choice(("none", "public", "all"))
+
 _SERVE_FLAGS = (
     _serve("host", "--host LLAMA_ARG_HOST", TEXT, "Address to listen on.", first=True),
     _serve(
@@ -220,8 +222,16 @@ _SERVE_FLAGS = (
     _serve(
         "media_path", "--media-path", PATH,
         "Folder of images that requests may name as file://NAME.", rare=True,
-        more="Without it, images have to be in the requests themselves. Addresses of other "
-        "machines are never fetched.",
+        more="Without it, images have to be in the requests themselves, or at addresses that "
+        "--allow-media-urls allows.",
+    ),
+    _serve(
+        "allow_media_urls", "--allow-media-urls !--no-allow-media-urls", _MEDIA_URLS,
+        "Fetch images at http and https addresses of requests.", off_value="none", bare="public",
+        rare=True,
+        more="`public` refuses addresses of this machine and of private networks. `all` fetches "
+        "them, too, so clients reach what this machine reaches. llama-server fetches all without a "
+        "flag.",
     ),
     _serve(
         "media_marker", "--media-marker LLAMA_MEDIA_MARKER", TEXT,

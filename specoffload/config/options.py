@@ -195,6 +195,7 @@ class ServeOptions:
     shutdown_timeout_s: float = 60.0
     strict_model: bool = False
     media_path: Path | None = None  # None: requests name no files of this machine
+    allow_media_urls: str = "none"  # or "public", "all": addresses of images that are fetched
     media_marker: str | None = None  # stands for an image in raw prompts; None: a random one
     cors_origins: str | None = None
     ssl_key_file: Path | None = None

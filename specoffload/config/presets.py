@@ -28,8 +28,8 @@ _OF_SERVER = frozenset(
     {"--host", "--port", "--api-key", "--api-key-file", "--ssl-key-file", "--ssl-cert-file",
      "--models-dir", "--models-max", "--models-preset", "--models-autoload",
      "--sleep-idle-seconds", "--api-prefix", "--cors-origins", "--metrics", "--ui", "--max-queue",
-     "--strict-model", "--media-path", "--media-marker", "--shutdown-timeout", "--log-file",
-     "--log-timestamps", "--log-prefix"}
+     "--strict-model", "--media-path", "--allow-media-urls", "--media-marker",
+     "--shutdown-timeout", "--log-file", "--log-timestamps", "--log-prefix"}
 )  # fmt: skip
 _OWN_KEYS = frozenset({"version", "load-on-startup", "stop-timeout"})
 # Keys of llama-server without effect here, and the reason.

@@ -103,7 +103,7 @@ def serve(
 def media_rules(options: ServeOptions) -> MediaRules:
     """Return what the options let requests name as images."""
     marker = options.media_marker or new_marker()
-    return MediaRules(options.media_path, marker)
+    return MediaRules(options.media_path, options.allow_media_urls, marker)
 
 
 class ModelParts(NamedTuple):

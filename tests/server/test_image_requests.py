@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from http_hosts import file, host
 from image_parts import model_with_projector, png
 from program import Program, serving
 from running import Running, http
@@ -62,7 +64,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def program(models: Path, folder: Path) -> Iterator[Program]:
     image_library()
     model, projector = model_with_projector("qwen2vl", models)
-    with serving(str(model), "--mmproj", str(projector), "--media-path", str(folder)) as running:
+    media = ("--media-path", str(folder), "--allow-media-urls", "all")
+    with serving(str(model), "--mmproj", str(projector), *media) as running:
         yield running
 
 
@@ -87,6 +90,9 @@ def test_all_apis_give_the_answer_to_an_image(program: Program) -> None:
     local = answered(program, "/v1/chat/completions", openai_body("file://image.png"))
     assert local["choices"][0]["message"]["content"] == text
     rendered = answered(program, "/apply-template", {"messages": openai_body()["messages"]})
+    with host(file(IMAGE)) as remote:
+        fetched = answered(program, "/v1/chat/completions", openai_body(remote.url + "/i.png"))
+    assert fetched["choices"][0]["message"]["content"] == text
     marker = http.get(program.url + "/props").json()["media_marker"]
     assert rendered["prompt"].count(marker) == 1
     asked = {"messages": openai_body()["messages"]}
@@ -171,7 +177,7 @@ def test_images_in_results_of_tools_are_read(program: Program) -> None:
         ("data:image/png;base64,$", "not base64"),
         ("data:image/png;base64,", "empty"),
         ("data:text/plain;base64,aGk=", "is not data:image/TYPE;base64"),
-        ("http://127.0.0.1:1/x.png", "fetches no addresses"),
+        ("http://127.0.0.1:1/x.png", "'127.0.0.1' cannot be connected to"),
         ("file:///etc/passwd", "has no file"),
         ("file://../image.png", "has no file"),
         ("file://out/passwd", "has no file"),
@@ -206,7 +212,8 @@ def test_a_request_may_have_many_images_but_not_any_number() -> None:
     images = ConversationImages(MediaRules(), are_read=True)
     markers = {images.take("messages[0]", URL) for _ in range(MOST_IMAGES)}
     assert len(markers) == 1
-    assert images.found is not None
-    assert images.found.files == (IMAGE,) * MOST_IMAGES
+    found = asyncio.run(images.fetched(asyncio.Semaphore()))
+    assert found is not None
+    assert found.files == (IMAGE,) * MOST_IMAGES
     with pytest.raises(BadRequest, match=f"may have {MOST_IMAGES} images"):
         images.take("messages[0]", URL)

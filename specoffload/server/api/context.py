@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import Counter
@@ -27,7 +28,7 @@ from specoffload.server.api.body import (
     ignored_names,
     read_json,
 )
-from specoffload.server.api.images import ConversationImages, MediaRules
+from specoffload.server.api.images import MOST_FETCHES, ConversationImages, MediaRules
 from specoffload.server.api.kept import STREAM_ID, KeptStreams
 from specoffload.server.api.omitted import omitted_parts
 from specoffload.server.api.parameters import conversation_of, generate_options, prompts_of
@@ -87,6 +88,7 @@ class ServerContext:
         self._format: tuple[ModelCard, ChatFormat] | None = None
         self._strict_model = strict_model
         self.media = media or MediaRules()
+        self._fetches = asyncio.Semaphore(MOST_FETCHES)
         self._logged: set[str] = set()  # notes that were logged
 
     @property
@@ -152,7 +154,8 @@ class ServerContext:
         self._log_once(prompt.notes)
         self._note_omitted(request, body)
         asked = answer_options(prompt, options)
-        return ChatJob(prompt.text, asked, images.found, prompt.cache_ends), prompt
+        found = await images.fetched(self._fetches)
+        return ChatJob(prompt.text, asked, found, prompt.cache_ends), prompt
 
     def _images(self, marker: str | None = None) -> ConversationImages:
         return ConversationImages(self.media, are_read=self.card.reads_images, marker=marker)
@@ -198,7 +201,7 @@ class ServerContext:
         images = self._images(marker)
         conversation = replace(conversation_of(body, self._chat, images), cache_points=())
         prompt = await self._renderer.prepare(self._chat_format(), conversation)
-        return prompt.text, images.found
+        return prompt.text, await images.fetched(self._fetches)
 
     async def counted(self, request: Request, body: ConversationRequest) -> dict[str, Any]:
         """Return the number of a conversation's tokens in the form of OpenAI's /responses API."""

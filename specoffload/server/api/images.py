@@ -1,23 +1,30 @@
 """Takes the images out of a request. A marker in the text stands for each of them.
 
-Files are only collected here. The engine's process has them decoded (`offload/images/decoding.py`).
+Files are only collected and fetched here. The engine's process has them decoded
+(`offload/images/decoding.py`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from offload.errors import BadRequest
 from offload.images.decoding import MOST_FILE_BYTES, NO_IMAGES
+from specoffload.server.api.body import MOST_BYTES
 from specoffload.server.engine.messages import TextWithImages
+from specoffload.server.fetching import FetchLimits, fetched
 from specoffload.session.images import PromptImages
 
 MOST_IMAGES = 64  # in one request
+MOST_FETCHES = 4  # files that are fetched at once, for all requests
+_FETCHING_S = 30.0  # for all files of a request
 # llama-server's words
 _NO_MEDIA = "Multimodal data provided, but model does not support multimodal requests."
 
@@ -31,11 +38,13 @@ def new_marker() -> str:
 class MediaRules:
     """What requests may name as images.
 
-    `folder` is that of file:// addresses. `marker` stands for an image in raw prompts: clients find
-    it in /props, and send prompts with it.
+    `folder` is that of file:// addresses. `urls` says which http addresses are fetched: "none",
+    "public" ones, or "all", also those of the machine and of private networks. `marker` stands for
+    an image in raw prompts: clients find it in /props, and send prompts with it.
     """
 
     folder: Path | None = None
+    urls: str = "none"
     marker: str = field(default_factory=new_marker)
 
 
@@ -68,6 +77,13 @@ def text_with_images(
     return TextWithImages(text, PromptImages(rules.marker, files))
 
 
+class _Remote(NamedTuple):
+    """An image that has to be fetched. `where` is its place in messages."""
+
+    where: str
+    url: str
+
+
 class ConversationImages:
     """The images of one conversation, in the order in which its messages have them."""
 
@@ -80,12 +96,21 @@ class ConversationImages:
         """
         self.are_read, self._rules = are_read, rules or MediaRules()
         self._marker = marker or new_marker()
-        self._files: list[bytes] = []
+        self._files: list[bytes | _Remote] = []
 
-    @property
-    def found(self) -> PromptImages | None:
-        """The images so far, or None if there are none."""
-        return PromptImages(self._marker, tuple(self._files)) if self._files else None
+    async def fetched(self, places: asyncio.Semaphore) -> PromptImages | None:
+        """Fetch the images at http addresses, and return all images. None if there are none.
+
+        `places` has a place for each fetch that may run. Raises BadRequest if one fails.
+        """
+        if not self._files:
+            return None
+        wanted = {file.url: file for file in self._files if isinstance(file, _Remote)}
+        got = await _all_fetched(list(wanted.values()), self._rules, places) if wanted else {}
+        files = [got[file.url] if isinstance(file, _Remote) else file for file in self._files]
+        if sum(map(len, files)) > MOST_BYTES:
+            raise BadRequest(f"the images of a request may have {MOST_BYTES} bytes together")
+        return PromptImages(self._marker, tuple(files))
 
     def take(self, where: str, url: str | None) -> str:
         """Return the marker for the image at `url`. `where` names its place in messages.
@@ -101,7 +126,7 @@ class ConversationImages:
         self._files.append(self._file(where, url))
         return self._marker
 
-    def _file(self, where: str, url: str) -> bytes:
+    def _file(self, where: str, url: str) -> bytes | _Remote:
         if url.startswith("data:"):
             kind, _, data = url.partition(",")
             if not (kind.startswith("data:image/") and kind.endswith("base64")):
@@ -110,10 +135,12 @@ class ConversationImages:
         if url.startswith("file://"):
             return self._local(where, url.removeprefix("file://"))
         if url.startswith(("http://", "https://")):
-            raise BadRequest(
-                f"{where}: this server fetches no addresses: send the image as data:image/png;"
-                "base64,..."
-            )
+            if self._rules.urls == "none":
+                raise BadRequest(
+                    f"{where}: this server fetches no addresses without --allow-media-urls: send "
+                    "the image as data:image/png;base64,..."
+                )
+            return _Remote(where, url)
         return _decoded(where, url)  # as llama-server takes it
 
     def _local(self, where: str, name: str) -> bytes:
@@ -130,6 +157,34 @@ class ConversationImages:
                 return file.read(MOST_FILE_BYTES + 1)
         except OSError as e:
             raise BadRequest(f"{where}: {name[:200]!r} cannot be read ({e.strerror})") from e
+
+
+async def _all_fetched(
+    wanted: Sequence[_Remote], rules: MediaRules, places: asyncio.Semaphore
+) -> dict[str, bytes]:
+    """Return the files at these addresses. The first failure ends the other fetches."""
+    limits = FetchLimits(MOST_FILE_BYTES, only_public=rules.urls != "all")
+    got: dict[str, bytes] = {}
+
+    async def get(remote: _Remote) -> None:
+        async with places:
+            if sum(map(len, got.values())) > MOST_BYTES:
+                raise BadRequest(f"the images of a request may have {MOST_BYTES} bytes together")
+            try:
+                got[remote.url] = await fetched(remote.url, limits)
+            except BadRequest as e:
+                raise BadRequest(f"{remote.where}: the image cannot be fetched: {e}") from e
+
+    try:
+        async with asyncio.timeout(_FETCHING_S), asyncio.TaskGroup() as group:
+            for remote in wanted:
+                group.create_task(get(remote))
+    except* BadRequest as e:
+        why = e.exceptions[0]
+        raise BadRequest(str(why)) from why
+    except* TimeoutError as e:
+        raise BadRequest(f"fetching the images takes over {_FETCHING_S:g} s") from e
+    return got
 
 
 def _decoded(where: str, data: str) -> bytes:
