@@ -42,27 +42,128 @@ class LlamaSpeeds:
     cache_decode_tps: tuple[float, float] | None  # with its cache of experts; None: all are on it
 
 
+@dataclass(frozen=True)
+class LlamaCpp:
+    """llama.cpp with a model, `budget_bytes` of device memory, and a context."""
+
+    facts: ModelFacts
+    budget_bytes: int
+    context: ContextOptions
+
+    def expert_room_bytes(self, reserve_bytes: int = 0) -> int:
+        """Return the device memory that llama.cpp has left for experts.
+
+        All other weights, the context and `reserve_bytes` for a draft come first. The result is
+        below 0 if these do not fit.
+        """
+        facts, context = self.facts, replace(self.context, n_ubatch=UBATCHES[0])
+        others_bytes = device_bytes(facts) - facts.expert_bytes
+        context_bytes = context_memory(facts, context).total_bytes
+        return self.budget_bytes - context_bytes - others_bytes - reserve_bytes
+
+    def n_cpu_moe(self, reserve_bytes: int = 0) -> Sharing:
+        """Return `--n-cpu-moe`: as many layers' experts as fit are resident, without slots.
+
+        If not even all other weights fit, the CPU computes those of some layers (`-ngl`).
+        """
+        work = model_work(self.facts)
+        room_bytes = self.expert_room_bytes(reserve_bytes)
+        n_layers = work.n_expert_layers
+        if room_bytes < 0:
+            n_dense = math.ceil(-room_bytes / max(1.0, work.dense.size_bytes))
+            return Sharing(n_dense_streamed=min(n_dense, int(work.n_layers)))
+        if not n_layers:
+            return Sharing()
+        return Sharing(0, min(n_layers, int(room_bytes // (self.facts.expert_bytes / n_layers))))
+
+    def lru_cache(
+        self, machine: Machine, work: ModelWork, n_tokens: int = 1, reserve_bytes: int = 0
+    ) -> Sharing:
+        """Return llama.cpp's cache of experts: some layers are resident, and slots take the rest.
+
+        The number of resident layers is chosen for the fastest decode of `n_tokens`. `work` has the
+        hits of an LRU cache.
+        """
+        return min(
+            self._cache_ways(work, reserve_bytes),
+            key=lambda sharing: streamed_s(machine, work, sharing, n_tokens, passes=False),
+        )
+
+    def cache_split(self, machine: Machine, work: ModelWork) -> Sharing:
+        """Return the cache of experts with its share for the CPU, as its release note says.
+
+        The device computes hits while the CPU computes misses or the link copies them. `work` has
+        the hits of its cache. Its costs of submitting, waiting and merging are assumed to be those
+        of split layers here. The number of resident layers is chosen for the fastest decode of a
+        token.
+        """
+        ways = self._cache_ways(work, 0)
+        return min(ways, key=lambda sharing: hybrid_s(machine, work, sharing, 1))
+
+    def _cache_ways(self, work: ModelWork, reserve_bytes: int) -> list[Sharing]:
+        """Return divisions of the room for experts between resident layers and slots."""
+        all_that_fit = self.n_cpu_moe(reserve_bytes)
+        n_pieces = int(max(0, self.expert_room_bytes(reserve_bytes)) // work.expert.size_bytes)
+        return [
+            Sharing(n_pieces - n * work.n_experts, n, all_that_fit.n_dense_streamed)
+            for n in range(int(all_that_fit.n_resident) + 1)
+        ]
+
+    def cache_s(self, machine: Machine, work: ModelWork) -> float:
+        """Return the seconds of a decode with llama.cpp's cache, with or without the CPU's share.
+
+        The hits are those of `work`, and copies are as fast as from pinned memory.
+        """
+        lru, shared = self.lru_cache(machine, work), self.cache_split(machine, work)
+        return float(
+            min(
+                streamed_s(machine, work, lru, 1, passes=False),
+                hybrid_s(machine, work, shared, 1),
+            )
+        )
+
+    def starts(self, machine: Machine, work: ModelWork, n_prompt: int) -> list[tuple[float, int]]:
+        """Return the prompt's seconds with `--n-cpu-moe` and each ubatch, and the bytes left.
+
+        Copies are pinned, and `work` includes the prompt's attention. The buffers of 512 tokens
+        count as part of the context. Those of larger ubatches take more of the budget.
+        """
+        found = []
+        sizes = [n for n in (*SMALL_UBATCHES, *UBATCHES) if n <= n_prompt] or [n_prompt]
+        for n_ubatch in sizes:
+            least_bytes, its_bytes = (
+                context_memory(self.facts, replace(self.context, n_ubatch=n)).total_bytes
+                for n in (UBATCHES[0], n_ubatch)
+            )
+            reserve_bytes = max(0, its_bytes - least_bytes)
+            resident = self.n_cpu_moe(reserve_bytes)
+            # Nothing is kept between ubatches, and copies hide behind nothing.
+            ring = replace(resident, n_slots=work.n_experts)
+            ubatch_s = min(
+                float(streamed_s(machine, work, ring, n_ubatch, passes=False)),
+                float(cpu_s(machine, work, resident, n_ubatch)),
+            )
+            found.append((n_prompt / n_ubatch * ubatch_s, self.budget_bytes - reserve_bytes))
+        return found
+
+
 def llama_speeds(
-    facts: ModelFacts,
-    budget_bytes: int,
-    machine: Machine,
-    context: ContextOptions,
-    n_prompt: int,
-    hits: HitCurve | None = None,
+    llama: LlamaCpp, machine: Machine, n_prompt: int, hits: HitCurve | None = None
 ) -> LlamaSpeeds:
     """Return the speeds of llama.cpp with this device memory and context, without drafts.
 
     Answers attend to nothing, and prompts of `n_prompt` tokens to themselves.
     """
+    facts = llama.facts
     guessed = model_work(facts, hits)
-    prompt_work = with_prompt(guessed, facts, context, n_prompt)
-    resident = n_cpu_moe(facts, budget_bytes, context)
+    prompt_work = with_prompt(guessed, facts, llama.context, n_prompt)
+    resident = llama.n_cpu_moe()
     works = (guessed if hits is not None else even(guessed), guessed)
     in_cache = None
     if resident.n_resident < guessed.n_expert_layers:
-        least, most = (1 / cache_s(facts, budget_bytes, machine, its, context) for its in works)
+        least, most = (1 / llama.cache_s(machine, its) for its in works)
         in_cache = least, most
-    prompt_s, _ = min(llama_starts(facts, budget_bytes, machine, prompt_work, context, n_prompt))
+    prompt_s, _ = min(llama.starts(machine, prompt_work, n_prompt))
     return LlamaSpeeds(
         _flags(facts, guessed, resident),
         n_prompt / prompt_s,
@@ -77,131 +178,3 @@ def _flags(facts: ModelFacts, work: ModelWork, resident: Sharing) -> str:
     if resident.n_dense_streamed:
         words.append(f"-ngl {max(0, facts.n_layers - int(resident.n_dense_streamed))}")
     return " ".join(words) or "-ngl 99"
-
-
-def expert_room_bytes(
-    facts: ModelFacts, budget_bytes: int, context: ContextOptions, reserve_bytes: int = 0
-) -> int:
-    """Return the device memory that llama.cpp has left for experts.
-
-    All other weights, the context and `reserve_bytes` for a draft come first. The result is below 0
-    if these do not fit.
-    """
-    context_bytes = context_memory(facts, replace(context, n_ubatch=UBATCHES[0])).total_bytes
-    others_bytes = device_bytes(facts) - facts.expert_bytes
-    return budget_bytes - context_bytes - others_bytes - reserve_bytes
-
-
-def n_cpu_moe(
-    facts: ModelFacts, budget_bytes: int, context: ContextOptions, reserve_bytes: int = 0
-) -> Sharing:
-    """Return llama.cpp's `--n-cpu-moe`: as many layers' experts as fit are resident, without slots.
-
-    If not even all other weights fit, the CPU computes those of some layers (`-ngl`).
-    """
-    work = model_work(facts)
-    room_bytes = expert_room_bytes(facts, budget_bytes, context, reserve_bytes)
-    n_layers = work.n_expert_layers
-    if room_bytes < 0:
-        n_dense = math.ceil(-room_bytes / max(1.0, work.dense.size_bytes))
-        return Sharing(n_dense_streamed=min(n_dense, int(work.n_layers)))
-    if not n_layers:
-        return Sharing()
-    return Sharing(0, min(n_layers, int(room_bytes // (facts.expert_bytes / n_layers))))
-
-
-def lru_cache(
-    facts: ModelFacts,
-    budget_bytes: int,
-    machine: Machine,
-    work: ModelWork,
-    context: ContextOptions,
-    n_tokens: int = 1,
-    reserve_bytes: int = 0,
-) -> Sharing:
-    """Return llama.cpp's cache of experts: some layers are resident, and slots take the rest.
-
-    The number of resident layers is chosen for the fastest decode of `n_tokens`. `work` has the
-    hits of an LRU cache.
-    """
-    ways = _cache_ways(facts, budget_bytes, work, context, reserve_bytes)
-    return min(ways, key=lambda sharing: streamed_s(machine, work, sharing, n_tokens, passes=False))
-
-
-def cache_split(
-    facts: ModelFacts, budget_bytes: int, machine: Machine, work: ModelWork, context: ContextOptions
-) -> Sharing:
-    """Return llama.cpp's cache of experts with its share for the CPU, as its release note says.
-
-    The device computes hits while the CPU computes misses or the link copies them. `work` has the
-    hits of its cache. Its costs of submitting, waiting and merging are assumed to be those of split
-    layers here. The number of resident layers is chosen for the fastest decode of a token.
-    """
-    ways = _cache_ways(facts, budget_bytes, work, context, 0)
-    return min(ways, key=lambda sharing: hybrid_s(machine, work, sharing, 1))
-
-
-def _cache_ways(
-    facts: ModelFacts,
-    budget_bytes: int,
-    work: ModelWork,
-    context: ContextOptions,
-    reserve_bytes: int,
-) -> list[Sharing]:
-    """Return divisions of llama.cpp's room for experts between resident layers and slots."""
-    all_that_fit = n_cpu_moe(facts, budget_bytes, context, reserve_bytes)
-    room_bytes = max(0, expert_room_bytes(facts, budget_bytes, context, reserve_bytes))
-    n_pieces = int(room_bytes // work.expert.size_bytes)
-    return [
-        Sharing(n_pieces - n * work.n_experts, n, all_that_fit.n_dense_streamed)
-        for n in range(int(all_that_fit.n_resident) + 1)
-    ]
-
-
-def cache_s(
-    facts: ModelFacts, budget_bytes: int, machine: Machine, work: ModelWork, context: ContextOptions
-) -> float:
-    """Return the seconds of a decode with llama.cpp's cache, with or without the CPU's share.
-
-    The hits are those of `work`, and copies are as fast as from pinned memory.
-    """
-    lru = lru_cache(facts, budget_bytes, machine, work, context)
-    shared = cache_split(facts, budget_bytes, machine, work, context)
-    return float(
-        min(
-            streamed_s(machine, work, lru, 1, passes=False),
-            hybrid_s(machine, work, shared, 1),
-        )
-    )
-
-
-def llama_starts(
-    facts: ModelFacts,
-    budget_bytes: int,
-    machine: Machine,
-    work: ModelWork,
-    context: ContextOptions,
-    n_prompt: int,
-) -> list[tuple[float, int]]:
-    """Return the prompt's seconds with `--n-cpu-moe` and each ubatch, and the bytes that are left.
-
-    Copies are pinned, and `work` includes the prompt's attention. The buffers of 512 tokens count
-    as part of the context. Those of larger ubatches take more of the budget.
-    """
-    found = []
-    sizes = [n for n in (*SMALL_UBATCHES, *UBATCHES) if n <= n_prompt] or [n_prompt]
-    for n_ubatch in sizes:
-        least_bytes, its_bytes = (
-            context_memory(facts, replace(context, n_ubatch=n)).total_bytes
-            for n in (UBATCHES[0], n_ubatch)
-        )
-        reserve_bytes = max(0, its_bytes - least_bytes)
-        resident = n_cpu_moe(facts, budget_bytes, context, reserve_bytes)
-        # Nothing is kept between ubatches, and copies hide behind nothing.
-        ring = replace(resident, n_slots=work.n_experts)
-        ubatch_s = min(
-            float(streamed_s(machine, work, ring, n_ubatch, passes=False)),
-            float(cpu_s(machine, work, resident, n_ubatch)),
-        )
-        found.append((n_prompt / n_ubatch * ubatch_s, budget_bytes - reserve_bytes))
-    return found

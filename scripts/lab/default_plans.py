@@ -19,7 +19,7 @@ from lab.plans import README_TITLES
 from lab.synth.published import published_facts
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts
-from offload.plan.llama_cpp import cache_s, cache_split, llama_starts, n_cpu_moe
+from offload.plan.llama_cpp import LlamaCpp
 from offload.plan.placement import Plan, PlanRequest, make_plan
 from offload.plan.sharing import UBATCHES
 from offload.plan.workload import DECODING, USUAL, TokenMix
@@ -101,12 +101,13 @@ def _cell(facts: ModelFacts, title: str, gib: int, name: str, machine: Machine) 
     works = dict(zip(ENDS, (even(guessed), guessed), strict=True))
     prompt_work = with_prompt(guessed, facts, CONTEXT, N_CTX)
     budget_bytes = (gib - 1) * GIB
+    llama = LlamaCpp(facts, budget_bytes, CONTEXT)
     rivals_s = {
-        (rival, end): _rival_decode_s(facts, budget_bytes, machine, work, rival)
+        (rival, end): _rival_decode_s(llama, machine, work, rival)
         for rival in (CPU_SHARE, NO_WAIT)
         for end, work in works.items()
     }
-    starts = llama_starts(facts, budget_bytes, machine, prompt_work, CONTEXT, N_CTX)
+    starts = llama.starts(machine, prompt_work, N_CTX)
     rival_prompt_s, _ = min(starts)
     n_generated = USUAL.workload(N_CTX).n_generated
 
@@ -114,7 +115,9 @@ def _cell(facts: ModelFacts, title: str, gib: int, name: str, machine: Machine) 
         """The time of the planned mix in llama.cpp's best start ÷ our time."""
         work = works[end]
         theirs_s = min(
-            prompt_s + n_generated * _rival_decode_s(facts, left, machine, work, CPU_SHARE)
+            prompt_s
+            + n_generated
+            * _rival_decode_s(replace(llama, budget_bytes=left), machine, work, CPU_SHARE)
             for prompt_s, left in starts
         )
         ours_s = rival_prompt_s / prompt + n_generated * rivals_s[CPU_SHARE, end] / decode
@@ -145,19 +148,17 @@ def _cell(facts: ModelFacts, title: str, gib: int, name: str, machine: Machine) 
     )  # fmt: skip
 
 
-def _rival_decode_s(
-    facts: ModelFacts, budget_bytes: int, machine: Machine, work: ModelWork, rival: str
-) -> float:
+def _rival_decode_s(llama: LlamaCpp, machine: Machine, work: ModelWork, rival: str) -> float:
     """Return the seconds of a decode in the fastest of llama.cpp's ways, with pinned copies.
 
     `rival`: how a layer's experts may be split. NO_WAIT adds the best that is known (`no_wait_s`),
     which refuses experts with biases.
     """
-    in_place_s = float(cpu_s(machine, work, n_cpu_moe(facts, budget_bytes, CONTEXT), 1))
-    seconds = min(in_place_s, cache_s(facts, budget_bytes, machine, work, CONTEXT))
-    if rival == NO_WAIT and not facts.expert_biases:
+    in_place_s = float(cpu_s(machine, work, llama.n_cpu_moe(), 1))
+    seconds = min(in_place_s, llama.cache_s(machine, work))
+    if rival == NO_WAIT and not llama.facts.expert_biases:
         at_once = replace(machine, per_split_s=0.0)
-        at_no_wait = cache_split(facts, budget_bytes, at_once, work, CONTEXT)
+        at_no_wait = llama.cache_split(at_once, work)
         seconds = min(seconds, no_wait_s(machine, work, at_no_wait))
     return seconds
 

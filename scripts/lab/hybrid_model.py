@@ -20,7 +20,7 @@ from lab import ROOT, filled
 from lab.published import UNPINNED_SHARE
 from lab.synth.published import published_facts
 from offload.model import ModelFacts
-from offload.plan.llama_cpp import cache_split, lru_cache, n_cpu_moe
+from offload.plan.llama_cpp import LlamaCpp
 from offload.plan.placement import Plan, PlanRequest, make_plan
 from offload.plan.sharing import UBATCHES
 from offload.plan.workload import DECODING
@@ -159,9 +159,10 @@ def fastest_cache_split(
     ClassLRU weighs recency and frequency. Its rule could not be read as a whole, so it is given the
     best of LRU, this program's rule, and one that halves uses after as many tokens as it does.
     """
+    llama = LlamaCpp(facts, gib * GIB, CONTEXT)
     rules = LRU_HALF_LIFE_STEPS, HALF_LIFE_STEPS, CLASS_LRU_HALF_LIFE_STEPS
     works = [work_of(facts, title, routing, rule) for rule in rules]
-    ways = [(work, cache_split(facts, gib * GIB, machine, work, CONTEXT)) for work in works]
+    ways = [(work, llama.cache_split(machine, work)) for work in works]
     return min(ways, key=lambda way: hybrid_s(machine, *way, 1))
 
 
@@ -192,11 +193,12 @@ class DecodeRow:
 def decode_row(facts: ModelFacts, title: str, name: str, routing: str) -> DecodeRow:
     """Compute the row of machine `name` and of this routing."""
     gib, machine = MACHINES[name]
-    cpu_moe_s = float(cpu_s(machine, model_work(facts), n_cpu_moe(facts, gib * GIB, CONTEXT), 1))
+    llama = LlamaCpp(facts, gib * GIB, CONTEXT)
+    cpu_moe_s = float(cpu_s(machine, model_work(facts), llama.n_cpu_moe(), 1))
     off = plan_of(facts, gib, machine, hybrid=False).sharing
     of_lru = work_of(facts, title, routing, LRU_HALF_LIFE_STEPS)
     theirs = replace(machine, link_bytes_per_s=UNPINNED_SHARE * machine.link_bytes_per_s)
-    lru = lru_cache(facts, gib * GIB, theirs, of_lru, CONTEXT)
+    lru = llama.lru_cache(theirs, of_lru)
     lru_s = float(streamed_s(theirs, of_lru, lru, 1, passes=False))
     rival_s = min(cpu_moe_s, lru_s)
     of_class, shared = fastest_cache_split(facts, title, routing, gib, theirs)

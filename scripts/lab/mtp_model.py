@@ -33,7 +33,7 @@ from lab.hybrid_model import (
 from lab.simulation import DraftTrace, Simulated, simulate
 from lab.synth.published import published_facts
 from offload.model import ModelFacts
-from offload.plan.llama_cpp import lru_cache, n_cpu_moe
+from offload.plan.llama_cpp import LlamaCpp
 from offload.plan.row_draft import MtpLayer, plan_mtp
 from offload.routing.routing import HALF_LIFE_STEPS, HitCurve, UnionCurve
 from offload.times.machine import Machine, ModelWork, best_s, cpu_s, model_work, streamed_s
@@ -153,15 +153,16 @@ def rivals(
     """
     budget_bytes = gib * GIB
     plan = plan_mtp(facts, CONTEXT, budget_bytes)
+    llama = LlamaCpp(facts, budget_bytes, CONTEXT)
     n = 1 + LLAMA_DRAFTED
     one, *_, several = batch_works(facts, routing, n, LRU_HALF_LIFE_STEPS)
     layer = MtpLayer(machine, facts, plan)
     step_s, again_s = layer.seconds(several, 1), layer.seconds(several, n)
     reserve_bytes = plan.device_bytes
-    cpu_moe = tuple(n_cpu_moe(facts, budget_bytes, CONTEXT, its) for its in (0, reserve_bytes))
+    cpu_moe = tuple(llama.n_cpu_moe(its) for its in (0, reserve_bytes))
     lru = (
-        lru_cache(facts, budget_bytes, machine, one, CONTEXT),
-        lru_cache(facts, budget_bytes, machine, several, CONTEXT, n, reserve_bytes),
+        llama.lru_cache(machine, one),
+        llama.lru_cache(machine, several, n, reserve_bytes),
     )
 
     def speed(plain_s: float, verify_s: float) -> Speed:

@@ -10,7 +10,7 @@ from offload.model import ModelFacts, is_experts, layer_of
 from offload.plan.found import Kind
 from offload.plan.host_tables import HostTables
 from offload.plan.layout import Layout
-from offload.plan.llama_cpp import LlamaSpeeds, llama_speeds
+from offload.plan.llama_cpp import LlamaCpp, LlamaSpeeds, llama_speeds
 from offload.plan.placement import (
     Plan,
     PlanRequest,
@@ -283,9 +283,8 @@ class Planned:
         if self.parts or self.is_remote or budget_bytes is None or self.disk is not None or on_disk:
             return None
         n_prompt = workload_of(self.context.n_ctx).n_prompt
-        return llama_speeds(
-            self.facts, budget_bytes, self.machine, self.context, n_prompt, self.work.hits
-        )
+        llama = LlamaCpp(self.facts, budget_bytes, self.context)
+        return llama_speeds(llama, self.machine, n_prompt, self.work.hits)
 
     @cached_property
     def costs(self) -> CostTable:

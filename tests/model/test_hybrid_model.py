@@ -19,7 +19,7 @@ from lab import hybrid_model as script
 from lab.plans import README_TITLES
 from lab.synth.published import published_facts
 from offload.model import ModelFacts
-from offload.plan.llama_cpp import expert_room_bytes, lru_cache
+from offload.plan.llama_cpp import LlamaCpp
 from offload.plan.objective import Objective
 from offload.plan.workload import DECODING
 from offload.times.machine import best_s, hybrid_s, model_work
@@ -151,9 +151,10 @@ def test_a_cache_whose_misses_the_cpu_computes_is_never_modelled_slower_than_wit
             its = script.fastest_cache_split(facts, "gpt-oss-120b", routing, gib, machine)
             split_s = float(hybrid_s(machine, *its, 1))
             of_lru = script.work_of(facts, "gpt-oss-120b", routing, script.LRU_HALF_LIFE_STEPS)
-            lru = lru_cache(facts, gib << 30, machine, of_lru, script.CONTEXT)
+            llama = LlamaCpp(facts, gib << 30, script.CONTEXT)
+            lru = llama.lru_cache(machine, of_lru)
             assert split_s <= float(hybrid_s(machine, of_lru, lru, 1)) * 1.001
-            room_bytes = expert_room_bytes(facts, gib << 30, script.CONTEXT)
+            room_bytes = llama.expert_room_bytes()
             work, sharing = its
             n_pieces = sharing.n_slots + sharing.n_resident * work.n_experts
             assert n_pieces * work.expert.size_bytes <= room_bytes

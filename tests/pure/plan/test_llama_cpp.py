@@ -9,12 +9,7 @@ import pytest
 
 from lab.synth.published import published_facts
 from offload.model import ModelFacts
-from offload.plan.llama_cpp import (
-    cache_s,
-    expert_room_bytes,
-    llama_speeds,
-    n_cpu_moe,
-)
+from offload.plan.llama_cpp import LlamaCpp, llama_speeds
 from offload.routing.routing import HitCurve
 from offload.times.context import ContextOptions
 from offload.times.machine import TYPICAL, cpu_s, even, model_work
@@ -31,14 +26,14 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> ModelFacts:
 def test_its_flags_place_as_many_layers_as_fit(qwen: ModelFacts) -> None:
     before = 0
     for gib in (8, 12, 24, 48, 96):
-        sharing = n_cpu_moe(qwen, gib * GIB, CONTEXT)
+        sharing = LlamaCpp(qwen, gib * GIB, CONTEXT).n_cpu_moe()
         n_resident = int(sharing.n_resident)
         layer_bytes = qwen.expert_bytes / 94
-        room_bytes = expert_room_bytes(qwen, gib * GIB, CONTEXT)
+        room_bytes = LlamaCpp(qwen, gib * GIB, CONTEXT).expert_room_bytes()
         assert n_resident * layer_bytes <= max(0, room_bytes) < (n_resident + 1) * layer_bytes
         assert n_resident >= before
         before = n_resident
-        speeds = llama_speeds(qwen, gib * GIB, TYPICAL, CONTEXT, 4096)
+        speeds = llama_speeds(LlamaCpp(qwen, gib * GIB, CONTEXT), TYPICAL, 4096)
         assert speeds.flags == f"--n-cpu-moe {94 - n_resident}"
         assert speeds.decode_tps == pytest.approx(
             1 / float(cpu_s(TYPICAL, model_work(qwen), sharing, 1))
@@ -46,13 +41,13 @@ def test_its_flags_place_as_many_layers_as_fit(qwen: ModelFacts) -> None:
 
 
 def test_a_model_that_fits_needs_no_flag_and_no_cache(qwen: ModelFacts) -> None:
-    speeds = llama_speeds(qwen, 160 * GIB, TYPICAL, CONTEXT, 4096)
+    speeds = llama_speeds(LlamaCpp(qwen, 160 * GIB, CONTEXT), TYPICAL, 4096)
     assert speeds.flags == "-ngl 99"
     assert speeds.cache_decode_tps is None
 
 
 def test_a_small_card_keeps_dense_weights_in_ram_too(qwen: ModelFacts) -> None:
-    speeds = llama_speeds(qwen, 4 * GIB, TYPICAL, CONTEXT, 4096)
+    speeds = llama_speeds(LlamaCpp(qwen, 4 * GIB, CONTEXT), TYPICAL, 4096)
     found = speeds.flags.split()
     assert found[0:3:2] == ["--n-cpu-moe", "-ngl"]
     assert 0 < int(found[3]) < 94
@@ -60,20 +55,20 @@ def test_a_small_card_keeps_dense_weights_in_ram_too(qwen: ModelFacts) -> None:
 
 def test_dense_models_have_no_experts_to_place(tmp_path: Path) -> None:
     facts = published_facts("Mistral-Large-2411", tmp_path)
-    speeds = llama_speeds(facts, 24 * GIB, TYPICAL, CONTEXT, 4096)
+    speeds = llama_speeds(LlamaCpp(facts, 24 * GIB, CONTEXT), TYPICAL, 4096)
     assert speeds.flags.startswith("-ngl ")
     assert speeds.cache_decode_tps is None
     assert 0 < speeds.decode_tps < speeds.prefill_tps
 
 
 def test_its_cache_has_the_hits_that_the_plan_assumes(qwen: ModelFacts) -> None:
-    guessed = llama_speeds(qwen, 24 * GIB, TYPICAL, CONTEXT, 4096)
+    guessed = llama_speeds(LlamaCpp(qwen, 24 * GIB, CONTEXT), TYPICAL, 4096)
     assert guessed.cache_decode_tps is not None
     least, most = guessed.cache_decode_tps
     assert least < most
     for work, tps in ((even(model_work(qwen)), least), (model_work(qwen), most)):
-        assert tps == pytest.approx(1 / cache_s(qwen, 24 * GIB, TYPICAL, work, CONTEXT))
+        assert tps == pytest.approx(1 / LlamaCpp(qwen, 24 * GIB, CONTEXT).cache_s(TYPICAL, work))
     hits = HitCurve(((0.1, 0.5), (1.0, 1.0)), 900, date(2026, 3, 1))
-    counted = llama_speeds(qwen, 24 * GIB, TYPICAL, CONTEXT, 4096, hits)
+    counted = llama_speeds(LlamaCpp(qwen, 24 * GIB, CONTEXT), TYPICAL, 4096, hits)
     assert counted.cache_decode_tps is not None
     assert counted.cache_decode_tps[0] == counted.cache_decode_tps[1] > most * 0.5
