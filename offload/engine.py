@@ -78,6 +78,9 @@ class Engine(ModelText):
         self._experts = opened.experts  # the memory for some experts, None if all are in memory
         self._min_batch: MinBatch | None = None
 
+    def __repr__(self) -> str:
+        return f"Engine({self.facts.path.name} on {self.choice.name}, {self.sequences.n_ctx} cells)"
+
     def image_prompt(self, parts: Sequence[str | bytes], *, add_special: bool) -> ImagePrompt:
         """Return the tokens of texts and image files in turn, for a prompt.
 

@@ -40,6 +40,9 @@ class Device:
     def __hash__(self) -> int:
         return hash(self.address)
 
+    def __repr__(self) -> str:
+        return f"Device({self.name})"
+
     @property
     def name(self) -> str:
         name: bytes = self._lib.ggml_backend_dev_name(self.address)
@@ -204,6 +207,9 @@ class Stream:
         self._get = self._lib.ggml_backend_tensor_get_async
         self._compute = self._lib.ggml_backend_graph_compute_async
         self._synchronize = self._lib.ggml_backend_synchronize
+
+    def __repr__(self) -> str:
+        return f"Stream({self.device.name})" if self.address else "Stream(closed)"
 
     def close(self) -> None:
         address, self.address = self.address, 0

@@ -124,6 +124,9 @@ class Graph:
         table.size, table.used, table.keys = 1, C.addressof(used), C.addressof(keys)
         return cls.own(struct, (array, used, keys, counts, tuple(nodes)))
 
+    def __repr__(self) -> str:
+        return f"Graph({self.n_nodes} nodes, uid {self.uid})"
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Graph) and other.address == self.address
 

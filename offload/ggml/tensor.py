@@ -134,6 +134,9 @@ class Buffer:
         self.base: int = self._lib.ggml_backend_buffer_get_base(address)
         self._lib.ggml_backend_buffer_clear(address, 0)
 
+    def __repr__(self) -> str:
+        return f"Buffer({self.size_bytes / 2**20:.1f} MiB at {self.base:#x})"
+
     @property
     def kind(self) -> int:
         """Address of the buffer type, for comparisons."""

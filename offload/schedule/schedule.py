@@ -140,6 +140,10 @@ class Schedule:
 
     # -- needs and guesses -----------------------------------------------------------------------
 
+    def __repr__(self) -> str:
+        its = ", ".join(map(repr, self.pools.values()))
+        return f"Schedule(cut {self._at} of {self._n_cuts}, {its})"
+
     def begin(self, n_cuts: int, *, before_end: bool = False) -> None:
         """Start a new graph. Cached pieces stay. Every entered cut must have been left.
 

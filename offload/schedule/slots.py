@@ -202,6 +202,13 @@ class PoolSlots:
         self.free = dict.fromkeys(range(self.n_own - 1, -1, -1))
         self.counts = [self.n_own, 0, 0, 0, n_lent]  # slots by state
 
+    def __repr__(self) -> str:
+        free, loading, ready, in_use, closed = self.counts
+        return (
+            f"PoolSlots({self.n_slots}: {ready} ready, {in_use} in use, {loading} loading, "
+            f"{free} free, {closed} closed)"
+        )
+
     def _move(self, slot: int, old: tuple[int, ...], new: int) -> None:
         state = self.state[slot]
         if state not in old:

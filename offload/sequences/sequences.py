@@ -358,6 +358,9 @@ class Sequences:
         cut = (span.start for span in self._images[sequence] if span.start < length < span.end)
         return next(cut, length)
 
+    def __repr__(self) -> str:
+        return f"Sequences({self._n_sequences} of {self.n_ctx} cells, lengths {self._lengths})"
+
     @property
     def keeps_ubatches(self) -> bool:
         """True if a stopped batch keeps the tokens of the ubatches that were computed.

@@ -154,6 +154,12 @@ class ExpertMemory:
         self._watcher.stop()
         self._readers.stop()
 
+    def __repr__(self) -> str:
+        return (
+            f"ExpertMemory({self.used_bytes >> 20} of {self.capacity_bytes >> 20} MiB used, "
+            f"all experts have {self.all_bytes >> 20} MiB)"
+        )
+
     @property
     def capacity_bytes(self) -> int:
         """Bytes that experts may take now."""

@@ -255,6 +255,10 @@ class Store:
 
     # -- for libllama ----------------------------------------------------------------------------
 
+    def __repr__(self) -> str:
+        its = self.layout
+        return f"Store({len(self._streamed)} streamed weights, {its.size_bytes >> 20} MiB)"
+
     def allocate(self, size_bytes: int) -> HostRange:
         """Return reserved addresses that stand for the buffer. `place` returns tensors' memory."""
         return self._addresses.allocate(size_bytes)

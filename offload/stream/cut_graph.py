@@ -36,6 +36,10 @@ class CutGraph:
     is_shifted: bool = False  # True while nodes read slots that the player has chosen
     sent: list[Any] = field(default_factory=list)  # host memory of enqueued copies
 
+    def __repr__(self) -> str:
+        its = f"{self.n_tokens} tokens, {self.n_cuts} cuts"
+        return f"CutGraph({its}, {self.done} of {self.graph!r} done)"
+
     def reset(self) -> None:
         """Forget how far the graph was computed."""
         self.done, self.open, self.redirected, self.sent = 0, [], [], []

@@ -127,6 +127,9 @@ class StreamingDevice(PyDevice):
         self._n_seen = 0  # graphs that `compute` was called for
         self.n_prepared = 0
 
+    def __repr__(self) -> str:
+        return f"StreamingDevice({self.choice.name}, {self.n_graphs} graphs, {self.min_batch})"
+
     def _stream_through(self, slots: PlannedSlots) -> None:
         plan, self._make_executor = slots.plan, slots.make_executor
         layout = plan.layout

@@ -153,6 +153,9 @@ class Executor:
         is_foreign = hybrid is not None and hybrid.is_foreign
         self._orderer = Orderer(stream.device, is_foreign=is_foreign)
 
+    def __repr__(self) -> str:
+        return f"Executor({self._stream!r}, {self.schedule!r})"
+
     @property
     def is_alone(self) -> bool:
         """True if no other device computes parts of the same graph."""

@@ -123,6 +123,10 @@ class Program:
         self.address = C.addressof(self.player)
         self.events: Any = ()  # memory for events, if there is a trace
 
+    def __repr__(self) -> str:
+        its = f"{len(self.layers)} layers of {self.graph!r}"
+        return f"Program({its}, {int(self.is_split.sum())} split)"
+
     def _field(self, name: str) -> NDArray[Any]:
         """Return a field of all layers, as a view. All fields are 8 bytes wide."""
         kind = np.float64 if dict(Layer._fields_)[name] is C.c_double else np.int64

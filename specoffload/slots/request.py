@@ -146,6 +146,11 @@ class Request:
             if self._prompt_logprobs is not None:
                 self.read()  # the only report for a prompt of one token
 
+    def __repr__(self) -> str:
+        state = "over" if self.is_over else f"{self.n_left} left"
+        where = "no slot" if self.slot is None else f"slot {self.slot.number}"
+        return f"Request({self.n_prompt} prompt tokens, {state}, {where})"
+
     @property
     def reads_prompt(self) -> bool:
         """True while the request has a slot, and its prompt is not evaluated."""

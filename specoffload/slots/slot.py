@@ -54,6 +54,10 @@ class Slot:
         self._checkpoints: list[Checkpoint] = []  # by length, ascending
         self._asked: set[int] = set()  # lengths of those that requests asked for
 
+    def __repr__(self) -> str:
+        state = "busy" if self.is_busy else f"{len(self.tokens)} tokens"
+        return f"Slot({self.number}: {state}, {len(self._checkpoints)} checkpoints)"
+
     @property
     def n_held(self) -> int:
         """Number of tokens that the target holds now."""
