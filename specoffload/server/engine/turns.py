@@ -1,8 +1,14 @@
 """Decides, from plain numbers, whose request is next and who gets a place in a full queue.
 
 Clients are served by turns (round robin, as in J. Nagle, "On packet switches with infinite
-storage", RFC 970). Free places are kept for clients that were refused and told when to come back.
-Otherwise a client that was just served would get them, because it asks first.
+storage", RFC 970). Turns alone are fair only to clients that are in the queue. If the queue is
+full, a client that was just served asks first, and would get each place that becomes free. So
+places are promised to clients that were refused and told when to come back. Without promises, 44
+of 64 clients that share 4 slots and 16 places never got an answer in 1,920, whether their retries
+were spread at random or not. With them, each got 28 to 32 (the play of tests/server/test_turns.py).
+
+Announced waits are spread by up to 10 %, because waits longer than MOST_RETRY_AFTER_S are all cut
+to it: clients refused at one moment would otherwise all come back at one moment.
 """
 
 from __future__ import annotations
