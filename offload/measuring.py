@@ -156,6 +156,7 @@ def measure(
             on_entry()
 
         fill(table, measuring.wanted, measuring.times, measuring.left_s, date, entered)
+        on_progress(1.0)  # also if all was timed before the budget was spent
         return measuring.most_s - measuring.left_s()
     finally:
         target.routing.is_on = is_on
