@@ -69,6 +69,7 @@ LONG = frozenset(
         "server/test_lost_workers.py::test_a_lost_worker_of_ours_costs_one_request",
         "server/test_lost_workers.py::test_a_worker_that_hangs_in_the_middle_of_an_answer_is_lost",
         "server/test_lost_workers.py::test_ctrl_c_ends_run_while_its_worker_hangs_in_the_middle_of_an_answer",  # noqa: E501
+        "server/test_models_program.py::test_models_share_two_devices",
         "server/test_serve_program.py::test_a_second_ctrl_c_does_not_wait_for_the_grace_time",
         "server/test_server_memory.py::test_a_servers_memory_does_not_grow_with_thousands_of_requests",
         "server/test_server_memory.py::test_an_engines_memory_does_not_grow_with_requests",

@@ -14,13 +14,14 @@ from specoffload.config.command_line import CommandLine, Given, read_command_lin
 from specoffload.config.environment import Environment
 from specoffload.config.options import Options, ServeOptions
 from specoffload.config.presets import EVERY, Preset, idle_words, read_presets
+from specoffload.config.resolution import Config
 from specoffload.errors import KNOWN, UsageError
 from specoffload.models.folder import models_of
 from specoffload.models.names import read_hub_name
 from specoffload.server.log import LogSettings, ServerLog
-from specoffload.server.router.planning import plan_all
+from specoffload.server.router.planning import limited, plan_all
 from specoffload.server.router.pool import DEFAULT_STOP_TIMEOUT_S, Entry
-from specoffload.server.router.sharing import Sharing, share
+from specoffload.server.router.sharing import Share, Sharing, share
 from specoffload.server.run import ModelParts, serve_models
 from specoffload.server.unwaited import never_wait_for_output
 from specoffload.slots.prompt_shelf import PromptShelf
@@ -59,14 +60,14 @@ def serve_several(line: CommandLine, served_as: Callable[..., ServedAs]) -> None
     for entry in entries:
         log.say(f"model {entry.name} ({entry.source})")
 
-    def parts_of(entry: Entry, device_bytes: int | None, shelf: PromptShelf | None) -> ModelParts:
+    def parts_of(entry: Entry, share: Share | None, shelf: PromptShelf | None) -> ModelParts:
         served = served_as(catalogue.lines[entry.name])
         config = served.config
         for words in config.remarks:
             log.note(f"{entry.name}: {words}")
-        if device_bytes is not None:
-            log.say(f"{entry.name}: takes up to {report.bytes_text(device_bytes)} of the device")
-            config = replace(config, streaming=replace(config.streaming, device_bytes=device_bytes))
+        if share is not None:
+            config, told = _with_share(config, share)
+            log.say(f"{entry.name}: {told}")
         factory = functools.partial(
             open_session,
             config,
@@ -90,7 +91,11 @@ def serve_several(line: CommandLine, served_as: Callable[..., ServedAs]) -> None
         planned = plan_all(configs)
         for words in planned.complaints:
             log.note(words)
-        sharing = share(planned.needs, planned.room, serving.models_max)
+        mib = serving.cache_ram_mib
+        shelf_bytes = planned.room.host_bytes if mib < 0 else mib << 20
+        sharing = share(
+            planned.needs, planned.room, serving.models_max, shelf_bytes, planned.devices
+        )
         for name in sorted(planned.needs.keys() - sharing.device_bytes.keys()):
             log.say(f"{name} fits beside no other model, so it is opened alone")
         return sharing
@@ -102,6 +107,23 @@ def serve_several(line: CommandLine, served_as: Callable[..., ServedAs]) -> None
         raise
     if code:
         raise SystemExit(code)
+
+
+def _with_share(config: Config, share: Share) -> tuple[Config, str]:
+    """Return the configuration with a model's share of the memory, and a sentence on the share."""
+    told = []
+    if share.each_device_bytes:
+        each = " and ".join(map(report.bytes_text, share.each_device_bytes))
+        several = len(share.each_device_bytes) > 1
+        told.append(f"takes up to {each} of the device{'s' * several}")
+        config = limited(config, share.each_device_bytes)
+    wanted = config.cache_ram_bytes
+    if wanted is None or share.prompt_bytes < wanted:
+        config = replace(config, cache_ram_bytes=share.prompt_bytes)
+    told.append(
+        f"keeps up to {report.bytes_text(config.cache_ram_bytes or 0)} of prompts (--cache-ram)"
+    )
+    return config, ", ".join(told)
 
 
 def _source(line: CommandLine) -> str:

@@ -42,7 +42,7 @@ from specoffload.server.prefix import BelowPrefix, read_prefix
 from specoffload.server.renderer import Renderer
 from specoffload.server.router.app import create_router
 from specoffload.server.router.pool import Entry, ModelPool, RoutedEngine, Served
-from specoffload.server.router.sharing import Sharing
+from specoffload.server.router.sharing import Share, Sharing
 from specoffload.server.router.shelves import Shelves
 from specoffload.server.sockets import (
     BACKLOG,
@@ -117,7 +117,7 @@ class ModelParts(NamedTuple):
 
 def serve_models(
     entries: Callable[[], Sequence[Entry]],
-    parts_of: Callable[[Entry, int | None, PromptShelf | None], ModelParts],
+    parts_of: Callable[[Entry, Share | None, PromptShelf | None], ModelParts],
     plan: Callable[[Sequence[Entry]], Sharing],
     options: ServeOptions,
     *,
@@ -126,10 +126,14 @@ def serve_models(
     """Serve several models; returns as `serve` does. A model that fails does not end the server.
 
     `entries` reads the list of models. `parts_of` is called in a thread when a model is first used,
-    with its device memory in bytes if it shares the device, and the shelf for its prompts. `plan`
-    decides these shares.
+    with its share of the memory, and the shelf for its prompts. `plan` decides these shares.
     """
     shelves = Shelves(None if options.cache_ram_mib < 0 else options.cache_ram_mib << 20)
+
+    def planned(entries: Sequence[Entry]) -> Sharing:
+        sharing = plan(entries)
+        shelves.limit_bytes = sharing.shelf_bytes
+        return sharing
 
     def listed() -> Sequence[Entry]:
         found = entries()
@@ -139,9 +143,9 @@ def serve_models(
     def parts(access: AccessRules, renderer: Renderer) -> tuple[FastAPI, ModelPool]:
         streams, media = KeptStreams(), media_rules(options)
 
-        def make(entry: Entry, device_bytes: int | None) -> Served:
+        def make(entry: Entry, share: Share | None) -> Served:
             shelf = shelves.of(entry)
-            own = parts_of(entry, device_bytes, None if shelf is None else shelf.file)
+            own = parts_of(entry, share, None if shelf is None else shelf.file)
             engine = RoutedEngine(
                 own.factory,
                 max_queue=options.max_queue,
@@ -165,7 +169,7 @@ def serve_models(
         pool = ModelPool(
             listed(),
             make,
-            plan=plan,
+            plan=planned,
             most=options.models_max,
             idle_s=options.idle_s if options.idle_s >= 0 else None,
             most_waiting=options.max_queue + 1,

@@ -23,6 +23,7 @@ from specoffload.server.engine.health import RestartPolicy, Watchdog
 from specoffload.server.renderer import Renderer
 from specoffload.server.router.app import create_router
 from specoffload.server.router.pool import Entry, ModelPool, RoutedEngine, Served
+from specoffload.server.router.sharing import Share
 from specoffload.server.run import TlsFiles, listen, serve_until, url_of
 from specoffload.server.sockets import SocketLimits
 
@@ -169,7 +170,7 @@ class RunningModels(Running):
         ):
             self.url = url_of(listener)
 
-            def make(entry: Entry, device_bytes: int | None) -> Served:
+            def make(entry: Entry, share: Share | None) -> Served:
                 engine = RoutedEngine(
                     self.factories[entry.name],
                     max_queue=max_queue,

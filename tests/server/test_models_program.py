@@ -96,21 +96,16 @@ def test_each_model_finds_its_prompts_again_in_ram(folder: Path) -> None:
         eventually(lambda: statuses(program.url)["large"] == "unloaded")
         again = answer(program.url, "large", PROMPT, temperature=0)
         assert again["timings"]["prompt_n"] <= 2  # type: ignore[index]
-
-
-def test_a_killed_engine_loses_its_own_prompts_only(folder: Path) -> None:
-    flags = ("--models-dir", str(folder), "--device", "cpu", "-c", "2048")
-    with serving(*flags) as program:
-        texts = {n: answer(program.url, n, PROMPT, temperature=0)["content"] for n in NAMES}
+        # "large" is open. A killed engine loses its own prompts only.
         engines = psutil.Process(program.process.pid).children()
         engine = max(engines, key=lambda process: process.memory_info().rss)
         engine.kill()
         eventually(lambda: engine not in psutil.Process(program.process.pid).children())
-        eventually(lambda: statuses(program.url)["small"] == "loaded", 30)
-        for name, cached in (("small", 0), ("large", 256)):
+        eventually(lambda: statuses(program.url)["large"] == "loaded", 30)
+        for name, cached in (("large", 0), ("small", 256)):
             told = answer(program.url, name, PROMPT, temperature=0)
             assert told["timings"]["cache_n"] >= cached  # type: ignore[index]
-            assert (told["timings"]["cache_n"] > 0) == (name == "large")  # type: ignore[index]
+            assert (told["timings"]["cache_n"] > 0) == (name == "small")  # type: ignore[index]
             assert told["content"] == texts[name]
 
 
@@ -129,6 +124,19 @@ def test_the_plan_says_whether_models_fit_together(
         texts = [answer(program.url, name, temperature=0)["content"] for name in ("large", "small")]
         assert statuses(program.url) == together
         assert answer(program.url, "large", temperature=0)["content"] == texts[0]
+
+
+def test_models_share_two_devices(folder: Path) -> None:
+    flags = ("--device", "sim,sim", "--vram", "16MiB,12MiB", "--models-dir", str(folder))
+    with serving(*flags, "--models-max", "2", "--spec-type", "none") as program:
+        for name in NAMES:
+            assert answer(program.url, name)["content"]
+        assert set(statuses(program.url).values()) == {"loaded"}
+        program.process.send_signal(signal.SIGTERM)
+        output, _ = program.process.communicate(timeout=30)
+    assert "no plan" not in output
+    assert output.count("MiB of the device") == 2, output
+    assert output.count("of prompts (--cache-ram)") == 2
 
 
 def test_a_command_line_that_names_no_list_of_models_is_refused(folder: Path) -> None:

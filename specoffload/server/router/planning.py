@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import signal
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from types import MappingProxyType
 from typing import NamedTuple
 
 from specoffload.config.options import PlanOptions
@@ -19,13 +21,73 @@ from specoffload.server.engine.child import start_shielded
 from specoffload.server.engine.process import IGNORED_SIGNALS
 from specoffload.server.router.sharing import Needs, Room
 
+_LEVELS = 16  # parts of several devices' memory that are tried for the least that works
+
 
 class Planned(NamedTuple):
-    """The needs of models by name, the room for them, and sentences on those without a plan."""
+    """The needs of models by name, the room for them, and sentences on those without a plan.
+
+    `devices` has the memory of each device that a model uses, in bytes.
+    """
 
     needs: dict[str, Needs]
     room: Room
     complaints: tuple[str, ...] = ()
+    devices: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+
+
+class PlannedAlone(NamedTuple):
+    """What a model's plans with all memory say, in bytes of its own devices together.
+
+    `devices` is empty for a model in RAM.
+    """
+
+    least_bytes: int
+    most_bytes: int
+    host_bytes: int
+    prompt_bytes: int
+    devices: tuple[int, ...] = ()
+
+
+def needs_of(
+    planned: Mapping[str, PlannedAlone], host_bytes: int
+) -> tuple[dict[str, Needs], Room, dict[str, tuple[int, ...]]]:
+    """Return needs in terms of one room, and the memory of each model's devices.
+
+    A model that uses a part of its devices' memory needs the same part of the room. So models on
+    one device and on several can be compared, and no device is divided among more than it has.
+    """
+    single = max((p.devices[0] for p in planned.values() if len(p.devices) == 1), default=0)
+    devices = {
+        name: (single,) if len(its.devices) == 1 else its.devices for name, its in planned.items()
+    }
+    whole = max(map(sum, devices.values()), default=0)
+
+    def scaled(n_bytes: int, of: tuple[int, ...]) -> int:
+        return min(whole, -(-n_bytes * whole // sum(of))) if of else 0
+
+    needs = {
+        name: Needs(
+            scaled(its.least_bytes, devices[name]),
+            scaled(its.most_bytes, devices[name]),
+            its.host_bytes,
+            its.prompt_bytes,
+        )
+        for name, its in planned.items()
+    }
+    return needs, Room(whole, host_bytes), devices
+
+
+def least_level(works: Callable[[int], bool]) -> int:
+    """Return the least of the levels 1 to `_LEVELS` that works. The last one is known to work."""
+    low, high = 1, _LEVELS
+    while low < high:
+        middle = (low + high) // 2
+        if works(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
 
 
 def plan_all(configs: Mapping[str, Config]) -> Planned:
@@ -52,40 +114,71 @@ def _plan_all(line: Connection, configs: dict[str, Config]) -> None:
     for sig in IGNORED_SIGNALS:
         signal.signal(sig, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
-    needs: dict[str, Needs] = {}
+    alone: dict[str, PlannedAlone] = {}
     complaints: list[str] = []
-    device_bytes = 0
     for name, config in configs.items():
         try:
-            needs[name], its_device_bytes = _needs_of(config)
-            device_bytes = max(device_bytes, its_device_bytes)
+            alone[name] = _planned_alone(config)
         except Exception as e:  # its start will say it again
             complaints.append(f"{name} has no plan: {e}")
-    room = Room(device_bytes, room_now().available_bytes)
-    line.send(Planned(needs, room, tuple(complaints)))
+    needs, room, devices = needs_of(alone, room_now().available_bytes)
+    line.send(Planned(needs, room, tuple(complaints), devices))
 
 
-def _needs_of(config: Config) -> tuple[Needs, int]:
-    """Return what the plans of a model say, and the device memory that there is.
-
-    Raises what planning raises.
-    """
+def _planned_alone(config: Config) -> PlannedAlone:
+    """Return what the plans of a model say. Raises what planning raises."""
     from offload.errors import DoesNotFit, NotSupported
     from specoffload.opening.context_size import planned_with_context
 
     own = PlanOptions()
     sized, planned = planned_with_context(config, own)
-    plan = planned.plan
+    plan, prompt_bytes = planned.plan, config.cache_ram_bytes
+    if prompt_bytes is None:  # no limit
+        prompt_bytes = sys.maxsize
     if planned.on_cpu or not planned.vram_bytes:  # a simulated device without a size is in RAM too
         host_bytes = planned.facts.size_bytes + planned.memory.total_bytes
-        return Needs(0, 0, host_bytes), 0
-    if len(planned.parts) > 1:
-        raise NotSupported("the memory of several devices is not divided among models")
-    least_bytes = plan.used_bytes
-    tiny = replace(config.streaming, device_bytes=1)
-    try:
-        planned_with_context(replace(sized, streaming=tiny), own)
-    except DoesNotFit as e:
-        least_bytes = min(least_bytes, e.least_bytes or least_bytes)
-    host_bytes = plan.streamed_bytes + plan.working.host_bytes
-    return Needs(least_bytes, plan.used_bytes, host_bytes), planned.vram_bytes
+        return PlannedAlone(0, 0, host_bytes, prompt_bytes)
+    parts = planned.parts or (planned,)
+    if any(part.is_remote for part in parts):
+        raise NotSupported("the memory of workers (--rpc) is not divided among models")
+    host_bytes = sum(part.plan.streamed_bytes + part.plan.working.host_bytes for part in parts)
+    devices = tuple(part.vram_bytes for part in parts)
+    if len(parts) == 1:
+        least_bytes = plan.used_bytes
+        tiny = replace(config.streaming, device_bytes=1)
+        try:
+            planned_with_context(replace(sized, streaming=tiny), own)
+        except DoesNotFit as e:
+            least_bytes = min(least_bytes, e.least_bytes or least_bytes)
+        return PlannedAlone(least_bytes, plan.used_bytes, host_bytes, prompt_bytes, devices)
+
+    def works(level: int) -> bool:
+        try:
+            planned_with_context(
+                limited(sized, [n_bytes * level // _LEVELS for n_bytes in devices]), own
+            )
+        except DoesNotFit:
+            return False
+        return True
+
+    whole = sum(devices)
+    used = max(part.plan.used_bytes / part.vram_bytes for part in parts)
+    least_bytes = whole * least_level(works) // _LEVELS
+    most_bytes = max(least_bytes, min(whole, round(whole * used)))
+    return PlannedAlone(least_bytes, most_bytes, host_bytes, prompt_bytes, devices)
+
+
+def limited(config: Config, each_device_bytes: Sequence[int]) -> Config:
+    """Return the configuration with a limit of the memory of each of its devices, in their order.
+
+    An empty sequence changes nothing.
+    """
+    if not each_device_bytes:
+        return config
+    one = len(each_device_bytes) == 1
+    streaming = replace(
+        config.streaming,
+        device_bytes=each_device_bytes[0] if one else None,
+        each_device_bytes=() if one else tuple(each_device_bytes),
+    )
+    return replace(config, streaming=streaming)

@@ -28,7 +28,7 @@ from specoffload.server.engine.messages import (
 )
 from specoffload.server.engine.supervisor import SHUTTING_DOWN, State
 from specoffload.server.router.decision import Decision, Phase, Standing, decide
-from specoffload.server.router.sharing import Sharing
+from specoffload.server.router.sharing import Share, Sharing
 from specoffload.server.router.shelves import ModelShelf
 
 DEFAULT_STOP_TIMEOUT_S = 10.0  # DEFAULT_STOP_TIMEOUT in tools/server/server-models.cpp
@@ -195,7 +195,7 @@ class ModelPool:
     def __init__(
         self,
         entries: Sequence[Entry],
-        make: Callable[[Entry, int | None], Served],
+        make: Callable[[Entry, Share | None], Served],
         *,
         plan: Callable[[Sequence[Entry]], Sharing] | None = None,
         most: int = 1,
@@ -205,7 +205,7 @@ class ModelPool:
     ) -> None:
         """`most`: models that are open at once; 0: as many as fit. `idle_s`: seconds without a
         request after which a model is closed. `make` is called in a thread when a model is first
-        opened, with the device memory of the model in bytes if it shares the device. `plan` decides
+        opened, with the model's share of the memory, if it shares it with others. `plan` decides
         these shares, in a thread, before a model is opened. At most `most_waiting` requests wait
         for each model.
         """
@@ -405,8 +405,8 @@ class ModelPool:
         try:
             if model.served is None:
                 sharing = self._sharing
-                device_bytes = sharing.device_bytes.get(model.name) if sharing else None
-                served = await asyncio.to_thread(self._make, model.entry, device_bytes or None)
+                share = None if sharing is None else sharing.share_of(model.name)
+                served = await asyncio.to_thread(self._make, model.entry, share)
                 if isinstance(served.engine, RoutedEngine):
                     served.engine.on_change = self.change
                 model.served = served

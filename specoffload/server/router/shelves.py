@@ -32,7 +32,7 @@ class Shelves:
 
     def __init__(self, limit_bytes: int | None) -> None:
         """`limit_bytes`: RAM of the prompts of all closed models (None: no limit, 0: no shelf)."""
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         self._shelves: dict[Hashable, ModelShelf] = {}  # the model that was closed last is last
 
     @property
@@ -42,7 +42,7 @@ class Shelves:
 
     def of(self, key: Hashable) -> ModelShelf | None:
         """Return the shelf of a model; None if the limit is 0. Raises OSError."""
-        if self._limit_bytes == 0:
+        if self.limit_bytes == 0:
             return None
         if key not in self._shelves:
             self._shelves[key] = ModelShelf(self)
@@ -63,4 +63,4 @@ class Shelves:
 
     @property
     def _is_too_large(self) -> bool:
-        return self._limit_bytes is not None and self.size_bytes > self._limit_bytes
+        return self.limit_bytes is not None and self.size_bytes > self.limit_bytes
