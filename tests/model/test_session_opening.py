@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import resolved
@@ -23,6 +24,7 @@ from offload.engine import Engine
 from offload.errors import DeviceUnavailable
 from offload.ggml.backend import Device
 from offload.model_file import read_facts
+from offload.opening import start as engine_start
 from offload.plan.weights import device_bytes
 from offload.stream.options import StreamingOptions
 from offload.times.context import ContextOptions, context_memory
@@ -34,7 +36,7 @@ from specoffload.config.options import DraftEngine, DraftOptions
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import NO_DRAFTS
 from specoffload.generation.generation import GenerateOptions
-from specoffload.opening import start
+from specoffload.opening import planner, start
 from specoffload.session.session import Session
 from specoffload.speculation import costs
 
@@ -279,6 +281,31 @@ def test_no_step_of_progress_goes_back_or_comes_twice(
     for step, shares in steps:
         assert shares == sorted(shares), step
         assert 0.0 <= shares[0] <= shares[-1] == 1.0, step
+
+
+@pytest.mark.parametrize("ctx_size", [None, 256])
+def test_a_start_looks_and_decides_once(
+    ctx_size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A context of its own choice once made it probe the machine and decide again."""
+    calls: list[str] = []
+
+    def counted(module: ModuleType, name: str) -> None:
+        function = getattr(module, name)
+
+        def counting(*args: object, **named: object) -> object:
+            calls.append(name)
+            return function(*args, **named)
+
+        monkeypatch.setattr(module, name, counting)
+
+    for module in (planner, engine_start):
+        counted(module, "probe")
+        counted(module, "decide")
+    counted(start, "Planner")
+    with Session(config_of(ctx_size=ctx_size, spec=NO_DRAFTS, min_batch=MinBatch())) as session:
+        assert session.target.start.layout is session.target.layout
+    assert calls == ["Planner", "probe", "decide"]
 
 
 def test_closing_twice_is_closing_once(engines: list[Engine]) -> None:
