@@ -9,7 +9,7 @@ The proof comes before everything else on a connection, before HTTP and before g
 
 Each side chooses a nonce for each connection, so a recorded proof is worth nothing later. The
 client proves first, so a stranger learns nothing that depends on the secret. What follows on the
-connection is neither encrypted nor signed: that is the network's task (docs/rpc.md).
+connection is neither encrypted nor signed: that is the network's task (docs/defence.md).
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ variable that has no meaning here.
 | `GGML_MAX_LOOK_AHEAD` | sets `--spec-look-ahead`; chooses the policy `costs` if none is named |
 | `SPECOFFLOAD_PROFILE_DIR` | folder of measurements (default: caches, `specoffload/profiles`) |
 | `SPECOFFLOAD_MEASURE_S` | most seconds that a first start measures (default: 2.6 to 13) |
-| `SPECOFFLOAD_RPC_SECRET` | a secret as in the file of `--rpc-secret-file` ([rpc.md](rpc.md)) |
+| `SPECOFFLOAD_RPC_SECRET` | the secret of `--rpc-secret-file` ([defence.md](defence.md)) |
 | `XDG_CACHE_HOME` | folder of caches (default: `~/.cache`) |
 | `SPECOFFLOAD_WITHOUT` | parts to leave out, for debugging ([development.md](development.md)) |
 

@@ -124,7 +124,7 @@ def _serve(gate: Gate, flags: WorkerFlags, device: str, known: WorkerFacts) -> N
         if gate.secret is not None:
             who, lacks = f"{who} that knows the secret", "encryption nor signatures after the proof"
         report.line(
-            f"warning: {who} can use this worker: ggml's RPC has neither {lacks} (docs/rpc.md "
+            f"warning: {who} can use this worker: ggml's RPC has neither {lacks} (docs/defence.md "
             "shows WireGuard and SSH)"
         )
     host, port = gate.server_address[:2]

@@ -482,7 +482,7 @@ _OTHER_FLAGS = (
     _worker(
         "rpc_secret_file", "--rpc-secret-file", PATH,
         "File with a secret that clients must know, made by `openssl rand -hex 32`.",
-        more="Clients get the same flag ([rpc.md](rpc.md)). Without the flag, the variable "
+        more="Clients get the same flag ([defence.md](defence.md)). Without the flag, the variable "
         "`SPECOFFLOAD_RPC_SECRET` may have the secret itself.",
         first=True,
     ),
@@ -490,7 +490,7 @@ _OTHER_FLAGS = (
         "insecure", "--insecure", SWITCH,
         "Let other machines use the worker without a secret.", rare=True,
         more="Everybody who reaches it and is among --allow can then use it. "
-        "[rpc.md](rpc.md) shows how to protect it with WireGuard or SSH.",
+        "[defence.md](defence.md) shows how to protect it with WireGuard or SSH.",
     ),
     _worker(
         "allow", "--allow", NETWORK,

@@ -271,7 +271,7 @@ _OFFLOAD = (
     ),
     _offload(
         "rpc_secret_file", "--rpc-secret-file", PATH,
-        "File with the secret that the workers of --rpc ask for ([rpc.md](rpc.md)).",
+        "File with the secret that the workers of --rpc ask for ([defence.md](defence.md)).",
         more="Without it, the variable `SPECOFFLOAD_RPC_SECRET` may have the secret itself.",
         commands=_ASKS | {"plan"}, elsewhere=_NO_WORKERS, rare=True,
     ),

@@ -160,7 +160,7 @@ def _try(
 def breach_of(errors: Sequence[str]) -> str:
     """Return the first error that is no refusal in one sentence, or an empty text.
 
-    An assertion of ggml's own server may end the computing process (docs/worker.md). Every other
+    An assertion of ggml's own server may end the computing process (docs/defence.md). Any other
     error is a failure of the worker, also one that only has an exception's text.
     """
     for line in errors:

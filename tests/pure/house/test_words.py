@@ -74,3 +74,25 @@ def test_every_anchor_of_a_page_leads_to_a_heading() -> None:
             if at not in anchors(other):
                 missing.append(f"{page.name}: {target}#{at}")
     assert missing == []
+
+
+# Words of ours that names in the code and pages use as if everybody knew them.
+OURS = (
+    *("ahead", "band", "cache rule", "crossover", "cut", "deferred", "division", "doorbell"),
+    *("fence", "launch", "layout", "lent slot", "min-batch", "pair", "pass", "piece", "player"),
+    *("promotion", "rank", "repair", "residency", "resident", "ring", "rung", "schedule", "slot"),
+    *("split layer", "start", "streamed", "ticket", "way"),
+)
+
+
+def test_the_glossary_has_the_words_of_ours() -> None:
+    page = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    rows = [
+        row.split(" | ", 1)[0]
+        for row in page.splitlines()
+        if row.startswith("| ") and not row.startswith("| term ")
+    ]
+    terms = {term for row in rows for term in row.removeprefix("| ").strip("`").split(", ")}
+    also = set(re.findall(r"\*(\w+)\*", page))  # said in another word's row
+    assert [word for word in OURS if word not in terms | also] == []
+    assert len(terms) == len([term for row in rows for term in row.split(", ")])
