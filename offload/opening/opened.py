@@ -25,7 +25,7 @@ from offload.notes import Note, NoteKind
 from offload.opening.placing import PlacedWeights
 from offload.opening.start import Start
 from offload.plan.devices import joined
-from offload.plan.host import DRAFT_MODEL
+from offload.plan.host import PROJECTOR
 from offload.plan.placement import Plan
 from offload.plan.row_draft import eagle_ubatch, loading_complaint
 from offload.plan.tables import lookup_tables
@@ -200,7 +200,7 @@ class Opening:
         asked, library = self.options.projector, self.images
         if asked is None or library is None:
             return
-        with self.taking(DRAFT_MODEL):
+        with self.taking(PROJECTOR):
             self.projector = Projector(
                 asked.path,
                 mtmd_binding(library.folder),

@@ -249,7 +249,7 @@ def _divided(
     devices, lowered = [room for room, _ in rooms], {room.name: why for room, why in rooms if why}
     home = _home(found, wanted)
     if wanted.draft_device is not None and home is None:
-        request = replace(request, reserve_bytes=0)
+        request = replace(request, reserve_bytes=request.projector_bytes)
     reasons: tuple[str, ...] = ()
     if not wanted.shares:
         division = divide(facts, devices, request, use_all=found.takes_all, draft_on=home)

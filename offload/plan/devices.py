@@ -337,6 +337,7 @@ def _request_of(
         budget_bytes=device.budget_bytes if request.stream_experts else None,
         machine=device.machine,
         reserve_bytes=request.reserve_bytes if has_draft and device.is_counted else 0,
+        projector_bytes=request.projector_bytes if has_draft and device.is_counted else 0,
         context=context,
         uncounted=None if device.is_counted else request.context,
         why_not_lent=request.why_not_lent or device.why_not_lent,

@@ -22,6 +22,7 @@ from offload.times.context import (
 # Purposes of memory that is taken after loading. Others have names of their own.
 CONTEXT, LOGITS, SLOTS, PINNED = "the context and its buffers", "logits", "slots", "pinned memory"
 DRIVER, DRAFT_MODEL, ROUTERS, PROMPTS = "the driver", "a draft model", "routers", "kept prompts"
+PROJECTOR = "a projector of images"
 INPUTS = "inputs in pinned memory"
 CACHE, ATTENTION = "the KV cache", "attention on the CPU"
 PROMPT_PAIRS, SMALL_PAIRS = "pairs of prompts on the CPU", "pairs of small batches on the CPU"
@@ -67,7 +68,7 @@ def later_bytes(
     facts: ModelFacts, found: Found, wanted: Wanted, context: ContextOptions, *, loads_mtp: bool
 ) -> LaterBytes:
     """Return what the engine takes after loading. `facts` has the layers of this machine."""
-    kind = found.devices[0].kind
+    kind, request = found.devices[0].kind, wanted.request
     n_vocab = facts.header.lengths.get("tokenizer.ggml.tokens", 0)
     on_gpu = kind is Kind.GPU
     in_ram = not on_gpu if wanted.draft_device is None else found.draft_in_ram
@@ -75,7 +76,8 @@ def later_bytes(
     fixed = {
         CACHE: memory.host_kv_bytes,
         ATTENTION: memory.host_compute_bytes,
-        DRAFT_MODEL: wanted.request.reserve_bytes if in_ram else 0,
+        DRAFT_MODEL: request.reserve_bytes - request.projector_bytes if in_ram else 0,
+        PROJECTOR: request.host_projector_bytes + (0 if on_gpu else request.projector_bytes),
         ROUTERS: router_bytes(facts) if wanted.prefetches else 0,
         LOGITS: 2 * 4 * n_vocab * context.n_outputs,  # libllama's rows, and our copy of them
     }

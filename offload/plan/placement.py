@@ -204,7 +204,10 @@ class PlanRequest:
     """The limits of a plan, and the workload that it is made for."""
 
     budget_bytes: int | None = None  # device memory for everything; None: no limit
-    reserve_bytes: int = 0  # part of the budget for other models: a draft and its context
+    # Part of the budget for other models: a draft with its context, and a projector of images.
+    reserve_bytes: int = 0
+    projector_bytes: int = 0  # the projector's part of `reserve_bytes`
+    host_projector_bytes: int = 0  # RAM of a projector that the CPU computes beside a GPU
     context: ContextOptions | None = None  # its memory is part of the budget, too
     most_ubatch: int | None = None  # largest ubatch to choose from; None: use the context's ubatch
     n_gpu_layers: int | None = None  # layers whose dense weights stay resident; None: all that fit

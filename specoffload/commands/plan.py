@@ -92,7 +92,7 @@ def _context(cost: ContextCost) -> dict[str, Any]:
 
 def _of_device(planned: Planned) -> dict[str, Any]:
     """Return the contents of a device's memory, or of all devices' together, for JSON."""
-    plan = planned.plan
+    plan, request = planned.plan, planned.request
     return {
         "vram_bytes": planned.vram_bytes,
         "resident_bytes": plan.resident_bytes,
@@ -100,10 +100,12 @@ def _of_device(planned: Planned) -> dict[str, Any]:
         "reserve_bytes": plan.reserve_bytes,
         "reserve": {n: size for n, size in asdict(planned.memory).items() if "host" not in n}
         | {
-            "draft_bytes": planned.request.reserve_bytes,
+            "draft_bytes": request.reserve_bytes - request.projector_bytes,
+            "projector_bytes": request.projector_bytes,
             "working_bytes": plan.working.device_bytes,
             "mtp_bytes": 0 if plan.mtp is None else plan.mtp.device_bytes,
         },
+        "host_projector_bytes": request.host_projector_bytes,
         "host_working_bytes": plan.working.host_bytes,
         "slot_bytes": plan.slot_bytes,
         "slots": _slots(plan),

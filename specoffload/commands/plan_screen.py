@@ -224,6 +224,8 @@ def _show_memory(planned: Planned, *, details: bool) -> None:
         if planned.is_simulated:
             size = size_words(planned.memory.total_bytes)
             report.line(f"KV cache and buffers: {size} of RAM, where the simulated device computes")
+    if projector_bytes := planned.request.host_projector_bytes:
+        report.line(f"projector of images: {size_words(projector_bytes)} of RAM (estimated)")
     if planned.layout is not None and planned.layout.cache_words:
         report.paragraph(planned.layout.cache_words)
     if plan.streamed:
@@ -242,7 +244,7 @@ def _show_memory(planned: Planned, *, details: bool) -> None:
 
 def _uses(planned: Planned) -> list[tuple[str, int, str]]:
     """Return (use, bytes, remark) for each use of a device's memory, and for the free rest."""
-    plan, memory = planned.plan, planned.memory
+    plan, memory, request = planned.plan, planned.memory, planned.request
     weights = ("other weights" if planned.on_cpu else "weights", plan.resident_bytes, "")
     rows = [
         ("KV cache", memory.kv_bytes, f"{planned.context.n_ctx:,} tokens"),
@@ -257,7 +259,8 @@ def _uses(planned: Planned) -> list[tuple[str, int, str]]:
             plan.working.device_bytes,
             "of layers that stream",
         ),
-        ("draft model, projector", planned.request.reserve_bytes, ""),
+        ("draft model", request.reserve_bytes - request.projector_bytes, ""),
+        ("projector of images", request.projector_bytes, "its file and buffers (estimated)"),
         *_mtp_rows(plan),
     ]
     if planned.is_simulated:

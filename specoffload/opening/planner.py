@@ -11,6 +11,7 @@ from offload.options import EngineOptions
 from offload.plan.decision import decide
 from offload.plan.found import Found, Kind, Wanted
 from offload.plan.layout import Layout
+from offload.plan.placement import PlanRequest
 from offload.probe import Here, probe
 from offload.remote.watch import watching
 from offload.store.store import Room, room_now
@@ -22,15 +23,16 @@ from specoffload.config.resolution import Config
 from specoffload.opening.kept_plan import kept_for_plan
 from specoffload.opening.plan_target import PlanTarget, host_room, target_of
 from specoffload.opening.planning import Planned, shown, shown_on_cpu
-from specoffload.opening.target import target_options
+from specoffload.opening.target import target_options, with_projector_there
 
 
 class Decided(NamedTuple):
-    """A layout, the options that it was decided for, and the RAM for streamed weights."""
+    """A layout, the options and the limits that it was decided for, and the RAM for weights."""
 
     options: EngineOptions
     layout: Layout
     room: Room | None  # None: they stay in the page cache
+    request: PlanRequest
 
 
 class Planner:
@@ -91,7 +93,8 @@ class Planner:
             wanted, found = options.wanted, self._machine[0].found
             if self._here is None:
                 wanted, found = self._described(wanted, room)
-            self._decided[key] = Decided(options, decide(self.facts, found, wanted), room)
+            layout = decide(self.facts, found, wanted)
+            self._decided[key] = Decided(options, layout, room, wanted.request)
         return self._decided[key]
 
     def _shown(self, decided: Decided) -> Planned:
@@ -99,10 +102,11 @@ class Planner:
         _, machine, why = self._machine
         if layout.devices[0].kind is Kind.CPU and not layout.remote:
             machine = replace(machine, cpu_flops=self._config.threads_batch * CORE_FLOPS)
-            return shown_on_cpu(layout, machine, self._complaints, room)
+            return shown_on_cpu(layout, machine, self._complaints, room, decided.request)
         if room is not None:
-            cache_bytes = context_memory(layout.facts, layout.context).host_bytes
-            room = replace(room, available_bytes=max(0, room.available_bytes - cache_bytes))
+            taken_bytes = context_memory(layout.facts, layout.context).host_bytes
+            taken_bytes += decided.request.host_projector_bytes
+            room = replace(room, available_bytes=max(0, room.available_bytes - taken_bytes))
         return shown(layout, why, self._complaints, room, self._own.hardware)
 
     def _described(self, wanted: Wanted, room: Room | None) -> tuple[Wanted, Found]:
@@ -116,6 +120,12 @@ class Planner:
             decodes=self.kept.decodes if is_here else (),  # decode times of this machine
             tuned_ubatch=wanted.request.tuned_ubatch if is_here and hardware is None else None,
         )
+        if here.wanted:
+            device_bytes = here.wanted["device_bytes"]
+            if hardware is not None and self._config.streaming.device_bytes is None:
+                device_bytes = hardware.vram
+            n = len(here.found.devices)
+            request = with_projector_there(request, self._config, device_bytes, n)
         wanted = replace(wanted, **here.wanted, request=request, ram_bytes=own.ram.size_bytes)
         if room is None:
             return wanted, here.found

@@ -355,6 +355,7 @@ def shown(
         parts[-1].request,
         budget_bytes=sum(part.vram_bytes for part in parts),
         reserve_bytes=sum(part.request.reserve_bytes for part in parts),
+        projector_bytes=sum(part.request.projector_bytes for part in parts),
     )
     return Planned(
         layout.facts, division.plan, request, why_vram, complaints, room, hardware, parts=parts,
@@ -363,9 +364,16 @@ def shown(
 
 
 def shown_on_cpu(
-    layout: Layout, machine: Machine, complaints: tuple[str, ...], room: Room | None
+    layout: Layout,
+    machine: Machine,
+    complaints: tuple[str, ...],
+    room: Room | None,
+    wanted: PlanRequest,
 ) -> Planned:
-    """Return a layout of libllama's CPU backend as it is shown: all weights are read in place."""
+    """Return a layout of libllama's CPU backend as it is shown: all weights are read in place.
+
+    `wanted` has the memory of a draft model and a projector.
+    """
     facts, context = layout.facts, layout.context
     machine = replace(
         machine,
@@ -376,7 +384,7 @@ def shown_on_cpu(
     weights = [e for e in facts.loaded if e.name not in layout.on_disk]
     in_layers = tuple(e for e in weights if layer_of(e.name) >= 0)
     others_bytes = sum(e.size_bytes for e in weights if layer_of(e.name) < 0)
-    reserve_bytes = context_memory(facts, context).total_bytes
+    reserve_bytes = context_memory(facts, context).total_bytes + wanted.reserve_bytes
     plan = Plan(
         in_layers, others_bytes, SlotLayout(), ("The CPU computes all, and nothing is copied",),
         reserve_bytes, context.n_ubatch,
@@ -384,7 +392,10 @@ def shown_on_cpu(
     if room is not None:  # these come first
         left_bytes = room.available_bytes - reserve_bytes - others_bytes
         room = replace(room, available_bytes=max(0, left_bytes))
-    request = PlanRequest(context=context, machine=machine)
+    request = PlanRequest(
+        reserve_bytes=wanted.reserve_bytes, projector_bytes=wanted.projector_bytes,
+        context=context, machine=machine,
+    )  # fmt: skip
     return Planned(
         facts, plan, request, "", complaints, room, name="CPU", on_cpu=True, layout=layout
     )

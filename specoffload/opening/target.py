@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from offload.device import choose_device, choose_devices
 from offload.engine import EngineOptions
@@ -13,6 +14,7 @@ from offload.images.place import projector_bytes, why_on_cpu
 from offload.model_file import read_facts
 from offload.options import ProjectorOptions
 from offload.plan.context_choice import LEAST_CTX
+from offload.plan.placement import PlanRequest
 from offload.store.store import StoreOptions
 from offload.times.context import (
     DEFAULT_UBATCH,
@@ -30,6 +32,8 @@ from specoffload.opening.draft import draft_bytes
 from specoffload.opening.kept_plan import NOTHING_KEPT, KeptForPlan, disk_rate, link_rates
 
 log = logging.getLogger("specoffload.session")
+
+_Request = TypeVar("_Request", bound=PlanRequest)
 
 _MOST_SEQUENCES = 64  # most sequences of a context that can hold trees, requests included
 
@@ -90,12 +94,40 @@ def projector_of(config: Config) -> ProjectorOptions | None:
     return ProjectorOptions(config.mmproj, why, config.image_min_tokens, config.image_max_tokens)
 
 
-def _projector_bytes(projector: ProjectorOptions | None, config: Config) -> int:
-    """The bytes that the projector takes of the memory of the model's device."""
+def _with_projector(
+    request: _Request, projector: ProjectorOptions | None, *, wrapped: bool
+) -> _Request:
+    """Return `request`, which has none, with the memory that the projector takes.
+
+    `wrapped`: the model's device has memory of its own, so the CPU's is elsewhere.
+    """
     if projector is None:
-        return 0
-    is_elsewhere = bool(projector.why_on_cpu) and choose_device(config.device).wrapped
-    return 0 if is_elsewhere else projector_bytes(projector.path.stat().st_size)
+        return request
+    n_bytes = projector_bytes(projector.path.stat().st_size)
+    if projector.why_on_cpu and wrapped:
+        return replace(request, host_projector_bytes=n_bytes)
+    return replace(request, reserve_bytes=request.reserve_bytes + n_bytes, projector_bytes=n_bytes)
+
+
+def with_projector_there(
+    request: PlanRequest, config: Config, device_bytes: int, n_devices: int
+) -> PlanRequest:
+    """Return `request` with the projector where it would compute beside described GPUs.
+
+    `device_bytes`: memory of one of them.
+    """
+    projector = projector_of(config)
+    if projector is None:
+        return request
+    why = why_on_cpu(
+        projector.path.stat().st_size, device_bytes, n_devices=n_devices,
+        offload=config.mmproj_offload,
+    )  # fmt: skip
+    without = replace(
+        request, reserve_bytes=request.reserve_bytes - request.projector_bytes,
+        projector_bytes=0, host_projector_bytes=0,
+    )  # fmt: skip
+    return _with_projector(without, replace(projector, why_on_cpu=why), wrapped=True)
 
 
 def target_options(config: Config, kept: KeptForPlan = NOTHING_KEPT) -> EngineOptions:
@@ -128,8 +160,11 @@ def target_options(config: Config, kept: KeptForPlan = NOTHING_KEPT) -> EngineOp
         mtp=DrafterName.MTP in spec.options.drafters,
         eagle=config.eagle,
         streaming=replace(
-            config.streaming,
-            reserve_bytes=draft_bytes(config) + _projector_bytes(projector, config),
+            _with_projector(
+                replace(config.streaming, reserve_bytes=draft_bytes(config)),
+                projector,
+                wrapped=choose_device(config.device).wrapped,
+            ),
             hits=kept.hits,
             unions=kept.unions,
             decodes=kept.decodes,

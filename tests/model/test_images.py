@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import ctypes as C
 import io
+import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,21 +17,24 @@ from typing import Any
 
 import numpy as np
 import PIL.Image
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from image_parts import KINDS, model_with_projector, png
 from numpy.typing import NDArray
 from resolved import config_of
+from typer.testing import CliRunner
 
 from lab.synth.mtp import write_mtp
 from lab.synth.projector import write_projector
 from offload.engine import Engine, EngineOptions, open_engine
 from offload.errors import BadModel, BadRequest, DoesNotFit, NotSupported
-from offload.ggml.library.lib import library
+from offload.ggml.library.callback import Pending
+from offload.ggml.library.lib import library, mtmd_binding
 from offload.images.building import image_library
 from offload.images.decoding import decoded_files
-from offload.images.mtmd import ImagePrompt
+from offload.images.mtmd import ImagePrompt, Projector
 from offload.images.place import projector_bytes
 from offload.images.place_tokens import image_spans
 from offload.model_file import read_facts
@@ -39,9 +44,11 @@ from specdec.options import OF_TEXT, DrafterName, PolicyName, SpecOptions
 from specdec.types import Decision, Draft
 from specoffload.chat.conversation import Content, Conversation
 from specoffload.chat.format import ChatFormat
-from specoffload.config.options import DiskRoom, Options
+from specoffload.cli import app
+from specoffload.commands.plan import as_dict
+from specoffload.config.options import DiskRoom, Options, PlanOptions
 from specoffload.generation.generation import GenerateOptions
-from specoffload.opening.target import target_options
+from specoffload.opening.planner import Planner
 from specoffload.session.chat import answer as chat_answer
 from specoffload.session.session import Session
 
@@ -285,15 +292,50 @@ def test_a_chat_with_an_image_is_answered(models: Path) -> None:
             said(b"no image")
 
 
-def test_plans_count_the_projector_where_it_computes(models: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_a_plan_counts_the_projector_where_a_start_puts_it(device: str, models: Path) -> None:
+    """The count is an estimate of the most, so what opening it takes is less."""
     model, projector = model_with_projector("qwen2vl", models)
-    for device, counted in (("cpu", True), ("sim", False)):
-        config = config_of(Options(model=model, mmproj=projector, device=device, ctx_size=512))
-        options = target_options(config)
+    wanted = projector_bytes(projector.stat().st_size)
+    asked = Options(
+        model=model, mmproj=projector, device=device, ctx_size=512, threads=1, use_profile=False
+    )
+    shown = as_dict(Planner(config_of(asked), PlanOptions()).planned(512))
+    counted = shown["reserve"]["projector_bytes"], shown["host_projector_bytes"]
+    assert counted == ((wanted, 0) if device == "cpu" else (0, wanted))
+    if device == "cpu":
+        assert shown["reserve_bytes"] == sum(shown["reserve"].values())
+    with Session(config_of(asked)) as session:
+        options = session.target.options
         assert options.projector is not None
         assert options.projector.why_on_cpu == "no GPU computes"
-        wanted = projector_bytes(projector.stat().st_size) if counted else 0
-        assert options.streaming.reserve_bytes == wanted
+        own = options.streaming
+        assert (own.projector_bytes, own.host_projector_bytes) == counted
+        before_bytes = psutil.Process().memory_info().rss
+        again = Projector(
+            projector, mtmd_binding(image_library().folder), session.target.model, Pending(),
+            device=None, n_threads=1,
+        )  # fmt: skip
+        grown_bytes = psutil.Process().memory_info().rss - before_bytes
+        again.close()
+        assert grown_bytes < wanted
+
+
+@pytest.mark.parametrize("vram_gib", [24, 2])
+def test_a_plan_for_another_gpu_counts_the_projector_by_its_memory(
+    vram_gib: int, models: Path
+) -> None:
+    model, projector = model_with_projector("qwen3.5-35b-a3b", models)
+    words = [str(model), "--mmproj", str(projector), "--vram", f"{vram_gib}GiB", "--ram", "64GiB"]
+    done = CliRunner().invoke(app, ["plan", *words, "--json"], catch_exceptions=False)
+    shown = json.loads(done.stdout)
+    counted = shown["reserve"]["projector_bytes"], shown["host_projector_bytes"]
+    wanted = projector_bytes(projector.stat().st_size)
+    on_gpu = vram_gib == 24
+    assert counted == ((wanted, 0) if on_gpu else (0, wanted))
+    printed = CliRunner().invoke(app, ["plan", *words], catch_exceptions=False).stdout
+    row = r"projector of images[^:\d]+0.5 GiB" if on_gpu else "projector of images: 0.5 GiB of RAM"
+    assert re.search(row, printed)
 
 
 # -- files

@@ -45,7 +45,7 @@ KEYS = {
     *("reserve_bytes", "reserve", "slot_bytes", "slots", "streamed_layers", "ubatch", "min_batch"),
     *("host_working_bytes", "pass_experts", "declined", "reasons", "expected", "ends", "hits"),
     *("unions", "machine", "cache", "lent_slots"),
-    *("hardware", "ways", "llama_cpp", "contexts"),
+    *("hardware", "ways", "llama_cpp", "contexts", "host_projector_bytes"),
     *("host", "disk", "tables", "devices"),
 }
 
