@@ -7,6 +7,7 @@ import logging
 from offload.engine import Engine
 from offload.ggml.native_build import library_build
 from offload.notes import Note, NoteKind
+from offload.plan.host import PROMPTS
 from specoffload.config.resolution import Config
 from specoffload.generation.generation import OnProgress
 from specoffload.slots.batcher import Batcher
@@ -26,12 +27,15 @@ class KeptPrompts:
 
     def __init__(self, config: Config, target: Engine, shelf: PromptShelf | None) -> None:
         """`shelf` has prompts of the model's last session. Raises NotWritten for a bad folder."""
-        made_by, room = _made_by(target), config.cache_disk
+        room = config.cache_disk
         self.folder: PromptFolder | None = None
         if room is not None and room.folder is not None:
             can_cut = not target.sequences.goes_back_by_checkpoints
-            self.folder = PromptFolder(room.folder, room.size_bytes, made_by, can_cut=can_cut)
-        self._shelf = None if shelf is None else ShelvedPrompts(shelf, made_by)
+            self.folder = PromptFolder(
+                room.folder, room.size_bytes, _made_by(target), can_cut=can_cut
+            )
+        self._shelf = None if shelf is None else ShelvedPrompts(shelf, _made_by(target))
+        self._target = target
         self.shelves = False  # True: prompts go to the shelf at the end
 
     @property
@@ -45,7 +49,11 @@ class KeptPrompts:
 
     def take_back(self, batcher: Batcher) -> None:
         """Move the prompts of the last session from the shelf to the batcher's store."""
-        if self._shelf is not None and (shelved := self._shelf.take()):
+        if self._shelf is None:
+            return
+        with self._target.taking(PROMPTS):
+            shelved = self._shelf.take()
+        if shelved:
             batcher.store.put_back(shelved)
             n_bytes = batcher.store.size_bytes
             log.info("prompts of the last run: %d, of %d MiB", len(shelved), n_bytes >> 20)
