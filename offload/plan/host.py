@@ -95,7 +95,7 @@ def later_bytes(
 
 @dataclass(frozen=True)
 class ExpertLimits:
-    """The host memory for streamed weights, of which some experts are on the disk.
+    """The host memory for streamed weights, if some experts are on the disk.
 
     They take at most `most_bytes`, and `free_bytes` of the machine stay free.
     """

@@ -80,7 +80,7 @@ class ExpertPlaces:
     """The address space of a model's experts.
 
     `layers`: the experts' places in `memory`, by layer. `others`: weights that stay in it. A layer
-    has `n_experts` experts, of which a token uses `n_used`.
+    has `n_experts` experts, and a token uses `n_used`.
     """
 
     memory: HostRange

@@ -23,7 +23,7 @@ _NO_DETAILS: Mapping[str, int | str] = {}
 
 
 class _Source(NamedTuple):
-    """A weight in host memory, of which experts are copied into slots."""
+    """A weight in host memory whose experts are copied into slots."""
 
     target: Tensor  # all slots of the kind
     stride_bytes: int  # from slot to slot

@@ -1,6 +1,6 @@
 """A thread that computes the CPU's pairs of a prompt's layer.
 
-Meanwhile the caller's thread submits the device's launches, of which a layer has many.
+Meanwhile the caller's thread submits the many launches of the device's pairs.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ _LEAST_IDS_BYTES = 16 << 10  # smallest buffer for ids on the host
 
 
 class AheadMemory:
-    """Memory for computing ahead, shared by a player's programs, of which one plays at a time."""
+    """Memory for computing ahead. A player's programs share it, and one plays at a time."""
 
     def __init__(self, device: Device, n_groups: int, most_experts: int, most_slots: int) -> None:
         """`most_experts`: experts of the largest layer. `most_slots`: slots of the largest pool."""

@@ -5,14 +5,13 @@ range of numbers of experts, of (share of all experts that have a slot, share of
 Each is a middle of what is known of such models in real texts; docs/hybrid-model.md lists the
 sources and how far they lie apart:
 
-- up to 32 experts: the routing of a pair with 16 experts, of which 4 are used, recorded on two
-  kinds of text. No hits of larger models with so few experts were found.
+- up to 32 experts: the routing of a pair with 16 experts, recorded on two kinds of text. A token
+  uses 4 of them. No hits of larger models with so few experts were found.
 - up to 160: Qwen3-30B-A3B (kekzl/imp #1374), and gpt-oss-120b with few slots
   (Helldez/BigMoeOnEdge #33).
 - up to 384: the mean of DeepSeek-V4-Flash (nibor1896/Crow #30), Qwen3.6-35B-A3B once its cache is
   warm (JustVugg/colibri #1040), and GLM-5.3-Flash and Qwen3.5-122B-A10B in chats.
-- more: Qwen3.8-Flash-Next, of which two sources differ by 2 points (llama.cpp #27861, kekzl/imp
-  #2061).
+- more: Qwen3.8-Flash-Next. Two sources differ by 2 points (llama.cpp #27861, kekzl/imp #2061).
 """
 
 from __future__ import annotations

@@ -244,7 +244,7 @@ class Sharing:
 
 
 class LayersWork:
-    """The work of a model's layers, of which any range can be asked for."""
+    """The work of any range of a model's layers."""
 
     def __init__(
         self, facts: ModelFacts, hits: HitCurve | None = None, unions: UnionCurve | None = None
@@ -279,7 +279,7 @@ class LayersWork:
         sums, facts = self._n_expert_layers, self._facts
         n, n_layers = sums[end] - sums[first], np.maximum(end - first, 1)
         n_experts, n_used = (facts.n_experts, facts.n_experts_used) if sums[-1] else (0, 0)
-        # A range without experts gets the mean expert of the model, of which it uses none.
+        # A range without experts gets the mean expert of the model, and uses none.
         has_experts, experts = n > 0, self._experts
         its = np.where(has_experts[..., None], experts[end] - experts[first], experts[-1])
         pieces = np.maximum(n_experts * np.where(has_experts, n, sums[-1]), 1)
@@ -343,7 +343,7 @@ def with_context(work: ModelWork, facts: ModelFacts, context: ContextOptions) ->
 
 
 def prompt_context(context: ContextOptions, n_prompt: float, n_before: int = 0) -> ContextOptions:
-    """Return `context` with as many tokens as those of a prompt attend to on average.
+    """Return `context` with the mean number of tokens that a prompt's tokens attend to.
 
     These are the `n_before` tokens that precede the prompt, and half of the prompt.
     """
@@ -842,7 +842,7 @@ def prefill_s(
 
 
 def in_ubatches_s(ubatch_s: Callable[[Real], Real], n_prompt: int, n_ubatch: Real) -> Real:
-    """Return the seconds of a prompt in ubatches, of which one of n tokens takes `ubatch_s(n)`."""
+    """Return the seconds of a prompt in ubatches. An ubatch of n tokens takes `ubatch_s(n)`."""
     whole, rest = np.divmod(n_prompt, n_ubatch)
     total = whole * ubatch_s(n_ubatch) if np.any(whole) else 0.0
     if np.any(rest):

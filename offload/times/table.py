@@ -259,7 +259,7 @@ class CostTable:
         return (self._union(n) / self.n_experts if self.n_experts else 1.0) + _COMPUTING * n
 
     def _on_cpu(self, n: int) -> float:
-        """Return the time in which the CPU computes the experts of n tokens, in that of one."""
+        """Return the CPU's time for the experts of n tokens, as a multiple of one token's."""
         unions = self._union(n) / self.n_used
         return float(unions * product_s(1.0, ROW_SHARE, n / unions))
 
