@@ -273,7 +273,7 @@ class Throughput(Policy):
             round_.n_drafted + 1,
             draft.n_steps,
             len(round_.emitted),
-            steps_s=self._steps_of(draft) if self._steps_s else None,
+            steps_s=self._steps_of(draft),
             n_expected=expected,
             verify_s=round_.verify_s,
             rollback_s=round_.rollback_s,
@@ -316,10 +316,7 @@ class Throughput(Policy):
         known = self._sources[source]
         known.n_judged += n_judged
         times, n_drafted = np.array(self._costs.planned), round_.n_drafted
-        n_steps = round_.draft.n_steps
-        steps_s = (
-            self._steps_of(round_.draft) if self._steps_s else n_steps * self._costs.draft_step_s
-        ) / self._step_shared_by
+        steps_s = self._steps_of(round_.draft) / self._step_shared_by
         extra_s = float(extra_time(times, 1 + self._beside)[n_drafted]) + steps_s
         has_gained = len(round_.emitted) - 1 > extra_s * self._plain_rate
         # The price of asking a draft model includes the time in which it first read the prompt.
@@ -375,11 +372,13 @@ class Throughput(Policy):
             )
 
     def _step_of(self, source: str) -> float:
-        """Seconds of a step of this drafter."""
+        """Seconds of a step of this drafter: its own if it was timed, or the costs' only one."""
         return self._steps_s.get(source) or self._costs.draft_step_s
 
     def _steps_of(self, draft: Draft) -> float:
         """Seconds of all draft steps of a round, those of drafts that were not chosen included."""
+        if not self._steps_s:  # one drafter: this is called in each round
+            return draft.n_steps * self._costs.draft_step_s
         n_others = sum([other.n_steps for other in draft.others])
         own_s = (draft.n_steps - n_others) * self._step_of(draft.source)
         return own_s + sum([d.n_steps * self._step_of(d.source) for d in draft.others])
@@ -405,7 +404,7 @@ class Throughput(Policy):
     ) -> None:
         """Learn from one decode of `n_rows` rows, after `n_steps` draft decodes.
 
-        `steps_s` are the usual seconds of these draft decodes, if several drafters spent them.
+        `steps_s` are the usual seconds of these draft decodes. None: each is a step of the costs.
         `n_emitted` tokens were gained. `n_expected`, if given, is their expected number, which
         makes lambda less noisy than the actual number.
         """

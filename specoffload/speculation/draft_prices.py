@@ -138,8 +138,9 @@ class DraftPrices:
         if learner is None:
             return
         drafts = self._kept(run)
+        several_s = self.several_s
         for name, kept in drafts.items():
-            kept.step_s = self.steps_s[name] if len(drafts) > 1 else learner.draft_step_s
+            kept.step_s = learner.draft_step_s if several_s is None else several_s[name]
 
     def _kept(self, run: KeptRun) -> dict[str, KeptDraft]:
         """The kept measurements of each drafter that spends draft steps, by its name."""
@@ -157,6 +158,14 @@ class DraftPrices:
         """The kept calibration of all drafters, which is with the first that spends steps."""
         kept = [*self._kept(run).values()]
         return kept[0] if kept else run.drafts.setdefault("", KeptDraft())
+
+    @property
+    def several_s(self) -> dict[str, float] | None:
+        """Seconds of a step of each drafter that spends steps, which the policy corrects.
+
+        None if fewer than two do. The learner then corrects the only drafter's step.
+        """
+        return self.steps_s if len(self.steps_s) > 1 else None
 
     def step_s(self, run: KeptRun) -> float:
         """Seconds of a draft step: the mean of the drafters that spend steps; 0 without any."""

@@ -60,8 +60,9 @@ class Speculation:
         self._costs = costs
         self._n_logged = 0
         drafts = costs.drafts
-        steps_s = drafts.steps_s if len(drafts.steps_s) > 1 else None
-        policy = build_policy(options, drafts.profile, drafts.calibration, costs.priced, steps_s)
+        policy = build_policy(
+            options, drafts.profile, drafts.calibration, costs.priced, drafts.several_s
+        )
         self._sampling = RequestSampling()
         self._draft_sequences = None if draft is None else draft.sequences
         self._model = self._model_drafter(draft) if draft is not None else None
@@ -165,7 +166,7 @@ class Speculation:
         next start would have too. Raises BadProfile if the policy does not fit the measured T(n).
         """
         drafts = self._costs.drafts
-        steps_s = dict(drafts.steps_s) if len(drafts.steps_s) > 1 else None
+        steps_s = None if drafts.several_s is None else dict(drafts.several_s)
         calibration = deepcopy(drafts.calibration)
         policy = build_policy(options, drafts.profile, calibration, self._costs.priced, steps_s)
         return DraftingParts(self._built_drafter(), policy)
