@@ -82,6 +82,9 @@ LONG = frozenset(
 # How many cases of each of these scripts/test runs.
 SAMPLED = {
     "abi/test_chat_templates.py::test_a_prompt_is_the_librarys": 8,
+    "gpu/standin/test_doorbell_kills.py::test_a_stopped_thread_ends_its_engine_and_no_later_one_rings": 1,  # noqa: E501
+    "gpu/standin/test_doorbell_kills.py::test_an_engine_that_is_killed_is_told_and_another_writes_the_same": 1,  # noqa: E501
+    "gpu/standin/test_doorbell_kills.py::test_ctrl_c_ends_a_run_at_once_and_the_next_one_writes_the_same": 1,  # noqa: E501
     "gpu/test_gpu_ahead.py::test_layers_computed_ahead_without_all_experts_are_repaired": 2,
     "gpu/test_gpu_architectures.py::test_layers_split_on_the_device_have_the_resident_models_bits": 3,  # noqa: E501
     "gpu/test_gpu_equality.py::test_copies_through_the_pinned_ring_give_the_same": 1,

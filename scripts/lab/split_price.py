@@ -416,7 +416,8 @@ def use_experts_time() -> None:
     library: Any = C.CDLL(None)
     play.calls().compute = C.cast(library.standin_compute, C.c_void_p).value
     see, tell = library.standin_see_word, library.standin_write_word
-    doorbell.FIRST_TRIAL = 1 << 30  # measured times choose no way
+    # Neither measured times nor the costs with which slots are filled choose the way.
+    setattr(doorbell.RingChoice, "pays", True)  # noqa: B010
     doorbell.virtual_words = C.cast(see, C.c_void_p).value, C.cast(tell, C.c_void_p).value
 
 
