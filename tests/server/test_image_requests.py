@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ from typing import Any
 import pytest
 from http_hosts import file, host
 from image_parts import model_with_projector, png
-from program import Program, serving
+from program import SERVE, Program, serving
 from running import Running, http
 
+from lab.synth.mtp import write_mtp
+from lab.synth.projector import write_projector
 from offload.errors import BadRequest
 from offload.images.building import image_library
+from offload.model_file import read_facts
 from specoffload.server.api.images import MOST_IMAGES, ConversationImages, MediaRules
 
 IMAGE = png(150, 90, 1)
@@ -190,6 +194,40 @@ def test_a_bad_image_gets_a_400_and_the_server_goes_on(
     assert response.status_code == 400
     assert words in response.json()["error"]["message"]
     assert http.get(program.url + "/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}},
+        {"type": "input_video", "input_video": {"data": "AAAA"}},
+        {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}},
+    ],
+)
+def test_sound_and_video_are_refused_in_one_sentence(
+    program: Program, server: Running, part: dict[str, Any]
+) -> None:
+    body = {"messages": [{"role": "user", "content": [part]}]}
+    kind = "audio" if "audio" in part["type"] else "video"
+    for url in (program.url, server.url):
+        response = http.post(url + "/v1/chat/completions", json=body)
+        assert response.status_code == 400
+        words = response.json()["error"]["message"]
+        assert words.startswith(f"{kind} input is not supported")
+        assert "\n" not in words
+
+
+def test_a_server_whose_model_aborts_on_images_does_not_start(models: Path) -> None:
+    """It ends with one sentence, before any request with an image could end the engine."""
+    model, projector = write_mtp(models, "glm4moe"), models / "glm4moe-serve-mmproj.gguf"
+    write_projector(projector, "qwen2.5vl_merger", read_facts(model).number("embedding_length"))
+    words = [*SERVE, str(model), "--mmproj", str(projector), "--device", "cpu"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert f"cannot open {model}, the library stopped at an assertion" in last
+    assert "does not support multimodal" in last
+    assert done.stderr.count("stopped at an assertion") == 1
 
 
 @pytest.mark.parametrize(

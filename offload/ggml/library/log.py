@@ -9,11 +9,21 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn
 
 from offload.ggml.library import interrupt
 from offload.ggml.library.callback import Pending, guard
+
+
+class EndCause(Enum):
+    """Why the process ends itself."""
+
+    WORKER = 1  # a lost worker
+    FILE = 2  # a model's file, which is being opened
+    OTHER = 3
+
 
 _LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
 _CONTINUE = 5
@@ -31,8 +41,8 @@ _kept: list[Any] = []  # C keeps a pointer to the callback for the life of the p
 # Functions that get the words of a failed assertion. The first that returns a sentence, not None,
 # ends the process with it.
 explainers: list[Callable[[str], str | None]] = []
-# Functions that get the last sentence of the process, and True if a lost worker ends it.
-listeners: list[Callable[[str, bool], None]] = []
+# Functions that get the last sentence of the process and its cause.
+listeners: list[Callable[[str, EndCause], None]] = []
 
 
 def _on_text(level: int, text: bytes | None, _: Any) -> None:
@@ -130,7 +140,7 @@ def stop_in_one_sentence(lib: Any) -> None:
             )
         where = f"cannot open {_opening}, " if _opening else ""
         sentence = f"{where}the library stopped at an assertion: {words}"
-        _stop(sentence, 2 if _opening else 1, by_worker=False)
+        _stop(sentence, EndCause.FILE if _opening else EndCause.OTHER)
 
     prototype = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
     thunk, address = guard(prototype, pending, None, on_abort)
@@ -140,22 +150,22 @@ def stop_in_one_sentence(lib: Any) -> None:
 
 def end(sentence: str) -> NoReturn:
     """End the process with this sentence for the user, because a device hangs."""
-    _stop(sentence, 1, by_worker=False)
+    _stop(sentence, EndCause.OTHER)
 
 
 def stop(sentence: str) -> NoReturn:
     """End the process because a worker is lost, with this sentence for the user."""
-    _stop(sentence, 1, by_worker=True)
+    _stop(sentence, EndCause.WORKER)
 
 
-def _stop(sentence: str, exit_code: int, *, by_worker: bool) -> NoReturn:
+def _stop(sentence: str, cause: EndCause) -> NoReturn:
+    sentence = "".join(c if c.isprintable() else "\ufffd" for c in sentence)
     for listen in listeners:
         with suppress(Exception):  # the process ends in any case
-            listen(sentence, by_worker)
-    if not (by_worker and listeners):  # then the listeners tell the user
-        shown = "".join(c if c.isprintable() else "\ufffd" for c in sentence)
-        os.write(2, f"specoffload: {shown}\n".encode())
-    os._exit(exit_code)
+            listen(sentence, cause)
+    if not listeners or cause is EndCause.OTHER:  # otherwise the listeners tell the user
+        os.write(2, f"specoffload: {sentence}\n".encode())
+    os._exit(2 if cause is EndCause.FILE else 1)
 
 
 def take_reason() -> str:

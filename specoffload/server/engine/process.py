@@ -23,9 +23,10 @@ from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from offload.errors import ModelChanged
+from offload.errors import BadModel, ModelChanged
 from offload.ggml.library import interrupt
 from offload.ggml.library import log as native_log
+from offload.ggml.library.log import EndCause
 from offload.stream.bell_use import BELLS, NoDoorbell
 from specoffload.errors import KNOWN
 from specoffload.generation.generation import OnProgress, Piece
@@ -61,6 +62,13 @@ Factory = Callable[[OnProgress], "Session"]
 IGNORED_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
 log = logging.getLogger("specoffload.engine")
+
+
+def _last_words(reason: str, cause: EndCause) -> LoadFailed | Stopping:
+    """Return what the API process gets when libllama ends this process."""
+    if cause is EndCause.FILE:
+        return LoadFailed(problem_of(BadModel(reason)))
+    return Stopping(reason, cause is EndCause.WORKER)
 
 
 class _Line:
@@ -118,7 +126,7 @@ def engine_main(
     interrupt.allow_stops()
     BELLS.refuse(no_doorbell)
     BELLS.listeners.append(lambda why: line.send(NoDoorbell(why)))
-    native_log.listeners.append(lambda reason, by_worker: line.send(Stopping(reason, by_worker)))
+    native_log.listeners.append(lambda reason, cause: line.send(_last_words(reason, cause)))
     try:
         session = factory(_in_percent(line.send))
     except Exception as error:
