@@ -54,6 +54,13 @@ def decoded_files(files: Sequence[bytes], decoder: Path) -> list[Bitmap]:
     return bitmaps
 
 
+def _is_sound(file: bytes) -> bool:
+    """True for the beginning of a WAV, MP3 or FLAC file, as libmtmd tells them."""
+    is_wav = file[:4] == b"RIFF" and file[8:12] == b"WAVE"
+    has_sync = len(file) > 1 and file[0] == 0xFF and file[1] & 0xE0 == 0xE0  # of an MPEG frame
+    return is_wav or has_sync or file.startswith((b"ID3", b"fLaC"))
+
+
 def _decoded(file: bytes, decoder: Path) -> Bitmap:
     if not file:
         raise BadRequest("it is empty")
@@ -61,6 +68,8 @@ def _decoded(file: bytes, decoder: Path) -> Bitmap:
         raise BadRequest(f"it has {len(file)} bytes, and at most {MOST_FILE_BYTES} are read")
     if file[:4] == b"RIFF" and file[8:12] == b"WEBP":
         raise BadRequest("it is a WebP file: send a PNG, JPEG, GIF or BMP file")
+    if _is_sound(file):
+        raise BadRequest("it is a sound file, and this server reads only images")
     try:
         done = subprocess.run(
             [str(decoder)], input=file, capture_output=True, check=False, timeout=_TIME_LIMIT_S

@@ -466,6 +466,12 @@ def _text(where: str, role: str, part: TextPart, images: ConversationImages) -> 
         return images.take(where, given.url if isinstance(given, ImageUrl) else given)
     if role == "tool" and omitted_kind(part.type) is not None:
         return placeholder(part.type)
+    if (kind := omitted_kind(part.type)) in ("audio", "video"):
+        # The first words are llama-server's. Its hint at a projector would not help here.
+        raise BadRequest(
+            f"{kind} input is not supported by this server ({where}): it reads text and images, "
+            "and llama-server reads more with a projector for it"
+        )
     raise BadRequest(
         f"{where}: a part has type {part.type[:80]!r}, and this server reads text and images only"
     )
