@@ -628,6 +628,10 @@ class Sequences:
         self.rollbacks.checkpoint_bytes += len(state)
         return Checkpoint(length, state, 0, self._n_cuts[sequence], row)
 
+    def checkpoint_bytes(self, sequence: int) -> int:
+        """Return the size in bytes that a lasting checkpoint of the sequence would have now."""
+        return self._context.state_bytes(sequence, PARTIAL_STATE)
+
     def can_restore(self, sequence: int, checkpoint: Checkpoint) -> bool:
         """False if the sequence was cut to fewer tokens than the checkpoint's since it was made."""
         return self._shortest_since(sequence, checkpoint) >= checkpoint.length

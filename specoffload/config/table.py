@@ -227,7 +227,8 @@ _MODEL = (
     ),
     _model(
         "ctx_checkpoints", "--ctx-checkpoints -ctxcp --swa-checkpoints LLAMA_ARG_CTX_CHECKPOINTS",
-        INT, "Earlier states of a conversation that are kept for a recurrent model.", least=0,
+        INT, "Earlier states of a conversation that are kept for a model that is recurrent or has "
+        "sliding windows.", least=0,
         more="They are in RAM. An edited prompt is then evaluated from the last state that still "
         "fits it, not from its beginning.", rare=True,
     ),

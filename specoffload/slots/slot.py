@@ -35,6 +35,7 @@ _FIRST_MAGIC = b"specoff1"  # before the magic came nothing: such a file names n
 _MOST_NAMED_BYTES = 1 << 16
 _CRC_BYTES = 4
 _STATE_HEAD_BYTES = 8  # magic and sequence number, which only states in memory have
+_SMALL_BYTES = 8 << 20  # of a checkpoint of sliding windows; gpt-oss-120b's takes 5 MiB
 _MOST_NAME_BYTES = 200  # below the 255 of file systems, since a file being written has a suffix
 
 
@@ -104,12 +105,12 @@ class Slot:
     def mark(self, *, is_asked: bool = False) -> None:
         """Keep a checkpoint of the evaluated prompt if the memory cannot be cut.
 
-        If `is_asked`, a memory with sliding windows keeps one, too. Such checkpoints are dropped
-        after all others when there are too many.
+        A memory with sliding windows keeps one only if it is small, or if it `is_asked` for. Asked
+        checkpoints are dropped after all others when there are too many.
         """
         self._drop_checkpoints(self.n_held)
         newest = self._checkpoints[-1].length if self._checkpoints else 0
-        if not self.goes_back_by_checkpoints or not (is_asked or not self._target.can_rewind):
+        if not self.goes_back_by_checkpoints or not (is_asked or self._is_cheap):
             return
         if is_asked:
             self._asked.add(self.n_held)
@@ -118,6 +119,12 @@ class Slot:
         if len(self._checkpoints) > self._most_checkpoints:
             old = enumerate(self._checkpoints[:-1])
             del self._checkpoints[next((i for i, c in old if c.length not in self._asked), 0)]
+
+    @property
+    def _is_cheap(self) -> bool:
+        """False if a checkpoint takes much memory, as that of long windows does."""
+        target = self._target
+        return not target.can_rewind or target.checkpoint_bytes(self.number) <= _SMALL_BYTES
 
     def keep(self, history: Sequence[int]) -> None:
         """Record that the sequence holds the beginning of `history`."""

@@ -56,6 +56,20 @@ def test_without_the_hint_windows_are_read_again(models: Path) -> None:
             assert answer.stats.n_cached_tokens == 0
 
 
+def test_a_conversation_goes_on_from_the_end_of_its_last_prompt(models: Path) -> None:
+    """The next prompt lacks the reasoning before the last answer, which windows have passed."""
+    path = path_of("windowed", models)
+    with open_slots(path, SPECS["alone"], 1, **SMALL) as session:
+        first, *_ = prompts(session)
+        (answer,) = together(session, [first], GenerateOptions(n_predict=300, ignore_eos=True))
+        longer = [*first, *answer.tokens[280:], 5, 6, 7]
+        (again,) = together(session, [longer], OPTIONS)
+        assert again.stats.n_cached_tokens == len(first) - 1
+        session.forget()
+        (fresh,) = together(session, [longer], OPTIONS)
+        Plain(path).check(longer, again.tokens, fresh.tokens)
+
+
 def test_asked_checkpoints_outlast_others(models: Path) -> None:
     path = model("qwen3next", models)
     with open_slots(path, SPECS["alone"], 1, ctx_checkpoints=2) as session:
