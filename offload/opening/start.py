@@ -62,8 +62,6 @@ def decide_start(facts: ModelFacts, options: EngineOptions) -> Start:
     Raises BadModel, DoesNotFit, DeviceUnavailable, LibraryMismatch, WorkerUnavailable, or
     BadRequest for options that the model cannot have.
     """
-    if options.wrapped:  # a draft model need not be causal, as it may draft a block at once
-        check_writes(facts)
     with watching(options.remote):
         here = probe(facts, options.asked)
     return start_of(facts, options, here, decide(facts, here.found, options.wanted))
@@ -72,8 +70,11 @@ def decide_start(facts: ModelFacts, options: EngineOptions) -> Start:
 def start_of(facts: ModelFacts, options: EngineOptions, here: Here, layout: Layout) -> Start:
     """Return the start with this layout, after what only the library or the device can tell.
 
-    These are whether weights are repacked for the CPU, and MLA's crossover on each device.
+    These are whether weights are repacked for the CPU, and MLA's crossover on each device. Raises
+    BadModel for a model that cannot continue a text.
     """
+    if options.wrapped:  # a draft model need not be causal, as it may draft a block at once
+        check_writes(facts)
     pooling = pooling_of(facts, options.pooling)
     start = Start(facts, options.opened_as(layout), here, layout, pooling)
     if not start.choice.wrapped:
