@@ -9,6 +9,7 @@ from pathlib import Path
 
 _LAYER = re.compile(r"^blk\.(\d+)\.")
 _STATE = re.compile(r"^cache_(?:r|s|ple_r)_l(\d+)$")
+_CACHE = re.compile(r"cache_[a-z_]+_l(\d+)")
 _EXPERTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_exps\.weight$")
 _RECURRENT = re.compile(r"^blk\.\d+\.(ssm_(conv1d|a|in)|shortconv|time_mix)")
 _ATTENTION = re.compile(r"^blk\.\d+\.attn_(k|kv_a_mqa|qkv)\.weight$")
@@ -192,6 +193,15 @@ def is_experts(entry: TensorEntry) -> bool:
 def layer_of(tensor_name: str) -> int:
     """Return the layer that a weight belongs to, or -1 for a weight outside the layers."""
     match = _LAYER.match(tensor_name)
+    return int(match.group(1)) if match else -1
+
+
+def layer_of_cache(tensor_name: str) -> int:
+    """Return the layer of a cache by the name that `llama_kv_cache` gives it, such as cache_k_l0.
+
+    Returns -1 for another tensor.
+    """
+    match = _CACHE.match(tensor_name)
     return int(match.group(1)) if match else -1
 
 

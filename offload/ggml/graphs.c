@@ -18,7 +18,7 @@ typedef int64_t number;
 /* Offsets in ggml's structs, and their sizes in bytes. */
 struct layout {
     number tensor_bytes, buffer, type, ne, nb, op, src, n_src, view_src, buft, header_bytes, n_nodes, nodes, use_counts,
-        hash_set, uid, device_bytes, stream_bytes, data;
+        hash_set, uid, device_bytes, stream_bytes, data, graph_compute, set_rows;
 };
 
 static struct layout at;
@@ -185,6 +185,8 @@ struct stream { /* lies directly behind our copy of a stream's struct (ggml_back
     int (*python)(void *stream, char *graph);
     struct answers *answers;
     number n_direct; /* graphs that Python did not see */
+    bool (*copy)(char *from, char *to, const char *source, char *target); /* the inner stream's, or NULL */
+    bool (*copy_cache)(char *from, char *to, const char *source, char *target); /* Python's for caches, or NULL */
 };
 
 /* Compute a graph without streamed weights, or let Python do it. A graph without a uid may change. Python has to keep
@@ -198,6 +200,93 @@ int graphs_compute(char *stream, char *graph) {
     if (a->interrupt && *a->interrupt && *a->heeds) return ABORTED;
     s->n_direct++;
     return s->compute(s->inner, graph);
+}
+
+/* -- caches in RAM that are copied ahead --------------------------------------------------------- */
+
+/* The rows of caches that this thread's CPU backends wrote last. Each layer's keys and values are tensors of their own. */
+enum { MOST_CACHES = 4096, MOST_BACKENDS = 64 };
+static _Thread_local struct written { const char *cache; number first, last; } all_written[MOST_CACHES];
+
+/* The CPU backends whose graphs are watched, with their own functions. */
+static struct { char *backend; int (*compute)(char *backend, char *graph); } watched[MOST_BACKENDS];
+static const char *cache_memory; /* the type of memory in which caches lie */
+
+static struct written *written_of(const char *cache) {
+    uint64_t hash = ((uintptr_t)cache >> 4) * 0x9e3779b97f4a7c15u >> 32;
+    for (uint64_t i = 0; i < 64; i++) {
+        struct written *found = &all_written[(hash + i) % MOST_CACHES];
+        if (!found->cache || found->cache == cache) return found;
+    }
+    return NULL;
+}
+
+/* Write the first and the last row of the cache that were written last. Returns 0 if that is unknown. */
+number graphs_written(const char *cache, number *rows) {
+    const struct written *found = written_of(cache);
+    if (!found || !found->cache || found->first < 0) return 0;
+    rows[0] = found->first, rows[1] = found->last;
+    return 1;
+}
+
+static void note_written(const char *node) {
+    const char *cache = pointer(node, at.view_src), *rows = pointer(node, at.src + 8);
+    const char *buffer = cache ? pointer(cache, at.buffer) : NULL;
+    if (!buffer || !rows || pointer(buffer, at.buft) != cache_memory) return;
+    struct written *found = written_of(cache);
+    if (!found) return;
+    const char *data = pointer(rows, at.data);
+    number n = dimension(rows, at.ne, 0), step = dimension(rows, at.nb, 0);
+    *found = (struct written){cache, n > 0 && data ? INT64_MAX : -1, -1};
+    for (number i = 0; data && i < n; i++) {
+        number row = step == 8 ? dimension(data, 0, i) : int32(data, 4 * i);
+        if (row < found->first) found->first = row;
+        if (row > found->last) found->last = row;
+    }
+}
+
+/* Compute a graph of a CPU backend, and note the rows of caches that it writes. */
+int graphs_compute_on_cpu(char *backend, char *graph) {
+    number n_nodes = int32(graph, at.n_nodes);
+    const char *nodes = pointer(graph, at.nodes);
+    for (number i = 0; i < n_nodes; i++) {
+        const char *node = pointer(nodes, 8 * i);
+        if (int32(node, at.op) == at.set_rows) note_written(node);
+    }
+    for (number i = 0; i < MOST_BACKENDS; i++)
+        if (watched[i].backend == backend) return watched[i].compute(backend, graph);
+    return -1; /* not reached: a backend is watched before it gets this function */
+}
+
+/* Note from now on which rows this CPU backend writes. The backend frees its struct, so an entry may be of an old one. */
+static void watch_rows(char *backend, const char *type) {
+    int (*compute)(char *, char *);
+    memcpy(&compute, backend + at.graph_compute, sizeof compute);
+    if (compute == graphs_compute_on_cpu) return;
+    cache_memory = type;
+    for (number i = 0; i < MOST_BACKENDS; i++) {
+        if (watched[i].backend && watched[i].backend != backend) continue;
+        watched[i].backend = backend, watched[i].compute = compute;
+        compute = graphs_compute_on_cpu;
+        memcpy(backend + at.graph_compute, &compute, sizeof compute);
+        return;
+    }
+}
+
+/* Forget a CPU backend whose context is freed. */
+void graphs_unwatch_rows(char *backend) {
+    for (number i = 0; i < MOST_BACKENDS; i++)
+        if (watched[i].backend == backend) watched[i].backend = NULL;
+}
+
+/* Copy an input of a graph to the stream `to`, if that need not wait. Python copies caches in RAM. */
+bool graphs_copy(char *from, char *to, const char *source, char *target) {
+    struct stream *s = (struct stream *)(to + at.stream_bytes);
+    if (s->copy_cache && s->answers->cache_type && is_cached(s->answers, source, 0)) {
+        watch_rows(from, s->answers->cache_type);
+        return s->copy_cache(from, to, source, target);
+    }
+    return s->copy && s->copy(from, to, source, target);
 }
 
 /* -- where graphs are allocated ------------------------------------------------------------------ */

@@ -10,7 +10,7 @@ from typing import Any
 
 from offload.errors import LibraryMismatch
 from offload.ggml.library import abi, log
-from offload.ggml.library.lib import library
+from offload.ggml.library.lib import library, op_number
 from offload.ggml.player_building import SOURCE, compile_player
 
 _P, _N = C.c_void_p, C.c_int64
@@ -30,7 +30,7 @@ class StructOffsets(C.Structure):
             "tensor_bytes buffer type ne nb op src n_src view_src buft header_bytes n_nodes nodes",
             _N,
         ),
-        ("use_counts hash_set uid device_bytes stream_bytes data", _N),
+        ("use_counts hash_set uid device_bytes stream_bytes data graph_compute set_rows", _N),
     )
 
 
@@ -67,7 +67,9 @@ class Answers(C.Structure):
 class StreamEntry(C.Structure):
     """What the native functions know about a stream. Lies directly behind the stream's struct."""
 
-    _fields_ = _fields(("compute inner python answers", _P), ("n_direct", _N))
+    _fields_ = _fields(
+        ("compute inner python answers", _P), ("n_direct", _N), ("copy copy_cache", _P)
+    )  # fmt: skip
 
 
 class Snapshot(C.Structure):
@@ -104,6 +106,9 @@ class Native:
         self.move: Any = _bind(handle, "graphs_move", None, _P, _N, _N)
         self.watch: Any = _bind(handle, "graphs_watch", None, _P)
         self.unwatch: Any = _bind(handle, "graphs_unwatch", None, _P)
+        self.unwatch_rows: Any = _bind(handle, "graphs_unwatch_rows", None, _P)
+        self._written: Any = _bind(handle, "graphs_written", _N, _P, _P)
+        self.copy = _address(handle, "graphs_copy")
         self.base = _address(handle, "graphs_base")
         self.reset = _address(handle, "graphs_reset")
         self.init_tensor = _address(handle, "graphs_init_tensor")
@@ -119,6 +124,11 @@ class Native:
         _bind(handle, "graphs_use_layout", None, _P)(C.byref(_offsets()))
         to_python = _bind(handle, "graphs_log_to", None, _P)
         log.pass_through(library(), to_python, _address(handle, "graphs_log"))
+
+    def written_rows(self, cache: int) -> range | None:
+        """Return the rows of the cache at an address (offload/ggml/ram_cache.py)."""
+        rows = (_N * 2)()
+        return range(rows[0], rows[1] + 1) if self._written(cache, rows) else None
 
 
 def _bind(handle: Any, name: str, result: Any, *arguments: Any) -> Any:
@@ -142,6 +152,8 @@ def _offsets() -> StructOffsets:
         use_counts=graph.use_counts.offset, hash_set=graph.visited_hash_set.offset,
         uid=graph.uid.offset, device_bytes=C.sizeof(abi.ggml_backend_device),
         stream_bytes=C.sizeof(abi.ggml_backend), data=tensor.data.offset,
+        graph_compute=abi.ggml_backend.iface.offset + abi.ggml_backend_i.graph_compute.offset,
+        set_rows=op_number("SET_ROWS"),
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from offload.ggml.library.callback import Pending, guard
 from offload.ggml.library.interrupt import aborting_bytes
 from offload.ggml.library.lib import library, op_number
 from offload.ggml.native import Answers, StreamEntry, native
+from offload.ggml.tensor import Tensor
 
 GPU = abi.GGML_BACKEND_DEVICE_TYPE_GPU
 FAILED = abi.GGML_STATUS_FAILED
@@ -50,6 +51,11 @@ class WrappedStream:
         self.struct, self.entry = self._whole.stream, self._whole.entry
         self.struct.device = device
         self.address = C.addressof(self.struct)
+
+    def copy_caches_by(self, python: int) -> None:
+        """Let `python` copy caches in RAM to this stream, before graphs that read them."""
+        self.entry.copy, self.entry.copy_cache = self.struct.iface.cpy_tensor_async, python
+        self.struct.iface.cpy_tensor_async = native().copy
 
     def compute_by(self, python: int, answers: Answers) -> None:
         """Let native code compute graphs that need nothing of Python, and `python` all others."""
@@ -89,6 +95,7 @@ class PyDevice:
         self.address = C.addressof(self.struct)
         self._memory: Any = None  # the type of device memory that `keep_apart` made, or None
         self.compute_buffer: ComputeBuffer | None = None  # that of the first stream; `share_buffer`
+        self._cpu_streams: set[int] = set()  # CPU backends from which caches were copied
         self._asked: Any = None  # the device's struct of which a scheduler asks the buffer type
         self._fill_device()
         self._fill_registry()
@@ -203,6 +210,18 @@ class PyDevice:
         answers.only_cpu = only_cpu
         answers.attention, answers.attention_batch = op_number("FLASH_ATTN_EXT"), n_tokens
         answers.cache_type = int(self._lib.ggml_backend_cpu_buffer_type())
+
+    def copy_caches(self, stream: WrappedStream, copy: Callable[[Tensor, Tensor], bool]) -> None:
+        """Let `copy(source, target)` copy caches in RAM to `stream`.
+
+        It enqueues the copy and returns True, or leaves it to ggml. Call it before a decode.
+        """
+
+        def copied(cpu: int, _: int, source: int, target: int) -> bool:
+            self._cpu_streams.add(cpu)
+            return copy(Tensor(source), Tensor(target))
+
+        stream.copy_caches_by(self._thunk("ggml_backend_i.cpy_tensor_async", False, copied))
 
     def share_buffer(self) -> None:
         """Make `compute_buffer` the buffer of the stream that is opened first.
@@ -320,6 +339,10 @@ class PyDevice:
 
     def _on_free(self, address: int) -> None:
         stream = self.streams.pop(address)
+        if stream.entry.copy_cache:
+            for cpu in self._cpu_streams:
+                native().unwatch_rows(cpu)
+            self._cpu_streams.clear()
         self._n_direct += stream.entry.n_direct
         try:
             self.closed(stream)

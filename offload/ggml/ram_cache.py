@@ -14,6 +14,7 @@ free the memory of states.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -22,11 +23,12 @@ from offload.ggml.library import abi
 from offload.ggml.library.callback import Pending, guard
 from offload.ggml.library.lib import library
 from offload.ggml.memory import HasAddress, HostRange, Pinner
+from offload.ggml.native import native
 from offload.ggml.tensor import Buffer, Tensor
-from offload.model import layer_of_state
+from offload.model import layer_of_cache, layer_of_state
 
 _WHOLE = 1 << 62  # copies are of any part of a cache, so it must be pinned in one piece
-_CHUNK_BYTES = 16 << 20  # device memory that is allocated at once for recurrent states
+_CHUNK_BYTES = 2 << 20  # device memory that is allocated at once for recurrent states
 _lock = threading.Lock()  # one context at a time, because the process has one type for the CPU
 
 
@@ -35,6 +37,14 @@ class StateDevice(Protocol):
 
     @property
     def memory_type(self) -> int: ...
+
+
+def written_rows(cache: Tensor) -> range | None:
+    """Return the rows of a cache that this thread's CPU backends wrote last, None if unknown.
+
+    Other rows may lie between the first and the last one.
+    """
+    return native().written_rows(cache.address)
 
 
 class RamCache:
@@ -59,9 +69,20 @@ class RamCache:
         self._pinned: list[HostRange] = []
         self._states: list[Buffer] = []
         self._room: dict[int, tuple[Buffer, int]] = {}  # by type of memory: buffer, first free byte
+        self._layer_bytes = Counter[int]()  # keys and values of each layer
         self.cache_bytes = 0  # all caches in RAM together
         self.state_bytes = 0  # all recurrent states on devices together
         self.why_not_pinned = ""  # why copies of caches are slow; "": they are pinned
+
+    @property
+    def largest_layer_bytes(self) -> int:
+        """Keys and values of the layer that has most of them."""
+        return max(self._layer_bytes.values(), default=0)
+
+    @property
+    def is_pinned(self) -> bool:
+        """True if all caches are pinned, so that copies to a GPU need not wait."""
+        return bool(self._pinned) and not self.why_not_pinned
 
     @contextmanager
     def placing(self) -> Iterator[None]:
@@ -103,8 +124,10 @@ class RamCache:
         elif (layer := layer_of_state(name)) is not None:
             if (device := self._device_of(layer)) is not None:
                 self._put_on(device, tensor)
-        elif not tensor.is_view and buffer not in self._caches:
-            self._caches.append(buffer)
+        elif not tensor.is_view:
+            self._layer_bytes[layer_of_cache(name)] += tensor.size_bytes
+            if buffer not in self._caches:
+                self._caches.append(buffer)
         return int(abi.GGML_STATUS_SUCCESS)
 
     def _put_on(self, device: StateDevice, tensor: Tensor) -> None:

@@ -215,6 +215,11 @@ class Tensor:
         return bool(self._struct.view_src)
 
     @property
+    def root(self) -> Tensor:
+        """The tensor whose data this view shows, or this tensor."""
+        return Tensor(root_at(self.address))
+
+    @property
     def parameters(self) -> bytes:
         """Parameters of the operation, beside its sources."""
         return bytes(self._struct.op_params)

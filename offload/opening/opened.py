@@ -133,6 +133,7 @@ class Opening:
         self.ram_cache = self._place_cache()
         self.context = Context(self.model, options, self.pending, ram_cache=self.ram_cache)
         self.closing.callback(self.context.close)
+        self._copy_caches_ahead()
         # Asynchronous devices can then compute ahead (`Context._reserve`).
         self.context.keeps_graphs = bool(self.weights.parts)
         self.context.tenant = self.weights.parts[0].device if self.weights.parts else None
@@ -256,6 +257,15 @@ class Opening:
         is_copied = self.choice.on_gpu and not self.layout.why_cpu_attends
         pin_for = self.choice.device if is_copied else None
         return RamCache(device_of, pin_for, self.pending)
+
+    def _copy_caches_ahead(self) -> None:
+        """Let devices copy a cache in RAM layer by layer, ahead of its use, where they can."""
+        cache = self.ram_cache
+        if cache is None or not cache.is_pinned or not self.options.streaming.depth:
+            return
+        for part in self.weights.parts:
+            if part.plan.attention_batch and part.choice.device.has_async_and_events:
+                part.device.copy_caches_ahead(cache.largest_layer_bytes)
 
     def _open_embedder(self, options: ContextOptions) -> Embedder | None:
         if self.start.pooling is None:

@@ -155,6 +155,8 @@ class StreamCounters:
     n_repairs: int = 0  # times that the device computed layers again
     n_lent_copies: int = 0  # pieces that were copied into slots of the compute buffer
     n_lent_dropped: int = 0  # pieces that left such slots because a graph took their bytes
+    cache_bytes: int = 0  # bytes of a KV cache in RAM that were copied to the device
+    cache_ahead_bytes: int = 0  # those that were there before the layer that reads them
     n_small_plans: int = 0  # times that the scheduler planned a small graph, to free such slots
     host_s: float = 0.0  # seconds in which the CPU computed pairs of split layers
     split_layers: int = 0

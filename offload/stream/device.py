@@ -30,6 +30,7 @@ from offload.plan.slot_layout import SlotPool
 from offload.routing.routing import MOST_TOKENS
 from offload.schedule.slots import StreamCounters
 from offload.schedule.switch import HybridSwitch
+from offload.stream.cache_ahead import CacheAhead
 from offload.stream.executor import Executor
 from offload.stream.layer_clock import LayerClock
 from offload.stream.prepared import PreparedGraph, PreparedGraphs
@@ -122,6 +123,7 @@ class StreamingDevice(PyDevice):
         self.mla = MlaSwitch(rules.mla_crossover, self.inner.supports, host.holds)
         self.executors: dict[WrappedStream, Executor] = {}
         self.without_slots: set[WrappedStream] = set()  # streams whose graphs stream no weights
+        self._ahead: dict[WrappedStream, CacheAhead] = {}  # copies of caches in RAM
         self._prepared = PreparedGraphs()
         self._not_kept: deque[PreparedGraph] = deque(maxlen=2)
         self._n_seen = 0  # graphs that `compute` was called for
@@ -185,7 +187,19 @@ class StreamingDevice(PyDevice):
         executor.is_alone = self._is_alone
         return executor
 
+    def copy_caches_ahead(self, most_bytes: int) -> None:
+        """Copy each layer's cache in RAM while the first stream computes the layer before.
+
+        `most_bytes`: keys and values of the largest layer. Raises DoesNotFit.
+        """
+        stream = next(iter(self.executors))
+        ahead = CacheAhead(stream.inner, most_bytes, lambda: self.executors[stream].counters)
+        self._ahead[stream] = ahead
+        self.copy_caches(stream, ahead.copy)
+
     def closed(self, stream: WrappedStream) -> None:
+        if stream in self._ahead:
+            self._ahead.pop(stream).close()
         if stream in self._deferred:
             self._deferred.pop(stream).close()
         self._prepared.clear()
@@ -234,6 +248,8 @@ class StreamingDevice(PyDevice):
         ggml gets the answers of `takes` for equal products of earlier decodes, until `expected`.
         """
         self._repeat_answers()
+        for ahead in self._ahead.values():
+            ahead.forget()
         # Small batches have a graph without streamed weights for each layer that the CPU computes.
         is_watched = bool(self.trace) or self._clock is not None or not self._is_alone
         self.compute_directly(on=not is_watched and self.mla.crossover == 0)

@@ -351,7 +351,7 @@ def caching_layers(facts: ModelFacts) -> list[int]:
 
 
 def cache_reads(facts: ModelFacts) -> int:
-    """Return how often a device copies a cache in RAM for one batch.
+    """Return how often a graph's inputs hold a layer's cache in RAM.
 
     MLA reads its one cache as keys and as values, and the library copies both.
     """
@@ -584,14 +584,17 @@ def _compute_bytes(shape: _Shape, spec: ContextOptions, *, attends: bool = True)
 
 
 def _cache_copy_bytes(shape: _Shape, spec: ContextOptions) -> int:
-    """Return the bytes of one layer's keys and values, to which a cache in RAM is copied.
+    """Return the bytes to which a cache in RAM is copied, for batches that the device attends to.
 
-    A prompt's attention is computed on the device, one layer at a time.
+    The scheduler has room for one layer's keys and values. Those of two layers are beside it, so
+    that one is copied while the other is read (offload/stream/cache_ahead.py).
     """
     if spec.kv_offload or cpu_attention(shape.facts, spec):
         return 0
     largest = max(_kv_bytes_by_layer(shape, spec).values(), default=0)
-    return largest * cache_reads(shape.facts)
+    # MLA's cache has two copies, and the second does not fit where the layer before had one.
+    n_copies = 3 if shape.is_mla else 1
+    return largest * (n_copies + 2)
 
 
 def _cast_bytes(shape: _Shape, spec: ContextOptions) -> int:

@@ -190,7 +190,7 @@ class ModelWork:
     context: Part = Part()  # the whole KV cache, and the multiplications of attention over it
     # Layers whose KV cache is in RAM; 0: the caches are in device memory.
     n_ram_caches: Real = 0
-    cache_reads: int = 1  # times that a device copies a cache in RAM for one batch
+    cache_reads: int = 1  # times that a graph's inputs hold a layer's cache in RAM
     attends_on_cpu: bool = False  # True: only the CPU attends to a cache in RAM
     row_bytes: int = 0  # bytes of one token's row between layers
 
@@ -585,12 +585,12 @@ def attention_s(machine: Machine, work: ModelWork, n_tokens: Real) -> Real:
 def ram_attention_s(machine: Machine, work: ModelWork, n_tokens: Real) -> tuple[Real, Real]:
     """Return the seconds of attention over a cache in RAM: on the CPU, and on the device.
 
-    The device waits for each layer's copy, and the CPU writes the new tokens in both cases. The
-    device's seconds are infinite if only the CPU can attend, and the CPU's if it cannot.
+    The CPU writes the new tokens in both cases. The device's seconds are infinite if only the
+    CPU can attend, and the CPU's if it cannot.
     """
     cpu = machine.ram_bytes_per_s * _CACHE_SHARE, machine.cpu_flops * ATTENTION_SHARE
     switches_s = work.n_ram_caches * machine.per_switch_s
-    copy_s = work.cache_reads * work.context.size_bytes / machine.link_bytes_per_s
+    copy_s = _exposed_copy_s(machine, work, n_tokens)
     on_device_s = copy_s + _device_attention_s(machine, work, n_tokens) + switches_s
     on_cpu_s = work.context.seconds(*cpu, n_tokens) + switches_s
     if work.attends_on_cpu:
@@ -598,6 +598,22 @@ def ram_attention_s(machine: Machine, work: ModelWork, n_tokens: Real) -> tuple[
     elif not machine.attends_in_ram:
         on_cpu_s = np.full_like(on_cpu_s, np.inf)
     return on_cpu_s, on_device_s
+
+
+def _exposed_copy_s(machine: Machine, work: ModelWork, n_tokens: Real) -> Real:
+    """Return the seconds in which the device waits for copies of a cache in RAM.
+
+    Each layer's cache is copied while the device computes the layer before: its dense weights and
+    its attention. The link may copy experts during the rest of a layer. Nothing hides the first
+    layer's copy. A worker's device waits for each layer's.
+    """
+    size_bytes, n = work.context.size_bytes, np.maximum(work.n_ram_caches, 1)
+    if not machine.attends_in_ram:
+        return work.cache_reads * size_bytes / machine.link_bytes_per_s
+    layer_s = size_bytes / n / machine.link_bytes_per_s
+    dense_s = work.dense.seconds(machine.vram_bytes_per_s, machine.gpu_flops, n_tokens)
+    hidden_s = (work.n_layers * dense_s + _device_attention_s(machine, work, n_tokens)) / n
+    return work.cache_reads * layer_s + (n - 1) * np.maximum(0.0, layer_s - hidden_s)
 
 
 def _device_attention_s(machine: Machine, work: ModelWork, n_tokens: Real) -> Real:

@@ -112,6 +112,8 @@ _OF_ENGINE: Mapping[str, str] = {
     "n_promoted": "Experts of split layers that were copied for later, while the link was idle.",
     "n_lent_copies": "Experts copied into the compute buffer, which caches them between prompts.",
     "n_lent_dropped": "Experts that left the compute buffer because a batch needed its memory.",
+    "cache_bytes": "Bytes of a KV cache in RAM that were copied to GPUs.",
+    "cache_ahead_bytes": "Those of them that GPUs had before the layer that reads them.",
     "n_small_plans": "Times that the compute buffer's memory was planned anew after a prompt.",
     "n_early": "Parts of batches whose copies began while another part was computed.",
     "n_deferred": "Parts of prompts computed while other devices computed the next part.",

@@ -12,16 +12,30 @@ import pytest
 from on_gpu import Logits, assert_close, assert_same, is_standin, options, slots_for
 
 import offload.plan.devices
+import offload.stream.cache_ahead
 from lab.synth import write_preset
 from offload.backends import CUDA
 from offload.device import DeviceChoice
-from offload.engine import EngineOptions, open_engine
+from offload.engine import Engine, EngineOptions, open_engine
 from offload.model_file import read_facts
 from offload.schedule.switch import all_on_device, stay
 from offload.times.context import context_memory
 
 SIZES = (1, 1, 1, 2, 5, 17, 70, 130)
 PRESETS = {"plain": "qwen3-30b-a3b", "latent": "deepseek-v3", "recurrent": "qwen3.5-35b-a3b"}
+# Sizes of heads for which CUDA has kernels of flash attention. Others would run on the CPU.
+_PLAIN = {
+    "attention.key_length": 64, "attention.value_length": 64, "rope.dimension_count": 64,
+}  # fmt: skip
+HEADS: dict[str, dict[str, int]] = {
+    "plain": _PLAIN,
+    "latent": {
+        "attention.head_count": 16, "attention.kv_lora_rank": 512, "attention.key_length": 576,
+        "attention.value_length": 512, "attention.key_length_mla": 96,
+        "attention.value_length_mla": 32, "rope.dimension_count": 64,
+    },
+    "recurrent": {**_PLAIN, "rope.dimension_count": 16},
+}  # fmt: skip
 WAYS: dict[str, dict[str, Any]] = {
     "streamed": {},
     "split": {"hybrid": True, "splitter": stay},
@@ -29,12 +43,21 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _small_caches_are_copied_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload.stream.cache_ahead, "LEAST_BYTES", 0)
+
+
 @pytest.fixture(scope="module", params=PRESETS)
 def path(request: pytest.FixtureRequest, models: Path) -> Path:
     made = models / f"gpu-ram-cache-{request.param}.gguf"
     if made.exists():
         return made
-    return write_preset(PRESETS[request.param], made, seed=3, n_embd=256, n_ff_exp=256)
+    return write_preset(
+        PRESETS[request.param], made, seed=3, n_embd=256, n_ff_exp=256,
+        n_layer=8 if request.param == "recurrent" else None,  # two layers have caches
+        metadata=HEADS[request.param],
+    )  # fmt: skip
 
 
 def opened(gpu: DeviceChoice, path: Path, way: str, *, kv_offload: bool) -> EngineOptions:
@@ -43,6 +66,17 @@ def opened(gpu: DeviceChoice, path: Path, way: str, *, kv_offload: bool) -> Engi
         gpu, streaming, n_ctx=2048, n_ubatch=64, n_batch=256, n_outputs=64, flash_attn="on",
         n_sequences=2, kv_offload=kv_offload,
     )  # fmt: skip
+
+
+def check_copies(engine: Engine) -> None:
+    """Check that the GPU computed layers while the caches of others were copied, if it could."""
+    counters, plan = engine.counters(), engine.plan
+    assert plan is not None
+    if engine.ram_cache is None or not engine.ram_cache.is_pinned or plan.attention_batch is None:
+        assert counters.cache_bytes == 0
+        return
+    assert counters.cache_ahead_bytes > 0
+    assert counters.cache_bytes < 2.5 * counters.cache_ahead_bytes  # the first layer's are not
 
 
 def logits(path: Path, made: EngineOptions) -> Logits:
@@ -56,6 +90,7 @@ def logits(path: Path, made: EngineOptions) -> Logits:
             n = rng.choice(SIZES)
             tokens = [rng.randrange(engine.n_vocab) for _ in range(n)]
             rows.append(engine.sequences.extend(rng.randrange(2), tokens, 1 if n > 64 else n))
+        check_copies(engine)
     return np.concatenate(rows)
 
 

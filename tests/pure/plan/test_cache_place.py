@@ -124,7 +124,7 @@ def test_128k_tokens_of_qwen3_235b_run_on_12_gib(headers: PublishedFacts) -> Non
     plan = layout.plan
     assert plan is not None
     assert plan.used_bytes <= 12 * GIB
-    assert plan.attention_batch == 2
+    assert plan.attention_batch == 1  # copies hide behind other layers
 
 
 def test_a_cache_takes_ram_that_weights_then_do_not_have(headers: PublishedFacts) -> None:
@@ -147,8 +147,8 @@ def test_layers_have_the_caches_memory_together(headers: PublishedFacts, place: 
     assert most_state_bytes(facts, spec) == most_state_bytes(facts, replace(spec, kv_offload=True))
 
 
-def test_a_prompts_attention_needs_a_layers_cache_on_the_device(headers: PublishedFacts) -> None:
-    for title, n_copies in (("Qwen3-235B-A22B", 1), ("DeepSeek-R1", 2)):
+def test_a_prompts_attention_needs_copies_of_caches_on_the_device(headers: PublishedFacts) -> None:
+    for title, n_copies in (("Qwen3-235B-A22B", 3), ("DeepSeek-R1", 5)):
         facts, spec = headers[title], ContextOptions(32768, flash_attn="on")
         there, here = (
             context_memory(facts, replace(spec, kv_offload=on)) for on in (True, False)
@@ -179,7 +179,12 @@ def test_attention_is_priced_where_it_is_fastest(
     on_cpu_s, on_device_s = ram_attention_s(machine, here, n_tokens)
     assert attention_s(machine, here, n_tokens) == min(on_cpu_s, on_device_s)
     assert on_device_s > attention_s(machine, there, n_tokens)
-    assert on_device_s >= here.context.size_bytes / link  # bytes of K and V over the link
+    # Bytes of K and V cross the link, while other layers are computed.
+    n_layers = int(here.n_ram_caches)
+    dense_s = here.dense.seconds(machine.vram_bytes_per_s, machine.gpu_flops, n_tokens)
+    hidden_s = here.n_layers * dense_s + attention_s(machine, there, n_tokens)
+    assert on_device_s >= here.context.size_bytes / link / n_layers
+    assert on_device_s + hidden_s >= here.context.size_bytes / link
     assert on_cpu_s >= here.context.size_bytes / ram  # or from RAM
     batch = attention_crossover(machine, here)
     assert (batch is not None and n_tokens >= batch) == (on_device_s < on_cpu_s)
