@@ -75,8 +75,8 @@ def working_memory(
     for shape in shapes if splits else ():  # layers whose chains differ have memory of their own
         small, prompt = small_batch_pairs(shape.n_used), prompt_host_pairs(n_ubatch * shape.n_used)
         small_bytes += shape.placed_bytes(small)
-        host_prompt_bytes += sum(shape.host_bytes(prompt, gathers=False))
-        host_small_bytes += sum(shape.host_bytes(small, gathers=True))
+        host_prompt_bytes += sum(shape.host_bytes(prompt, n_ubatch * shape.rows_per_token))
+        host_small_bytes += sum(shape.host_bytes(small))
     return WorkingMemory(pass_bytes, small_bytes, host_prompt_bytes, host_small_bytes)
 
 

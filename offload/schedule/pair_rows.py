@@ -57,7 +57,7 @@ class PairShape:
         """Return the bytes of device memory for the tables of all launches of one layer."""
         n_pairs = n_tokens * self.n_used
         n_launches = n_passes + n_pairs // self.most_pairs(n_tokens) + 1
-        # The CPU's pairs have tables twice: to gather their rows, and to place their results.
+        # The CPU's pairs have tables too, to place their results.
         each_bytes = 2 * _NUMBER_BYTES * n_pairs + 2 * n_launches * aligned(1)
         return (_N_TABLES + self.n_scales) * each_bytes
 
@@ -65,16 +65,17 @@ class PairShape:
         """Return the bytes for the results of `most` pairs and their places in the batch."""
         return aligned(_NUMBER_BYTES * most) + aligned(_NUMBER_BYTES * self.n_out * most)
 
-    def host_bytes(self, most: int, *, gathers: bool) -> tuple[int, int]:
+    def host_bytes(self, most: int, n_rows: int | None = None) -> tuple[int, int]:
         """Return the bytes of pinned and of other host memory for `most` pairs of the CPU.
 
-        With `gathers`, the tokens' rows are pinned, and the pairs' rows are gathered from them.
+        The tokens' rows are pinned, and the pairs' rows are gathered from them. `n_rows`: those of
+        a prompt's tokens; None: a small batch's, which has no more of them than pairs.
         """
-        rows_bytes = _NUMBER_BYTES * self.n_in * most
+        row_bytes = _NUMBER_BYTES * self.n_in
         between = sum(aligned(_NUMBER_BYTES * width * most) for width in self.widths[:-1])
-        others = aligned(rows_bytes * gathers) + between
-        others += (1 + self.n_scales) * aligned(_NUMBER_BYTES * most)
-        return self.placed_bytes(most) + rows_bytes, others
+        n_numbers = 1 + self.n_scales + (n_rows is not None)  # of each pair, beside its rows
+        others = aligned(row_bytes * most) + between + n_numbers * aligned(_NUMBER_BYTES * most)
+        return self.placed_bytes(most) + row_bytes * (most if n_rows is None else n_rows), others
 
 
 def small_batch_pairs(n_used: int) -> int:

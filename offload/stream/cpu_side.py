@@ -58,33 +58,34 @@ class HostGraph:
     """
 
     def __init__(
-        self, form: ExpertForm, most: int, device: Device, *, gathers: bool = True
+        self, form: ExpertForm, most: int, device: Device, n_rows: int | None = None
     ) -> None:
         """Make the graph, with pinned memory for `device` if there is any. Raises DoesNotFit.
 
-        Without `gathers`, the rows of the pairs are put into `inputs_of` in their order. Otherwise
-        the rows of a batch's tokens are put there, and the player gathers them.
+        The rows of a batch's tokens are put into `inputs_of`. `n_rows`: most rows of a prompt, from
+        which the graph gathers those of the pairs; None: at most `most`, and the player does it.
         """
         cpu = cpu_device()
-        self.most = most
+        self.most, self.n_rows = most, n_rows or most
         self.placer: RowPlacer | None = None
         self.n_out = form.down.node.shape[0]
         n_in, self._rows_per_token, _, _ = form.inputs.shape
         self.header_bytes = aligned(4 * most)
         inputs_at = form.pairs.placed_bytes(most)
-        size_bytes, others_bytes = form.pairs.host_bytes(most, gathers=gathers)
+        size_bytes, others_bytes = form.pairs.host_bytes(most, n_rows)
         pinned = device.pinned_memory(size_bytes)
         self.is_pinned = pinned is not None
         self.results = pinned or cpu.allocate(size_bytes, "rows of experts")
-        self._inputs = HostRows(self.results, inputs_at, most, n_in, "f32")
-        sizes = [4 * n_in * most * gathers, 4 * most, *[4 * most for _ in form.scales]]
+        self._inputs = HostRows(self.results, inputs_at, n_rows or most, n_in, "f32")
+        sizes = [4 * n_in * most, *[4 * most for _ in (0, *form.scales)]]
+        sizes += [] if n_rows is None else [4 * most]
         offsets = np.cumsum([0, *map(aligned, sizes)]).tolist()
         self._memory = cpu.allocate(others_bytes, "rows of experts")
-        self._rows = self._inputs
-        if gathers:
-            self._rows = HostRows(self._memory, offsets[0], most, n_in, "f32")
+        self._rows = HostRows(self._memory, offsets[0], most, n_in, "f32")
         self._ids = HostRows(self._memory, offsets[1], most, 0, "i32")
-        scales = [HostRows(self._memory, at, most, 1, "f32") for at in offsets[2:-1]]
+        scales = [
+            HostRows(self._memory, at, most, 1, "f32") for at in offsets[2 : 2 + len(form.scales)]
+        ]
         self._scales = scales
         self._count = count = Count()
         count.follows(self._ids.tensor, 1)
@@ -94,7 +95,17 @@ class HostGraph:
         twins = PairNodes(
             form, most, count, made, (self._memory, offsets[-1]), (self.results, self.header_bytes)
         )
-        self.graph = Graph.of(twins.nodes)
+        self._row_numbers: HostRows | None = None  # each pair's row among those of the tokens
+        gathering: list[Tensor] = []
+        if n_rows is not None:
+            self._row_numbers = HostRows(self._memory, offsets[-2], most, 0, "i32")
+            rows = new_tensor("f32", (n_in, n_rows, 1, 1), (self.results, inputs_at))
+            numbers = new_tensor("i32", (most, 1, 1, 1), (self._memory, offsets[-2]))
+            at = self._memory, offsets[0]
+            node = new_tensor("f32", (n_in, most, 1, 1), at, "GET_ROWS", [rows, numbers])
+            count.follows(numbers, 0)
+            gathering = [count.follows(node, 1)]
+        self.graph = Graph.of([*gathering, *twins.nodes])
         self._sources = twins.sources
         self.entry = HostEntry(
             self.graph, count, twins.sources, scales, self._ids,
@@ -110,20 +121,19 @@ class HostGraph:
         """Choose the pairs to compute next. `pairs`: indices into `ids` [n_tokens, n_used]."""
         self.entry.fill(weights.entry, ids, pairs)
 
-    def choose(self, weights: LayerWeights, experts: NDArray[np.int32]) -> None:
-        """Choose the pairs to compute next. `experts`: each pair's expert. Their rows are there."""
+    def choose(
+        self, weights: LayerWeights, experts: NDArray[np.int32], rows: NDArray[np.int32]
+    ) -> None:
+        """Choose a prompt's pairs to compute next: each one's expert, and number of its row."""
+        assert self._row_numbers is not None, "the player chooses the pairs of small batches"
         n = len(experts)
         self._ids.array[:n] = experts
+        self._row_numbers.array[:n] = rows
         for scale, values in zip(self._scales, weights.scales, strict=True):
             scale.array[:n, 0] = values[experts]
         for source, weight in zip(self._sources, weights.sources, strict=True):
             source.to(weight)
         self._count.set(n)
-
-    def rows_of(self, first: int, n: int) -> HostRange:
-        """Return the memory of `n` pairs' rows, to fill before `choose`."""
-        row_bytes = self._inputs.memory.size_bytes // len(self._inputs.array)
-        return self._inputs.memory.part(first * row_bytes, n * row_bytes)
 
     def results_of(self, first: int, n: int) -> HostRange:
         """Return the memory of `n` pairs' results."""

@@ -6,6 +6,7 @@ Meanwhile the caller's thread submits the many launches of the device's pairs.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from offload.ggml.threads import CpuTeam
@@ -21,11 +22,12 @@ class HostThread:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pairs")  # starts at first use
         self._running: Future[int] | None = None
 
-    def start(self, host: HostGraph, layer: int) -> None:
-        """Compute the pairs that `host` was told, which are of `layer`."""
-        self._running = self._thread.submit(self._compute, host, layer)
+    def start(self, host: HostGraph, layer: int, wait: Callable[[], None]) -> None:
+        """Compute the pairs that `host` was told, which are of `layer`, after `wait`."""
+        self._running = self._thread.submit(self._compute, host, layer, wait)
 
-    def _compute(self, host: HostGraph, layer: int) -> int:
+    def _compute(self, host: HostGraph, layer: int, wait: Callable[[], None]) -> int:
+        wait()
         start_s = time.perf_counter()
         status = host.compute(self._team.stream, layer)
         self._counters.host_s += time.perf_counter() - start_s

@@ -12,7 +12,6 @@ from offload.ggml.backend import Device, Stream
 from offload.ggml.graph import Graph
 from offload.ggml.rewriting import Scratch
 from offload.ggml.tensor import new_tensor
-from offload.ggml.threads import check
 from offload.plan.slot_layout import SlotLayout, SlotPool
 from offload.plan.working import LEAST_BYTES
 from offload.routing.routing import expected_union
@@ -56,8 +55,11 @@ class PassRunner:
         # Tables have a stream of their own. Behind a pass on the computing stream, they would only
         # be ready after that pass, and then wait for all copies of experts that are ready by then.
         self._side: Stream | None = None
+        # The rows of the CPU's pairs come on another one, so that no tables wait for them.
+        self._fetching: Stream | None = None
         if device.has_async_and_events and not device.backend.waits_between_graphs:
             self._side = device.open()
+            self._fetching = device.open() if cpu is not None else None
             self._events = Events(device)
 
     @property
@@ -89,9 +91,13 @@ class PassRunner:
             self._cpu.close()
         if self._side is not None:
             self._side.synchronize()
+            if self._fetching is not None:
+                self._fetching.synchronize()
             self._events.close()
             self._side.close()
-            self._side = None
+            if self._fetching is not None:
+                self._fetching.close()
+            self._side = self._fetching = None
         self._scratch.close()
         self._tables.close()
 
@@ -156,9 +162,7 @@ class PassRunner:
             schedule.need(CutNeed(cut, step.pool, pieces, ring=step.ring))
         offset = 0
         if part is not None:
-            status, offset = self._start_cpu(running, step, part)
-            if status:
-                return status
+            self._start_cpu(step, part)
         for cut, experts in enumerate(passes, step.cut):
             status, offset = self._pass(running, step, cut, experts, pairs, offset)
             if status:
@@ -207,26 +211,20 @@ class PassRunner:
         of_pairs = ids.ravel()[chosen]
         return self._cpu.part(step.form, step.group, step.layer, chosen, of_pairs)
 
-    def _start_cpu(self, running: CutGraph, step: PassStep, part: CpuPart) -> tuple[int, int]:
-        """Fetch the rows of the CPU's pairs and let it begin.
-
-        Returns a ggml_status and the tables' end. Raises DeviceFailed.
-        """
+    def _start_cpu(self, step: PassStep, part: CpuPart) -> None:
+        """Fetch the tokens' rows, and let the CPU begin when they are there."""
         assert step.graph is not None
         assert self._cpu is not None
-        offset = 0
-        for first, launch in _blocks(part, step.most_pairs):
-            n = len(launch.pairs)
-            end = self._upload(running, step, launch, 0, offset)
-            step.graph.point(n, self._tables.reserve(0), offset)
-            status = self._stream.compute(step.graph.gathering)
-            if check(status, f"gathering rows of layer {step.layer}"):
-                return status, offset
-            self._stream.fetch(step.graph.gathered, part.host.rows_of(first, n))
-            offset = end
-        self._stream.synchronize()
-        self._cpu.start(part)
-        return 0, offset
+        rows, stream = step.graph.rows, self._fetching
+        memory = part.host.inputs_of(step.n_tokens)
+        if stream is None:
+            self._stream.fetch(rows, memory)
+            self._stream.synchronize()
+            self._cpu.start(part, lambda: None)
+            return
+        stream.wait(self._events.record(self._stream))
+        stream.fetch(rows, memory)
+        self._cpu.start(part, stream.synchronize)
 
     def _place(self, running: CutGraph, step: PassStep, part: CpuPart, offset: int) -> int:
         """Wait for the CPU, and write its results to their places. Return a ggml_status."""

@@ -63,16 +63,8 @@ class PassGraph:
         for tensors, dim in ((tables, 0), (ids, 1), (self._scales, 2)):
             for tensor in tensors:
                 count.follows(tensor, dim)
-        # Two nodes, because CUDA's backend looks up captured graphs by their first node.
-        gathered, self.gathered = (
-            new_tensor(
-                "f32",
-                (n_in, most, 1, 1),
-                (buffer, offset),
-                "GET_ROWS",
-                [self._source, self._tokens],
-            )
-            for _ in range(2)
+        gathered = new_tensor(
+            "f32", (n_in, most, 1, 1), (buffer, offset), "GET_ROWS", [self._source, self._tokens]
         )
         rows = gathered.viewed((n_in, 1, most, 1), (4, row, row, row * most), "RESHAPE")
         made = {form.inputs: count.follows(rows, 2), form.ids: self._slots}
@@ -84,13 +76,11 @@ class PassGraph:
         self._into = form.down.node.alike(*_matrix(n_out, n_all))
         self._set = self._into.computing("SET_ROWS", [results, self._places, self._into])
         count.follows(gathered, 1)
-        count.follows(self.gathered, 1)
         count.follows(results, 1)
         self.sources = twins.sources[: len(form.products)]
         self.graph = Graph.of([gathered, rows, *twins.nodes, results, self._set])
-        # For pairs that the CPU computes: gather their rows, and place their results.
+        # For pairs that the CPU computes: place their results.
         self.results = twins.down
-        self.gathering = Graph.of([self.gathered])
         self.placing = Graph.of([results, self._set])
 
     def tables(
@@ -111,6 +101,12 @@ class PassGraph:
         for row, values in zip(found, columns, strict=True):
             row[: 4 * n] = values.view(np.uint8)
         return found.ravel()
+
+    @property
+    def rows(self) -> Tensor:
+        """The tokens' rows, where they lie now."""
+        self._source.lie_with(self._inputs)
+        return self._source
 
     def point(self, n: int, tables: Buffer, offset: int) -> None:
         """Let the graph compute `n` pairs, whose tables are at an offset of a buffer."""

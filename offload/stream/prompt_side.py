@@ -1,13 +1,15 @@
 """The CPU's part of layers that are computed in passes, in large batches.
 
-The device gathers the rows of the CPU's pairs, and they are copied to pinned memory. A thread
-computes them while the device computes its passes and the link copies. Then the results are copied
-to the device, which writes them to their places (offload/stream/pass_runner.py).
+The rows of all tokens are copied to pinned memory. A thread gathers those of the CPU's pairs and
+computes them, while the device computes its passes and the link copies. Then the results are copied
+to the device, which writes them to their places (offload/stream/pass_runner.py). If the device
+gathered the rows, it would need tables of them. A card takes copies to it in order, so these tables
+would come behind all experts that are copied ahead of the router, and the CPU would stand still.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,6 +37,7 @@ class CpuPart:
 
     experts: NDArray[np.int32]  # each pair's expert
     pairs: NDArray[np.int32]  # indices into the batch's ids
+    rows: NDArray[np.int32]  # each pair's row among those of the tokens
     host: HostGraph
     weights: LayerWeights
 
@@ -83,12 +86,16 @@ class PromptSide:
     ) -> CpuPart:  # fmt: skip
         """Return the CPU's part of a layer: `pairs`, and the expert of each. Raises DoesNotFit."""
         host = self._graphs.get(form.key)
-        if host is None or host.most < len(pairs):
-            if host is not None:
-                host.close()
+        by_pair, n_tokens = form.inputs.shape[1:3]
+        n_rows = by_pair * n_tokens
+        if host is None or host.most < len(pairs) or host.n_rows < n_rows:
             most = prompt_host_pairs(len(pairs))
-            host = self._graphs[form.key] = HostGraph(form, most, self._device, gathers=False)
-        return CpuPart(experts, pairs, host, self._weights_of(form, group, layer))
+            if host is not None:
+                most, n_rows = max(most, host.most), max(n_rows, host.n_rows)
+                host.close()
+            host = self._graphs[form.key] = HostGraph(form, most, self._device, n_rows)
+        rows = pairs if by_pair > 1 else pairs // form.ids.shape[0]
+        return CpuPart(experts, pairs, rows, host, self._weights_of(form, group, layer))
 
     def _weights_of(self, form: ExpertForm, group: int, layer: int) -> LayerWeights:
         """Return the weights of a layer. All graphs of a model have the same ones."""
@@ -128,11 +135,14 @@ class PromptSide:
             self._costs = costs, replace(costs, kinds=(1 / _KINDS,) * _KINDS)
         return self._costs[1]
 
-    def start(self, part: CpuPart) -> None:
-        """Let the thread compute the pairs, whose rows are in the host graph's memory."""
-        part.host.choose(part.weights, part.experts)
+    def start(self, part: CpuPart, wait: Callable[[], None]) -> None:
+        """Let the thread compute the pairs when `wait` has returned.
+
+        The tokens' rows must be in the host graph's memory then.
+        """
+        part.host.choose(part.weights, part.experts, part.rows)
         self._hybrid.team.choose(len(part.pairs))
-        self._thread.start(part.host, part.weights.layer)
+        self._thread.start(part.host, part.weights.layer, wait)
 
     def join(self) -> int:
         """Wait until the pairs are computed. Returns a ggml_status. Raises DeviceFailed."""

@@ -111,6 +111,8 @@ class UnwaitedWriter:
                     self._wait(words.encode())
                 if not self._waiting:
                     self._thread = None
+                    if self._is_gone:
+                        self._closing.close()
                     return
 
     def _sent_later(self, data: bytes) -> int:

@@ -89,9 +89,14 @@ def test_the_cpus_part_of_a_layer_has_a_limit_and_grows_with_batches(
     sizes: list[int] = []
     choose = HostGraph.choose
 
-    def counted(self: HostGraph, weights: LayerWeights, experts: NDArray[np.int32]) -> None:
+    def counted(
+        self: HostGraph,
+        weights: LayerWeights,
+        experts: NDArray[np.int32],
+        rows: NDArray[np.int32],
+    ) -> None:
         sizes.append(len(experts))
-        choose(self, weights, experts)
+        choose(self, weights, experts, rows)
 
     monkeypatch.setattr(pair_rows, "_LEAST_HOST_PAIRS", 1)
     monkeypatch.setattr(prompt_side, "MOST_HOST_PAIRS", most)
