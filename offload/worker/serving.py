@@ -26,14 +26,15 @@ from offload.ggml.rpc import check_built, serve_devices
 from offload.ggml.threads import CpuTeam, ThreadPool
 from offload.mla import chosen_crossover
 from offload.model_file import read_facts
+from offload.opening.start import Start
 from offload.options import EngineOptions
 from offload.plan.decision import decide_part
 from offload.plan.found import Found
-from offload.probe import found_device
+from offload.probe import Here, found_device
 from offload.remote.hello import Admit, Count, LayersAsked, WorkerState
 from offload.schedule.division import DeviceCosts
 from offload.schedule.switch import ByCosts, HybridSwitch
-from offload.store.store import OnProgress, Store, StoreOptions, room_now, watched
+from offload.store.store import OnProgress, Store, StoreOptions, room_now
 from offload.stream.bell_use import BELLS, NoDoorbell
 from offload.stream.building import ExecutorBuilder
 from offload.stream.device import BatchRules
@@ -107,7 +108,7 @@ def serve_layers(line: Connection, options: WorkerOptions, no_doorbell: str = ""
         send(WorkerState(device=choice.name, free_bytes=free, total_bytes=total))
         asked: LayersAsked = line.recv()
         device, notes = _open(
-            options, choice, asked, lambda *step: send(WorkerState(*step)), end,
+            options, _decide(options, choice, asked), lambda *step: send(WorkerState(*step)), end,
             lambda e: send(Refusal(str(e))), send,
         )  # fmt: skip
         door = Door()
@@ -222,28 +223,32 @@ _UNCHECKED = (
 )
 
 
+def _decide(options: WorkerOptions, choice: DeviceChoice, asked: LayersAsked) -> Start:
+    """Decide where the client's layers lie. Raises DoesNotFit or BadModel."""
+    facts = asked.of(read_facts(options.path))
+    streaming = replace(options.streaming, reserve_bytes=asked.reserve_bytes)
+    found = Found((found_device(choice, streaming.machine),), ram_bytes=room_now().available_bytes)
+    wanted = EngineOptions(streaming=streaming, store=options.store)
+    layout = decide_part(facts, found, wanted.wanted)
+    crossover = chosen_crossover(None, facts, choice.device, token_major=True)
+    here = Here(found, (choice,))
+    return Start(facts, wanted.opened_as(layout), here, layout, crossovers=(crossover,))
+
+
 def _open(
     options: WorkerOptions,
-    choice: DeviceChoice,
-    asked: LayersAsked,
+    start: Start,
     on_progress: OnProgress,
     on_failure: Callable[[BaseException], Any],
     on_refusal: Callable[[OffloadError], None],
     on_costs: Callable[[DeviceCosts], None] = lambda _: None,
 ) -> tuple[WorkerDevice, list[str]]:
-    facts = asked.of(read_facts(options.path))
-    streaming = replace(options.streaming, reserve_bytes=asked.reserve_bytes)
-    device = found_device(choice, streaming.machine)
-    found = Found((device,), ram_bytes=room_now().available_bytes)
-    wanted = EngineOptions(streaming=streaming, store=options.store).wanted
-    layout = decide_part(facts, found, wanted)
-    plan = layout.plan
+    facts, choice, streaming = start.facts, start.choice, start.options.streaming
+    plan = start.layout.plan
     assert plan is not None
     pending, notes = Pending(), list(plan.reasons)
     pin_for = choice.device if choice.on_gpu else None
-    limits = None if layout.experts is None else watched(layout.experts)
-    stored = replace(options.store, pin_for=pin_for, expert_limits=limits)
-    store = Store(facts, plan.streamed, stored)
+    store = Store(facts, plan.streamed, replace(start.options.store, pin_for=pin_for))
     host = HostBufferType(_HOST_NAME, store, pending, home=store)
     weights = NamedWeights(facts, plan, choice.device, host, store)
     weights.load(pending, on_progress)
@@ -252,7 +257,7 @@ def _open(
     host.experts = store.experts
     hybrid = _hybrid(options, choice) if plan.streamed else None
     builder = ExecutorBuilder(choice, streaming, notes, store, hybrid)
-    crossover = chosen_crossover(None, facts, choice.device, token_major=True)
+    (crossover,) = start.crossovers
     if crossover.note:
         notes.append(crossover.note)
     if choice.on_gpu:
