@@ -185,7 +185,13 @@ class Batcher:
                     self._loop.n_ready,
                     [len(m.history) - 1 - self._sequences.length(m.sequence) for m in reading],
                     self._times(),
-                    is_first=any([r.awaits_first_token for r in self._running.values()]),
+                    # One whose text went back to a checkpoint reads again, and must not be held.
+                    is_first=any(
+                        [
+                            request.awaits_first_token and not self._loop.is_reading(member)
+                            for member, request in self._running.items()
+                        ]
+                    ),
                 )
                 n_prompt_tokens = chosen.n_tokens
                 prompts = [reading[i] for i in chosen.prompts]

@@ -30,7 +30,7 @@ from offload.remote.address import RemoteOptions
 from offload.remote.hello import LayersAsked
 from offload.stream.options import StreamingOptions
 from offload.worker.device import WorkerDevice
-from offload.worker.serving import WorkerOptions, _open
+from offload.worker.serving import WorkerOptions, _decide, _open
 
 pytestmark = pytest.mark.skipif(
     not has_rpc(), reason="the library is compiled without ggml's RPC: scripts/setup"
@@ -149,9 +149,8 @@ def test_a_worker_takes_its_slots_before_the_first_prompt(
 
     asked = LayersAsked(0, read_facts(tiny_moe).n_layers)
     worker = WorkerOptions(tiny_moe, SIM)
-    device, _ = _open(
-        worker, choose_device(SIM), asked, lambda *_: None, failed.append, failed.append
-    )
+    start = _decide(worker, choose_device(SIM), asked)
+    device, _ = _open(worker, start, lambda *_: None, failed.append, failed.append)
     monkeypatch.setattr(Device, "allocate", counted)
     with pytest.raises(DeviceFailed) if is_refused else nullcontext():
         library().ggml_backend_dev_init(device.address, None)
@@ -163,7 +162,8 @@ def open_worker(path: Path, choice: DeviceChoice) -> tuple[WorkerDevice, list[st
     """Return a worker's offer to a client that wants all layers of `path`, and start-up lines."""
     asked = LayersAsked(0, read_facts(path).n_layers)
     failed: list[BaseException] = []
-    return _open(WorkerOptions(path, SIM), choice, asked, lambda *_: None, failed.append,
+    options = WorkerOptions(path, SIM)
+    return _open(options, _decide(options, choice, asked), lambda *_: None, failed.append,
                  failed.append)  # fmt: skip
 
 

@@ -174,10 +174,14 @@ def test_the_progress_of_a_long_prompt_is_told(
 
 
 def test_notes_that_matter_to_the_operator_are_told_of(start_server: StartServer) -> None:
-    """All kinds but two are told of: sentences without a special kind, and those on --min-batch."""
-    kinds = set(NoteKind) - {NoteKind.OTHER, NoteKind.MIN_BATCH}
+    """Sentences without a special kind, on --min-batch and on ways to copy are not.
+
+    Warnings are no notes of a model: the server says them when it starts.
+    """
+    untold = {NoteKind.OTHER, NoteKind.MIN_BATCH, NoteKind.COPIES}
+    kinds = set(NoteKind) - untold - {NoteKind.WARNING}
     told = [Note(kind, f"a note of the kind {kind}") for kind in sorted(kinds)]
-    others = [Note(NoteKind.OTHER, "device cpu: ..."), Note(NoteKind.MIN_BATCH, "weights: ...")]
+    others = [Note(kind, f"a note of the kind {kind}") for kind in sorted(untold)]
     server = start_server(FakeFactory(notes=(*told, *others)))
     assert set(told) <= set(server.lines)
     assert not set(others) & set(server.lines)
