@@ -1,4 +1,4 @@
-"""What ggml's backends do differently, by the names of their devices. Pure.
+"""A table of the differences between ggml's backends, by the names of their devices. Pure.
 
 ggml tells some properties of a device, such as copies on a second stream and events. This table has
 the others. A backend that is not in it is taken to be able to do nothing that is optional.

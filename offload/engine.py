@@ -7,7 +7,7 @@ times per token. `Sequences.extend` re-raises an exception that such a callback 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -70,12 +70,13 @@ class Engine(ModelText):
         self.remote, self.tables, self.routing = opened.remote, opened.tables, opened.routing
         weights = opened.weights
         self.store, self.placer, self.numa = weights.store, weights.placer, weights.numa
-        self.parts, self.hybrid = weights.parts, weights.hybrid
+        self.parts, self.devices, self.hybrid = weights.parts, weights.devices, weights.hybrid
         self.native_experts, self.host = weights.native_experts, weights.host
         self.ram_cache, self.threads = opened.ram_cache, opened.threads
         self.embedder, self.row_draft = opened.embedder, opened.row_draft
         self.sequences = opened.sequences
         self._experts = opened.experts  # the memory for some experts, None if all are in memory
+        self.taking = opened.taking
         self._min_batch: MinBatch | None = None
 
     def __repr__(self) -> str:
@@ -95,11 +96,6 @@ class Engine(ModelText):
             self.options.n_ubatch,
             add_special=add_special,
         )
-
-    @property
-    def devices(self) -> tuple[StreamingDevice, ...]:
-        """The streaming devices, in the order of their layers."""
-        return tuple(part.device for part in self.parts)
 
     @property
     def device(self) -> StreamingDevice | None:
@@ -244,15 +240,6 @@ class Engine(ModelText):
         granted_bytes = most_bytes if asked_bytes is None else min(asked_bytes, most_bytes)
         memory.reserve(PROMPTS, granted_bytes)
         return granted_bytes
-
-    def taking(self, *purposes: str) -> AbstractContextManager[None]:
-        """Count the memory that this process takes in the block as taken for these purposes.
-
-        `purposes` are constants of `offload/store/memory_budget.py`. Nothing is counted if all
-        experts are in memory.
-        """
-        memory = self._experts
-        return nullcontext() if memory is None else memory.taking(*purposes)
 
     def settle(self) -> None:
         """Wait until no copy is under way. The trace then holds all counted copies."""

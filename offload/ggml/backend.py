@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes as C
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -71,9 +72,9 @@ class Device:
         self._lib.ggml_backend_dev_get_props(self.address, C.addressof(props))
         return bool(props.caps.async_ and props.caps.events)
 
-    @property
+    @cached_property
     def backend(self) -> Backend:
-        """What the device's backend does differently from others."""
+        """The device's row in the table of backends. Passes ask for it at each launch."""
         return backend_of(self.name)
 
     def supports(self, node: Tensor) -> bool:

@@ -50,7 +50,7 @@ _READING_PROJECTOR = "the projector for images is read"
 
 
 class Opening:
-    """What was opened. `closing` frees all of it."""
+    """All parts of an open model. `closing` frees them."""
 
     def __init__(self, start: Start, on_progress: OnProgress) -> None:
         """Open it. Raises BadModel, DoesNotFit, DeviceFailed or DeviceUnavailable."""
@@ -193,7 +193,11 @@ class Opening:
         return self.weights.devices
 
     def taking(self, *purposes: str) -> AbstractContextManager[None]:
-        """Count the memory that this process takes in the block as taken for these purposes."""
+        """Count the memory that this process takes in the block as taken for these purposes.
+
+        `purposes` are constants of `offload/store/memory_budget.py`. Nothing is counted if all
+        experts are in memory.
+        """
         return nullcontext() if self.experts is None else self.experts.taking(*purposes)
 
     def _open_projector(self, on_progress: OnProgress) -> None:

@@ -1,7 +1,7 @@
-"""What opening a model executes: the options, the devices, and where everything lies.
+"""Decides how a model is opened: its options, its devices, and the place of each weight.
 
-A start is decided once, from the model's header and one look at the machine. `Engine` executes it
-and decides nothing (docs/flow.md).
+This is done once, from the model's header and one look at the machine. `Engine` executes the
+decision and makes none (docs/flow.md).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from offload.times.context import pooling_of
 
 @dataclass(frozen=True)
 class Start:
-    """What an engine executes.
+    """A decision how a model is opened, which an engine executes.
 
     `options` have what the layout decided. `crossovers` are MLA's, one for each streaming device
     in the order of their layers.

@@ -73,7 +73,7 @@ class PairShape:
         """
         row_bytes = _NUMBER_BYTES * self.n_in
         between = sum(aligned(_NUMBER_BYTES * width * most) for width in self.widths[:-1])
-        n_numbers = 1 + self.n_scales + (n_rows is not None)  # of each pair, beside its rows
+        n_numbers = 1 + self.n_scales + (n_rows is not None)  # that a pair has beside its rows
         others = aligned(row_bytes * most) + between + n_numbers * aligned(_NUMBER_BYTES * most)
         return self.placed_bytes(most) + row_bytes * (most if n_rows is None else n_rows), others
 

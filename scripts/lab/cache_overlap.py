@@ -1,6 +1,6 @@
 """Times a KV cache in RAM in virtual time: copied before each layer, or during the one before.
 
-    scripts/on-cuda-standin scripts/lab/run cache-overlap    prints a table and JSON
+    scripts/lab/run cache-overlap    prints a table and JSON
 
 The model is as wide as Qwen3-235B-A22B. It has few experts, which are all in slots, so that nothing
 but the cache is copied. It has sixteen times as many heads with keys, so its context is as large as
@@ -10,15 +10,15 @@ that of 57,344 tokens. docs/plans.md states the result.
 from __future__ import annotations
 
 import json
-import os
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lab.virtual_gpu import CARDS, use_card, use_virtual_time
+from lab.virtual_gpu import CARDS, again_on_standin, has_clock, use_card, use_virtual_time
 
 N_TOKENS, N_UBATCH = 3584, 512
 _ENVIRONMENT = {"STANDIN_CLOCK": "1", "STANDIN_SKIP": "products"}
@@ -84,7 +84,8 @@ def measured(card: str, folder: Path) -> list[Row]:
 
 
 def main() -> None:
-    assert all(os.environ.get(name) == value for name, value in _ENVIRONMENT.items()), _ENVIRONMENT
+    if not has_clock():
+        sys.exit(again_on_standin("lab.cache_overlap", _ENVIRONMENT))
     use_virtual_time()
     with tempfile.TemporaryDirectory() as folder:
         rows = [row for card in ("RTX 4090", "H100") for row in measured(card, Path(folder))]

@@ -20,9 +20,7 @@ from __future__ import annotations
 import argparse
 import ctypes as C
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,9 +31,8 @@ from typing import Any
 
 import numpy as np
 
-from lab import ROOT
 from lab.split_price import use_experts_time
-from lab.virtual_gpu import has_clock, set_rate, use_virtual_time
+from lab.virtual_gpu import again_on_standin, has_clock, set_rate, use_virtual_time
 
 _ENVIRONMENT = {"STANDIN_CLOCK": "1", "STANDIN_SKIP": "products", "STANDIN_FILL": "0"}
 N_EXPERTS = 32
@@ -181,10 +178,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one line of JSON alone")
     args = parser.parse_args()
     if not has_clock():
-        command = ROOT / "scripts" / "on-cuda-standin"
-        python = ROOT / ".venv-cuda" / "bin" / "python"
-        again = [str(command), str(python), "-m", "lab.split", *sys.argv[1:]]
-        sys.exit(subprocess.run(again, env=os.environ | _ENVIRONMENT, check=False).returncode)
+        sys.exit(again_on_standin("lab.split", _ENVIRONMENT))
     use_virtual_time()
     rows = [*measure_all(args.case, args.repetitions)]
     if not rows:

@@ -32,7 +32,14 @@ from typing import Any
 import numpy as np
 
 from lab import ROOT, filled
-from lab.virtual_gpu import CARDS, has_clock, set_rate, use_card, use_virtual_time
+from lab.virtual_gpu import (
+    CARDS,
+    again_on_standin,
+    has_clock,
+    set_rate,
+    use_card,
+    use_virtual_time,
+)
 
 PAGE = ROOT / "docs" / "gpu.md"
 KEPT = ROOT / "scripts" / "lab" / "split_price.json"
@@ -597,12 +604,9 @@ def main() -> None:
         PAGE.write_text(page(load()), "utf-8")
         return
     if not has_clock():
-        command = ROOT / "scripts" / "on-cuda-standin"
-        python = ROOT / ".venv-cuda" / "bin" / "python"
         with tempfile.TemporaryDirectory() as scratch:
             settings = _ENVIRONMENT | {"STANDIN_TIMELINE": f"{scratch}/timeline"}
-            again = [str(command), str(python), "-m", "lab.split_price", *sys.argv[1:]]
-            sys.exit(subprocess.run(again, env=os.environ | settings, check=False).returncode)
+            sys.exit(again_on_standin("lab.split_price", settings))
     use_virtual_time()
     began_s, rows = time.monotonic(), list[Price]()
     with tempfile.TemporaryDirectory() as scratch:

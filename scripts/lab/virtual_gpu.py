@@ -19,11 +19,12 @@ import ctypes as C
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -516,6 +517,16 @@ def tables(rows: dict[str, list[dict[str, Any]]]) -> dict[str, str]:
 # -- the command ----------------------------------------------------------------------------------
 
 
+def again_on_standin(module: str, settings: Mapping[str, str]) -> int:
+    """Run a module of the lab on the stand-in for CUDA, with the arguments of this command.
+
+    `settings` are variables of the environment. Returns the exit status.
+    """
+    command, python = ROOT / "scripts" / "on-cuda-standin", ROOT / ".venv-cuda" / "bin" / "python"
+    again = [str(command), str(python), "-m", module, *sys.argv[1:]]
+    return subprocess.run(again, env=os.environ | settings, check=False).returncode
+
+
 def main() -> None:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(
@@ -543,10 +554,7 @@ def main() -> None:
         _write(kept)
         return
     if not has_clock():
-        command = ROOT / "scripts" / "on-cuda-standin"
-        again = ["-m", "lab.virtual_gpu", *sys.argv[1:]]
-        python = ROOT / ".venv-cuda" / "bin" / "python"
-        os.execve(command, [str(command), str(python), *again], os.environ | _ENVIRONMENT)
+        sys.exit(again_on_standin("lab.virtual_gpu", _ENVIRONMENT))
     use_virtual_time()
     with tempfile.TemporaryDirectory() as scratch:
         found = measure(args, Path(scratch))

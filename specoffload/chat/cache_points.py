@@ -11,7 +11,9 @@ from dataclasses import replace
 
 from specoffload.chat.conversation import CachePoint, Conversation, Tool
 
-MOST_POINTS = 4  # of one request, as in Anthropic's API; each costs a rendering
+# A request may mark this many places, as in Anthropic's API. The prompt is rendered once more for
+# each of them.
+MOST_POINTS = 4
 _OTHER = "\ue000other text"  # begins with a letter for private use, which texts do not have
 
 

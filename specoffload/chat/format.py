@@ -105,7 +105,7 @@ class ChatFormat:
 
         Time and memory are not limited here. The calling process must limit them.
         """
-        moment = now()  # of all renderings, which are compared
+        moment = now()  # renderings are compared, so they all show the same time
         source = self.template(with_tools=bool(conversation.tools))
         needs = self._needs(source)
         family = family_of(source) if needs.takes_tools or needs.takes_calls else GENERIC

@@ -74,6 +74,7 @@ class Planner:
 
         With `for_kept_mix`, the plan is made for the mix of earlier runs, whatever --plan-for says.
         """
+        for_kept_mix &= self._config.streaming.mix is not None  # else it is the kept one anyway
         key = n_ctx, for_kept_mix
         if key not in self._planned:
             self._planned[key] = self._shown(self._decide(n_ctx, for_kept_mix=for_kept_mix))
@@ -81,7 +82,7 @@ class Planner:
 
     def _decide(self, n_ctx: int | None, *, for_kept_mix: bool = False) -> Decided:
         config = self._config
-        key = n_ctx, for_kept_mix and config.streaming.mix is not None
+        key = n_ctx, for_kept_mix
         if key not in self._decided:
             if for_kept_mix:
                 config = replace(config, streaming=replace(config.streaming, mix=None))

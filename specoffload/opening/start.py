@@ -1,4 +1,4 @@
-"""What a session starts with: each file, the kept data and the machine are looked at once.
+"""Decides how a session starts. Each file, the kept data and the machine are looked at once.
 
 A configuration says what the user asked for. A start adds what follows from the model's header,
 from earlier starts and from the machine: the context, the drafters that can draft, and where
@@ -26,7 +26,10 @@ log = logging.getLogger("specoffload.session")
 
 @dataclass(frozen=True)
 class SessionStart:
-    """What a session opens: the final configuration, kept data, and what the engine executes."""
+    """A decision how a session starts, with its final configuration and the kept data.
+
+    `target` is the decision how the target is opened.
+    """
 
     config: Config
     kept: KeptForPlan

@@ -79,7 +79,7 @@ _Body = TypeVar("_Body", bound=BaseModel)
 
 
 MOST_BYTES = 64 * 2**20  # of a body
-MOST_BYTES_AT_ONCE = 2 * MOST_BYTES  # of all bodies that are held
+MOST_BYTES_AT_ONCE = 2 * MOST_BYTES  # all bodies that are held may have as many together
 _RETRY_AFTER_S = 2
 
 

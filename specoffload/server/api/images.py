@@ -24,7 +24,7 @@ from specoffload.session.images import PromptImages
 
 MOST_IMAGES = 64  # in one request
 MOST_FETCHES = 4  # files that are fetched at once, for all requests
-_FETCHING_S = 30.0  # for all files of a request
+_FETCHING_S = 30.0  # all files of a request have to be fetched within this time
 # llama-server's words
 _NO_MEDIA = "Multimodal data provided, but model does not support multimodal requests."
 
