@@ -20,6 +20,7 @@ from specoffload.chat.format import ChatFormat, ChatPrompt
 from specoffload.chat.tool_schemas import SchemaNote
 from specoffload.generation.generation import GenerateOptions, ModelCard
 from specoffload.server.access import client_of
+from specoffload.server.api.billing_line import BILLING_LINE, has_billing_line
 from specoffload.server.api.body import (
     MOST_BYTES,
     HeldBodies,
@@ -165,7 +166,9 @@ class ServerContext:
         return prompts_of(given, media=self.media, are_read=self.card.reads_images)
 
     def _note_omitted(self, request: Request, body: ConversationRequest) -> None:
-        """Tell client and operator which parts of tool results the model does not get."""
+        """Tell client and operator which parts of messages the model does not get."""
+        if has_billing_line(body):
+            ignore(request, [BILLING_LINE])
         omitted = omitted_parts(body, reads_images=self.card.reads_images)
         if not omitted:
             return

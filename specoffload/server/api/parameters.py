@@ -24,6 +24,7 @@ from specoffload.chat.conversation import (
     ToolChoice,
 )
 from specoffload.generation.generation import N_SEEDS, GenerateOptions
+from specoffload.server.api.billing_line import billing_chars
 from specoffload.server.api.images import ConversationImages, MediaRules, text_with_images
 from specoffload.server.api.omitted import omitted_kind, placeholder
 from specoffload.server.api.requests import (
@@ -309,9 +310,12 @@ def conversation_of(
     """
     images = images or ConversationImages(are_read=False)
     points: list[CachePoint] = []
-    messages = tuple(
-        _message(at, message, images, points) for at, message in enumerate(request.messages)
-    )
+    messages: list[dict[str, Any]] = []
+    for at, message in enumerate(request.messages):
+        found, own_points = _message(at, message, images)
+        if found is not None:
+            points += [CachePoint("message", len(messages), end) for end in own_points]
+            messages.append(found)
     if not messages:
         raise BadRequest("messages is empty: at least one message is needed")
     kwargs = {**settings.template_kwargs, **(request.chat_template_kwargs or {})}
@@ -323,7 +327,7 @@ def conversation_of(
             f"{len(points)} parts have cache_control: at most {MOST_POINTS} of a request may"
         )
     return Conversation(
-        messages,
+        tuple(messages),
         tuple(Tool(t.name, t.description, t.parameters or {}, bool(t.strict)) for t in tools),
         _choice(request.tool_choice, has_tools=bool(tools)),
         parallel_tool_calls=request.parallel_tool_calls is not False,
@@ -407,9 +411,12 @@ def _named_choice(choice: ChatToolChoice) -> ToolChoice:
 
 
 def _message(
-    at: int, message: ChatMessage, images: ConversationImages, points: list[CachePoint]
-) -> dict[str, Any]:
-    """Return a message as templates take it, and add the cache points in it to `points`."""
+    at: int, message: ChatMessage, images: ConversationImages
+) -> tuple[dict[str, Any] | None, list[int | None]]:
+    """Return a message as templates take it, and its cache points as `CachePoint.n_chars`.
+
+    The message is None if its text is a billing line alone.
+    """
     where = f"messages[{at}]"
     calls = [
         {
@@ -431,11 +438,17 @@ def _message(
         "tool_call_id": message.tool_call_id,
     }
     content, ends = _content(where, message, images)
-    points += [CachePoint("message", at, end) for end in ends]
+    n_billing = billing_chars(message.role, content)
+    if n_billing:
+        content = content[n_billing:]
+        ends = [end - n_billing for end in ends if end > n_billing]
+        if not content:
+            return None, []
+    points: list[int | None] = [*ends]
     if message.cache_control is not None:
-        points.append(CachePoint("message", at, None if calls else len(content)))
+        points.append(None if calls else len(content))
     result: dict[str, Any] = {"role": message.role, "content": content}
-    return result | {name: value for name, value in others.items() if value}
+    return result | {name: value for name, value in others.items() if value}, points
 
 
 def _content(where: str, message: ChatMessage, images: ConversationImages) -> tuple[str, list[int]]:
