@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from openai import omit
 from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import (
@@ -23,7 +24,7 @@ from running import StartServer, http
 from told_answers import answers, ended, no_parser
 
 from offload.errors import BadRequest
-from specoffload.chat.conversation import CallPiece, Content, Delta, joined
+from specoffload.chat.conversation import CallPiece, Content, Delta, Reasoning, joined
 from specoffload.server.api import streaming
 from specoffload.server.api.response_input import ResponsesRequest, as_chat
 from specoffload.server.api.responses import ResponsesWording
@@ -125,6 +126,29 @@ def test_the_events_add_up_to_the_whole_response(deltas: list[Delta]) -> None:
     assert (whole.usage.input_tokens, whole.usage.total_tokens) == (10, 17)
 
 
+@given(st.text())
+def test_reasoning_that_was_asked_for_comes_back_with_store_false(text: str) -> None:
+    """AI SDK and Codex drop reasoning items without encrypted_content if nothing is stored."""
+    fields = {"input": "hi", "include": ["reasoning.encrypted_content"], "store": False}
+    told = ResponsesWording(no_parser(), ResponsesRequest.model_validate(fields), "m")
+    events = told.add(Reasoning(text))
+    events += told.add(Content("so")) + told.finish(ended("stop"), 0)
+    (item, _) = told.result["output"]
+    assert [e["item"] for e in events if e["type"] == "response.output_item.done"][0] == item
+    sent = {"type": "reasoning", "summary": [], "encrypted_content": item["encrypted_content"]}
+    again = _chat(input=[{"role": "user", "content": "?"}, sent, {"role": "user", "content": "!"}])
+    thoughts = [m.get("reasoning_content") for m in again["messages"] if m["role"] == "assistant"]
+    assert thoughts == [text] * bool(text)
+
+
+@pytest.mark.parametrize("content", ["gAAAAABo", "specoffload:%", "specoffload:/w==", ""])
+def test_reasoning_that_another_server_sealed_is_left_out(content: str) -> None:
+    sent = {"type": "reasoning", "summary": [], "encrypted_content": content}
+    assert _chat(input=[{"role": "user", "content": "?"}, sent])["messages"] == [
+        {"role": "user", "content": "?"}
+    ]
+
+
 def test_an_answer_at_its_limit_is_incomplete() -> None:
     told = _told()
     told.add(Content("a"))
@@ -181,7 +205,9 @@ def test_fields_are_those_of_a_chat() -> None:
         "tool_choice": {"type": "function", "function": {"name": "f"}},
         "temperature": 0.5,
     }
-    assert ignored == ["include", "tools[1]"]
+    assert ignored == ["tools[1]"]
+    others = ["reasoning.encrypted_content", "message.output_text.logprobs"]
+    assert as_chat(request.model_copy(update={"include": others}))[1] == ["include", "tools[1]"]
 
 
 def test_the_items_of_one_turn_become_one_message() -> None:

@@ -6,6 +6,8 @@ https://docs.anthropic.com/en/docs/build-with-claude/streaming
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import secrets
 from collections.abc import Iterator, Sequence
@@ -430,15 +432,27 @@ class AnthropicWording(EventWording):
         if not self._is_open:
             return []
         self._is_open = False
-        block = self._blocks[-1]
+        block, events = self._blocks[-1], []
         if block["type"] == "tool_use":
             block["input"] = _object(self._arguments)
             self._arguments = ""
-        return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
+        elif block["type"] == "thinking":
+            block["signature"] = signature_of(block["thinking"])
+            events = [self._delta("signature_delta", "signature", block["signature"])]
+        return [*events, {"type": "content_block_stop", "index": len(self._blocks) - 1}]
 
     def _delta(self, kind: str, name: str, text: str) -> Json:
         delta = {"type": kind, name: text}
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
+
+
+def signature_of(thinking: str) -> str:
+    """Return what stands as the signature of a thinking block. It is never checked.
+
+    Clients send only signed thinking back with their next request, so it must not be empty. A
+    digest differs between texts, as Anthropic's signatures do.
+    """
+    return base64.b64encode(hashlib.sha256(thinking.encode()).digest()).decode()
 
 
 def _object(arguments: str) -> Json:

@@ -6,6 +6,7 @@ the whole conversation, as clients send it with `store: false`.
 
 from __future__ import annotations
 
+import base64
 from functools import cached_property
 from typing import Any
 
@@ -43,6 +44,7 @@ class InputItem(RequestModel):
     input: str | None = None  # of a call to a custom tool
     output: str | list[ItemPart] | None = None
     summary: list[ItemPart] | None = None
+    encrypted_content: str | None = None  # of reasoning, as `sealed` writes it
 
 
 class TextOptions(RequestModel):
@@ -66,6 +68,7 @@ class ResponsesRequest(RequestModel):
     reasoning: ReasoningRequest | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
+    include: list[str] | None = None
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
@@ -77,6 +80,8 @@ class ResponsesRequest(RequestModel):
         return ResponsesTools(self.tools or ())
 
 
+SEALED_REASONING = "reasoning.encrypted_content"  # value of `include`
+_SEAL = "specoffload:"
 _STORED = ("previous_response_id", "conversation", "prompt", "background")
 _TRANSLATED = {
     *("input", "instructions", "tools", "tool_choice", "text", "reasoning", "stream_options"),
@@ -105,7 +110,9 @@ def as_chat(request: ResponsesRequest) -> tuple[Json, list[str]]:
         if getattr(request, name):
             raise BadRequest(f"{name}: this server stores nothing; send the whole input")
     extra = request.model_extra or {}
-    ignored = [name for name in ("include", "max_tool_calls") if extra.get(name)]
+    ignored = ["include"] if set(request.include or ()) - {SEALED_REASONING} else []
+    if extra.get("max_tool_calls"):
+        ignored.append("max_tool_calls")
     if extra.get("truncation") not in (None, "disabled"):
         ignored.append("truncation")
     given = request.model_dump(exclude_unset=True)
@@ -171,9 +178,30 @@ def _messages(request: ResponsesRequest, tools: ResponsesTools) -> list[Json]:
 
 
 def _thoughts(where: str, item: InputItem) -> str:
-    """Return the text of a reasoning item; empty if it is encrypted, as OpenAI's is."""
+    """Return the text of a reasoning item; empty if only its server can read it, as OpenAI's."""
     parts = item.content if isinstance(item.content, list) else []
+    if not parts and (text := unsealed(item.encrypted_content or "")):
+        return text
     return _text(where, parts or item.summary or [])
+
+
+def sealed(reasoning: str) -> str:
+    """Return reasoning as `encrypted_content`, which clients send back and do not read.
+
+    It hides nothing: the client gets the same text beside it. Clients that keep nothing on a server
+    (`store: false`) drop reasoning without it.
+    """
+    return _SEAL + base64.b64encode(reasoning.encode()).decode()
+
+
+def unsealed(content: str) -> str:
+    """Return the reasoning that `sealed` wrote; empty for content of other servers."""
+    if not content.startswith(_SEAL):
+        return ""
+    try:
+        return base64.b64decode(content.removeprefix(_SEAL), validate=True).decode()
+    except ValueError:
+        return ""
 
 
 def _reasoned_only(messages: list[Json], thoughts: str) -> None:

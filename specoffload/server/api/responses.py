@@ -20,7 +20,12 @@ from specoffload.server.api.answers import Json
 from specoffload.server.api.body import checked, ignore
 from specoffload.server.api.context import BodyRoute, ServerContext
 from specoffload.server.api.requests import ChatRequest, ConversationRequest
-from specoffload.server.api.response_input import ResponsesRequest, as_chat
+from specoffload.server.api.response_input import (
+    SEALED_REASONING,
+    ResponsesRequest,
+    as_chat,
+    sealed,
+)
 from specoffload.server.api.response_tools import as_text
 from specoffload.server.api.streaming import EventWording
 from specoffload.server.engine.messages import Problem
@@ -61,6 +66,7 @@ class ResponsesWording(EventWording):
         }
         super().__init__(parser, result)
         self._tools = request.own_tools
+        self._seals_reasoning = SEALED_REASONING in (request.include or ())
         self._arguments = ""  # of the last item, if it calls a custom tool
         self._n_events = 0
         self._is_open = False  # True while the last item is not done
@@ -178,6 +184,8 @@ class ResponsesWording(EventWording):
         self._is_open = False
         item = self._items[-1]
         item["status"] = status
+        if item["type"] == "reasoning" and self._seals_reasoning:
+            item["encrypted_content"] = sealed(item["content"][0]["text"])
         if item["type"] == "function_call":
             name = "response.function_call_arguments.done"
             events = [self._in_item(name, name=item["name"], arguments=item["arguments"])]
