@@ -12,6 +12,7 @@ from specoffload import report
 from specoffload.commands.serve import ServedAs, open_session
 from specoffload.config.command_line import CommandLine, Given, read_command_line
 from specoffload.config.environment import Environment
+from specoffload.config.flag import HIDDEN
 from specoffload.config.options import Options, ServeOptions
 from specoffload.config.presets import EVERY, Preset, idle_words, read_presets
 from specoffload.config.resolution import Config
@@ -61,7 +62,7 @@ def serve_several(line: CommandLine, served_as: Callable[..., ServedAs]) -> None
         log.say(f"model {entry.name} ({entry.source})")
 
     def parts_of(entry: Entry, share: Share | None, shelf: PromptShelf | None) -> ModelParts:
-        served = served_as(catalogue.lines[entry.name])
+        served = served_as(_line(entry))
         config = served.config
         for words in config.remarks:
             log.note(f"{entry.name}: {words}")
@@ -83,9 +84,7 @@ def serve_several(line: CommandLine, served_as: Callable[..., ServedAs]) -> None
         configs = {}
         for entry in entries:
             try:
-                configs[entry.name] = served_as(
-                    catalogue.lines[entry.name], header_only=True
-                ).config
+                configs[entry.name] = served_as(_line(entry), header_only=True).config
             except KNOWN as e:  # its start will say it again
                 log.note(f"{entry.name} has no plan: {e}")
         planned = plan_all(configs)
@@ -107,6 +106,11 @@ def serve_several(line: CommandLine, served_as: Callable[..., ServedAs]) -> None
         raise
     if code:
         raise SystemExit(code)
+
+
+def _line(entry: Entry) -> CommandLine:
+    assert isinstance(entry.line, CommandLine)
+    return entry.line
 
 
 def _with_share(config: Config, share: Share) -> tuple[Config, str]:
@@ -132,14 +136,13 @@ def _source(line: CommandLine) -> str:
 
 
 class _Catalogue:
-    """The models of a command line. `lines` has the command line of each, by name.
+    """The models of a command line.
 
     `idle` has a sentence for each key of the preset file without effect.
     """
 
     def __init__(self, line: CommandLine) -> None:
         self._line = line
-        self.lines: dict[str, CommandLine] = {}
         self.idle: list[str] = []
 
     def entries(self) -> list[Entry]:
@@ -169,16 +172,14 @@ class _Catalogue:
                 places.setdefault(name, {})
                 sources[name] = "preset"
         every = presets.get(EVERY, Preset())
-        lines, entries = {}, []
+        entries = []
         for name, own in sorted(places.items()):
             preset = presets.get(name, Preset()).over(every)
             line = _line_of(self._line, name, own, preset)
-            lines[name] = line
             entries.append(_entry(name, sources[name], line, preset))
         _check_names(entries)
         if not entries:
             raise UsageError(f"{_source(self._line)}: no models there")
-        self.lines = lines
         return entries
 
 
@@ -232,21 +233,21 @@ def _line_of(
 
 
 def _entry(name: str, source: str, line: CommandLine, preset: Preset) -> Entry:
-    model = line.given.get(_MODEL) or line.given[_REPO]
     flag = "--model" if _MODEL in line.given else "--hf-repo"
     stop_s = preset.stop_timeout_s
     tags = preset.tags or tuple(filter(None, (line.of(ServeOptions).tags or "").split(",")))
-    lines = (f"{key} = {value}\n" for key, value in preset.options.items())
+    lines = (f"{key} = {value}\n" for key, value in preset.shown.items())
     return Entry(
         name,
-        (flag, str(model.value), *preset.words),
+        (flag, HIDDEN, *preset.shown_words),
         source,
         tags=tags,
-        preset=f"[{name}]\n{''.join(lines)}" if preset.options else "",
+        preset=f"[{name}]\n{''.join(lines)}" if preset.shown else "",
         loads_on_startup=bool(preset.loads_on_startup),
         stop_timeout_s=DEFAULT_STOP_TIMEOUT_S if stop_s is None else stop_s,
         aliases=preset.aliases,
         reads_images=_PROJECTOR in line.given,
+        line=line,
     )
 
 

@@ -45,11 +45,16 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of value. `read` parses a text. Its ValueError says what the value must be."""
+    """A kind of value. `read` parses a text. Its ValueError says what the value must be.
+
+    Values of an open kind are numbers, sizes and names that the program knows. They may be shown to
+    users of the server. Others may be keys, addresses, files or texts.
+    """
 
     metavar: str
     read: Callable[[str], object]
     values: tuple[str, ...] = ()  # values that a shell completes
+    is_open: bool = False
 
 
 def whole(text: str) -> int:
@@ -70,11 +75,12 @@ def _float(text: str) -> float:
     return value
 
 
-INT = Kind("N", whole)
-FLOAT = Kind("X", _float)
+INT = Kind("N", whole, is_open=True)
+FLOAT = Kind("X", _float, is_open=True)
 TEXT = Kind("TEXT", str)
 PATH = Kind("FILE", Path)
-SWITCH = Kind("", str)  # takes no value
+SWITCH = Kind("", str, is_open=True)  # takes no value
+HIDDEN = "(hidden)"  # shown in place of a value that is not open
 
 TRUE = ("1", "true", "on", "enabled")  # llama.cpp's words for "on"
 FALSE = ("0", "false", "off", "disabled")
@@ -91,7 +97,7 @@ def choice(values: Collection[object], aliases: dict[str, object] | None = None)
             raise ValueError(f"must be one of {', '.join(known)}")
         return found
 
-    return Kind(metavar, read, tuple(known))
+    return Kind(metavar, read, tuple(known), is_open=True)
 
 
 @dataclass(frozen=True)
@@ -200,6 +206,10 @@ class Flag:
         if self.least is not None:
             return f"between {_number(self.least)} and {_number(self.most)}"
         return f"{low} and at most {_number(self.most)}"
+
+    def shown(self, text: str) -> str:
+        """`text`, a value of this flag, as users of the server may see it."""
+        return text if self.kind.is_open else HIDDEN
 
     def read(self, text: str) -> object:
         """The value that `text` means. Its ValueError says what the value must be."""

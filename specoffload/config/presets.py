@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from specoffload.config.command_line import flags_of
-from specoffload.config.flag import FALSE, TRUE, Flag
+from specoffload.config.flag import FALSE, HIDDEN, TRUE, Flag
 from specoffload.config.foreign import FOREIGN, Foreign
 from specoffload.errors import UsageError
 
@@ -45,8 +45,9 @@ _LISTS = {"tags": "tags", "LLAMA_ARG_TAGS": "tags", "a": "alias", "alias": "alia
 class Preset:
     """The settings of one section.
 
-    `words` are arguments of `serve`. `left_out` has keys that belong to the server as a whole, and
-    `idle` keys without effect.
+    `words` are arguments of `serve`, and `shown_words` are the same ones as users of the server may
+    see them. `left_out` has keys that belong to the server as a whole, and `idle` keys without
+    effect.
     `stop_timeout_s` are the seconds that requests have to end when the model is to be unloaded.
     """
 
@@ -56,7 +57,8 @@ class Preset:
     left_out: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
-    options: Mapping[str, str] = field(default_factory=dict)  # keys as written
+    shown_words: tuple[str, ...] = ()
+    shown: Mapping[str, str] = field(default_factory=dict)  # values that users may see, by key
     idle: tuple[str, ...] = ()
 
     def over(self, other: Preset) -> Preset:
@@ -70,7 +72,8 @@ class Preset:
             (*other.left_out, *self.left_out),
             self.aliases,  # several models cannot share one
             self.tags or other.tags,
-            {**other.options, **self.options},
+            (*other.shown_words, *self.shown_words),
+            {**other.shown, **self.shown},
             (*other.idle, *self.idle),
         )
 
@@ -117,6 +120,8 @@ def canonical(name: str) -> str:
 
 def _preset(section: str, values: Mapping[str, str], source: str) -> Preset:
     words: list[str] = []
+    shown_words: list[str] = []
+    shown = dict(values)
     left_out: list[str] = []
     lists: dict[str, tuple[str, ...]] = {}
     for key, value in values.items():
@@ -129,10 +134,12 @@ def _preset(section: str, values: Mapping[str, str], source: str) -> Preset:
         if known is None:
             raise UsageError(f"{source}: option {key!r} not recognized in preset {section!r}")
         name, found = known
+        shown[key] = _shown(found, value)
         if found.names and found.names[0] in _OF_SERVER:
             left_out.append(key)
         else:
             words += _words(name, found, value)
+            shown_words += _words(name, found, shown[key])
     try:
         stop_s = float(values["stop-timeout"]) if "stop-timeout" in values else None
     except ValueError:
@@ -150,7 +157,8 @@ def _preset(section: str, values: Mapping[str, str], source: str) -> Preset:
         tuple(left_out),
         lists.get("alias", ()),
         lists.get("tags", ()),
-        dict(values),
+        tuple(shown_words),
+        shown,
         tuple(key for key in values if key in _IDLE),
     )
 
@@ -167,13 +175,21 @@ def _known(key: str) -> tuple[str, Flag | Foreign] | None:
     return None
 
 
+def _is_switch(found: Flag | Foreign) -> bool:
+    return found.is_switch if isinstance(found, Flag) else not (found.n_values or found.optional)
+
+
+def _shown(found: Flag | Foreign, value: str) -> str:
+    """Return a value as users of the server may see it."""
+    if _is_switch(found):
+        return value if value in (*TRUE, *FALSE) else HIDDEN
+    return found.shown(value) if isinstance(found, Flag) else HIDDEN
+
+
 def _words(name: str, found: Flag | Foreign, value: str) -> list[str]:
     """Return the arguments that set a flag to `value`. A switch that has no name for "off" and is
     off is left out."""
-    takes_none = found.is_switch if isinstance(found, Flag) else not (
-        found.n_values or found.optional
-    )  # fmt: skip
-    if not takes_none:
+    if not _is_switch(found):
         if name in found.off:  # such as no-webui of a flag that also takes a value
             return [name] if value not in FALSE else []
         return [f"{name}={value}"] if name.startswith("--") else [name, value]

@@ -316,43 +316,43 @@ def verbosity(text: str) -> int:
     return level if level >= _DEBUG_LEVEL else 0
 
 
-MIN_BATCH = Kind("N", min_batch)
+MIN_BATCH = Kind("N", min_batch, is_open=True)
 ANY_TEXT = Kind("TEXT", lambda text: text or None)  # None: no text
 CONTENTS = Kind("FILE", contents)
-TOKEN_MIX = Kind("auto|decode|P:G", token_mix)
-CPU_MOE = Kind("N", cpu_moe)
-AUTO_INT = Kind("N", lambda text: None if text == "auto" else whole(text))
-RATE = Kind("SIZE/s", parse_rate)
+TOKEN_MIX = Kind("auto|decode|P:G", token_mix, is_open=True)
+CPU_MOE = Kind("N", cpu_moe, is_open=True)
+AUTO_INT = Kind("N", lambda text: None if text == "auto" else whole(text), is_open=True)
+RATE = Kind("SIZE/s", parse_rate, is_open=True)
 ADDRESS = Kind("HOST:PORT", listening)
 NETWORK = Kind("ADDRESS", network)
-SIZES = Kind("SIZE,...", sizes)
-LINKS = Kind("SIZE/s,...", links)
+SIZES = Kind("SIZE,...", sizes, is_open=True)
+LINKS = Kind("SIZE/s,...", links, is_open=True)
 ADDRESSES = Kind("HOST:PORT,...", parse_addresses)
-RAM_SIZE = Kind("SIZE", ram_size)
-RAM = Kind("SIZE,SIZE/s", ram)
+RAM_SIZE = Kind("SIZE", ram_size, is_open=True)
+RAM = Kind("SIZE,SIZE/s", ram, is_open=True)
 DISK_ROOM = Kind("SIZE[,FOLDER]", disk_room)
-DRAFTERS = Kind("NAME,...", drafters)
+DRAFTERS = Kind("NAME,...", drafters, is_open=True)
 REPLACEMENTS = Kind("TARGET=DRAFT,...", replacements)
-RATES = Kind("P,...", numbers)
-SHARES = Kind("X,...", numbers)
-SPLIT_MODE = Kind("layer|none", split_mode)
-COUNTS = Kind("N,...", counts)
-POLICIES = Kind("NAME,...", several(PolicyName))
-WORKLOADS = Kind("NAME,...", several(WorkloadName))
-PAIR_OF_COUNTS = Kind("N,N", pair_of_counts)
-SEED = Kind("N", seed)
-SAMPLER_NAMES = Kind("NAME;...", samplers)
+RATES = Kind("P,...", numbers, is_open=True)
+SHARES = Kind("X,...", numbers, is_open=True)
+SPLIT_MODE = Kind("layer|none", split_mode, is_open=True)
+COUNTS = Kind("N,...", counts, is_open=True)
+POLICIES = Kind("NAME,...", several(PolicyName), is_open=True)
+WORKLOADS = Kind("NAME,...", several(WorkloadName), is_open=True)
+PAIR_OF_COUNTS = Kind("N,N", pair_of_counts, is_open=True)
+SEED = Kind("N", seed, is_open=True)
+SAMPLER_NAMES = Kind("NAME;...", samplers, is_open=True)
 BREAKER = Kind("TEXT", breaker)
 LOGIT_BIAS = Kind("ID+BIAS", logit_bias)
 KEYS = Kind("KEY,...", keys)
-N_PREDICT = Kind("N", _or_none(lambda n: n < 0))  # None: to the end of the context
-REASONING_BUDGET = Kind("N", _or_none(lambda n: n == -1, least=-1))  # None: no limit
-PARALLEL = Kind("N", _or_none(lambda n: n == -1))  # None: chosen at start
-THREADS = Kind("N", _or_none(lambda n: n <= 0))  # None: chosen at start
-LAYERS = Kind("N", layers)
+N_PREDICT = Kind("N", _or_none(lambda n: n < 0), is_open=True)  # None: to the end of the context
+REASONING_BUDGET = Kind("N", _or_none(lambda n: n == -1, least=-1), is_open=True)  # None: no limit
+PARALLEL = Kind("N", _or_none(lambda n: n == -1), is_open=True)  # None: chosen at start
+THREADS = Kind("N", _or_none(lambda n: n <= 0), is_open=True)  # None: chosen at start
+LAYERS = Kind("N", layers, is_open=True)
 WORDS = Kind("WORDS", words)
 JSON_OBJECT = Kind("JSON", json_object)
-VERBOSITY = Kind("N", verbosity)
+VERBOSITY = Kind("N", verbosity, is_open=True)
 TOGGLE = choice(
     tuple(Toggle),
     {

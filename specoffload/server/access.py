@@ -44,6 +44,7 @@ _NUMERIC = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _OPEN_TO_OTHERS = stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP
 _MOST_NAME_CHARS = 64
 _CLIENT = "specoffload.client"
+_HAS_KEY = "specoffload.has_key"
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -247,6 +248,22 @@ class AccessRules:
     on_loopback: bool = True
 
 
+ANOTHER_SITE = Problem(
+    "Forbidden",
+    "a page of another site, or a browser that does not say of which, may not change the list: use "
+    "a program such as curl, or send `Authorization: Bearer KEY`",
+    403,
+    "permission_error",
+    can_retry=False,
+)
+NEEDS_KEY = Problem(
+    "Unauthorized",
+    "Invalid API Key: send `Authorization: Bearer KEY`",
+    401,
+    "authentication_error",
+)
+
+
 class Gate:
     """ASGI middleware that refuses requests and adds the header that names ignored parameters.
 
@@ -288,11 +305,11 @@ class Gate:
         is_public = is_page or scope["path"] in _PUBLIC
         key = held_key(rules.keys, headers.get("authorization"), headers.get("x-api-key"))
         if not is_public and rules.keys and key is None:
-            message = "Invalid API Key: send `Authorization: Bearer KEY`"
-            return Problem("Unauthorized", message, 401, "authentication_error")
+            return NEEDS_KEY
         address = scope["client"][0] if scope.get("client") else None
         name = client_name(key if len(rules.keys) > 1 else None, address)
-        scope.setdefault("state", {})[_CLIENT] = name
+        state = scope.setdefault("state", {})
+        state[_CLIENT], state[_HAS_KEY] = name, not rules.keys or key is not None
         return _media_problem(headers)
 
 
@@ -339,3 +356,25 @@ def client_name(key: int | None, address: str | None) -> str:
 def client_of(scope: Mapping[str, Any]) -> str:
     """Return the client name that the gate stored in a request's scope."""
     return str(scope.get("state", {}).get(_CLIENT, ""))
+
+
+def has_key(scope: Mapping[str, Any]) -> bool:
+    """True if the gate found one of the server's keys, or the server has none."""
+    return bool(scope.get("state", {}).get(_HAS_KEY, False))
+
+
+def may_change(scope: Scope) -> bool:
+    """True if a GET may change something: it is no request that another site's page can cause.
+
+    An image or a link of any page causes a GET without an Origin header. The gate has checked this
+    header if there is one. Browsers say the page's site in Sec-Fetch-Site over HTTPS and to
+    loopback. Elsewhere a request of a browser counts only with a key, which no other page can add.
+    """
+    headers = Headers(scope=scope)
+    if "origin" in headers:
+        return True
+    sites = headers.getlist("sec-fetch-site")
+    if sites:
+        return set(sites) <= {"same-origin", "none"}
+    by_key = "authorization" in headers or "x-api-key" in headers
+    return by_key or not _is_browsers(headers)

@@ -354,6 +354,49 @@ def test_keys_protect_models_too(start: Start) -> None:
     assert client.completions.create(model="one", prompt="[say]x[/say]").choices[0].text
 
 
+def test_strangers_see_names_and_states_and_change_nothing(start: Start) -> None:
+    """Neither without the key nor from an image on a page of another site."""
+    entry = Entry("one", ("-c", "1"), preset="[one]\nc = 1\n", tags=("fast",), aliases=("eins",))
+    entries = [entry]
+    factories = {name: FakeFactory(name=name) for name in ("one", "two")}
+    server = start(factories, access=AccessRules(keys=("secret",)), entries=lambda: list(entries))
+    url, key = server.url, {"Authorization": "Bearer secret"}
+    (told,) = http.get(url + "/models").json()["data"]
+    names = {"id", "aliases", "object", "owned_by", "created", "status"}
+    assert (set(told), told["status"]) == (names, {"value": "unloaded"})
+    (known,) = http.get(url + "/models", headers=key).json()["data"]
+    assert known["status"] == {"value": "unloaded", "args": ["-c", "1"], "preset": entry.preset}
+    assert known["tags"] == ["fast"]
+    entries.append(Entry("two", ()))
+    image = {"Sec-Fetch-Site": "cross-site", "User-Agent": "Mozilla/5.0"}
+    for headers, status in (({}, 401), (image, 401), ({**image, **key}, 403)):
+        answer = http.get(url + "/models?reload=1", headers=headers)
+        assert answer.status_code == status, headers
+        assert list(server.statuses()) == ["one"]
+    assert len(http.get(url + "/models?reload=1", headers=key).json()["data"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),  # another port of this machine
+        ({"User-Agent": "Mozilla/5.0"}, 403),  # plain HTTP from another machine: no site is named
+        ({"Sec-Fetch-Site": "same-origin", "User-Agent": "Mozilla/5.0"}, 200),
+        ({"Sec-Fetch-Site": "none", "User-Agent": "Mozilla/5.0"}, 200),  # the address was typed
+        ({}, 200),
+    ],
+)
+def test_a_get_changes_nothing_for_a_page_of_another_site(
+    start: Start, headers: dict[str, str], status: int
+) -> None:
+    server = start()
+    assert http.get(server.url + "/models?reload=1", headers=headers).status_code == status
+    opened = http.get(server.url + "/slots?model=one", headers=headers)
+    assert opened.status_code == (200 if status == 200 else 400)
+    assert server.statuses()["one"] == ("loaded" if status == 200 else "unloaded")
+
+
 def test_the_list_is_read_again(start: Start) -> None:
     entries = [Entry("one", ("-c", "1")), Entry("two", (), aliases=("zwei",))]
     server = start(entries=lambda: list(entries))

@@ -28,7 +28,7 @@ from starlette.types import Message, Receive, Scope, Send
 from offload.errors import NotSupported
 from specoffload import __version__
 from specoffload.generation.generation import OnProgress
-from specoffload.server.access import AccessRules
+from specoffload.server.access import ANOTHER_SITE, NEEDS_KEY, AccessRules, has_key, may_change
 from specoffload.server.api.answers import Json, problem_response, server_sent
 from specoffload.server.api.app import bare_app, create_app, describe, guard
 from specoffload.server.api.body import HeldBodies, invalid, read_json
@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # the API process has no engine
 _HEADER_PATIENCE_S = 10.0  # a stream's header is sent after this time, so that proxies wait
 _NEWS_S = 1.0  # seconds between comments about loading
 _EVENT_PATIENCE_S = 10.0
+_ON = ("true", "1")  # values of a query that switch something on
 _MOST_EVENTS = 1000  # events that a reader of /models/sse may be behind
 _NAMED_EVENTS = ("/v1/messages", "/v1/responses", "/responses")  # their streams name each event
 _SSE = [
@@ -167,11 +168,16 @@ def _status_router(
     @router.get("/v1/models")
     @router.get("/models")
     async def models(request: Request) -> dict[str, Any]:
-        """All models with their states. With `?reload=1` the list is read again first."""
-        if request.query_params.get("reload"):
+        """All models with their states. With `?reload=1` the list is read again first.
+
+        Without the server's key only names and states are told, and the list is not read again.
+        """
+        is_known = has_key(request.scope)
+        if request.query_params.get("reload") in _ON:
+            _check_may_change(request)
             await pool.replace(await asyncio.to_thread(entries))
             events.tell({"model": "*", "event": "models_reload"})
-        found = [_described(model, created) for model in pool.models.values()]
+        found = [_described(model, created, is_known=is_known) for model in pool.models.values()]
         return {"object": "list", "data": found}
 
     @router.get("/models/sse")
@@ -186,7 +192,7 @@ def _status_router(
         found = pool.find(name)
         if found is None:
             raise _not_found()
-        return _described(found, created)
+        return _described(found, created, is_known=True)
 
     @router.post("/models/load")
     async def load(request: Request) -> dict[str, bool]:
@@ -243,23 +249,43 @@ def _status_router(
     return router
 
 
-def _described(model: Model, created: int) -> Json:
+def _check_may_change(request: Request) -> None:
+    """Raise RequestFailed if a GET without a key, or of another site's page, would change things.
+
+    The list of models itself needs no key, and no Origin header.
+    """
+    if not has_key(request.scope):
+        raise RequestFailed(NEEDS_KEY)
+    if not may_change(request.scope):
+        raise RequestFailed(ANOTHER_SITE)
+
+
+def _described(model: Model, created: int, *, is_known: bool) -> Json:
+    """Describe a model, to somebody without a key by its names and its state alone."""
     entry = model.entry
-    status: Json = {"value": model.status, "args": list(entry.words)}
-    if entry.preset:
-        status["preset"] = entry.preset
-    if model.failure is not None and model.status == "unloaded":
-        status |= {"failed": True, "exit_code": model.exit_code, "message": str(model.failure)}
+    status: Json = {"value": model.status}
+    has_failed = model.failure is not None and model.status == "unloaded"
+    if has_failed:
+        status["failed"] = True
     if model.status == "loading":
         status["progress"] = _progress(model)
     told: Json = {
         "id": model.name,
         "aliases": list(entry.aliases),
-        "tags": list(entry.tags),
         "object": "model",
         "owned_by": "specoffload",
         "created": created,
         "status": status,
+    }
+    if not is_known:
+        return told
+    status["args"] = list(entry.words)
+    if entry.preset:
+        status["preset"] = entry.preset
+    if has_failed:
+        status |= {"exit_code": model.exit_code, "message": str(model.failure)}
+    told |= {
+        "tags": list(entry.tags),
         "architecture": {
             "input_modalities": ["text", *["image"] * entry.reads_images],
             "output_modalities": ["text"],
@@ -374,7 +400,9 @@ class _Forward(Response):
             model = self._model(_name_in(found) or query.get("model", [""])[0])
             autoload = self._autoload
             if asked := query.get("autoload"):
-                autoload = asked[0] in ("true", "1")
+                autoload = asked[0] in _ON
+            if not has_body and not may_change(scope):
+                autoload = False
             if self._waits and not autoload and not (model.is_running or model.rests):
                 raise invalid("model is not loaded")
             add_words(scope, model.name)

@@ -40,7 +40,8 @@ class Entry:
     """A model that requests may name.
 
     `source` is llama-server's word for where it was found: preset, models_dir, or cache. `words`
-    are the arguments of `serve` that its own server would have.
+    are the arguments of `serve` that its own server would have, and `preset` is the preset as text,
+    both as users may see them. `line` is the whole command line. Entries differ if theirs do.
     """
 
     name: str
@@ -48,10 +49,11 @@ class Entry:
     source: str = "preset"
     aliases: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
-    preset: str = ""  # the preset as text; "": none
+    preset: str = ""  # "": none
     loads_on_startup: bool = False
     stop_timeout_s: float = DEFAULT_STOP_TIMEOUT_S
     reads_images: bool = False
+    line: object = field(default=None, hash=False, repr=False)
 
 
 class Served(NamedTuple):
