@@ -12,16 +12,16 @@ import socket
 import ssl
 from contextlib import suppress
 from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+from ipaddress import ip_address
 from typing import NamedTuple
 from urllib.parse import quote, urljoin, urlsplit
 
 import h11
 
 from offload.errors import BadRequest
+from specoffload.server.public_addresses import is_public, own_addresses
 
 _SCHEMES = {"http": 80, "https": 443}
-_NAT64 = IPv6Network("64:ff9b::/96")  # the last 4 bytes are an IPv4 address (RFC 6052)
 _MOST_URL_CHARS = 4096
 _MOST_HEADER_BYTES = 64 << 10
 _READ_BYTES = 64 << 10
@@ -49,19 +49,6 @@ class Place(NamedTuple):
     host: str
     port: int
     target: str
-
-
-def is_public(address: IPv4Address | IPv6Address) -> bool:
-    """True if the address belongs to the public internet, also as an IPv4 address within IPv6."""
-    if isinstance(address, IPv6Address):
-        if address in _NAT64:
-            return is_public(IPv4Address(address.packed[-4:]))
-        inner = address.ipv4_mapped or address.sixtofour
-        if inner is not None:
-            return is_public(inner)
-        if address.teredo is not None:
-            return False
-    return address.is_global and not address.is_multicast
 
 
 def place_of(url: str) -> Place:
@@ -96,10 +83,18 @@ async def fetched(url: str, limits: FetchLimits) -> bytes:
                 found = await _answer_of(place_of(url), limits)
                 if isinstance(found, bytes):
                     return found
-                url = urljoin(url, found)
+                url = _joined(url, found)
     except TimeoutError as e:
         raise BadRequest(f"fetching it takes over {limits.seconds:g} s") from e
     raise BadRequest(f"its address is redirected more than {limits.most_redirects} times")
+
+
+def _joined(url: str, found: str) -> str:
+    """Return the address to which `url` is redirected by `found`. Raises BadRequest."""
+    try:
+        return urljoin(url, found)
+    except ValueError as e:
+        raise BadRequest(f"{_short(found)} is no valid address ({e})") from e
 
 
 async def _answer_of(place: Place, limits: FetchLimits) -> bytes | str:
@@ -126,11 +121,12 @@ async def _connected(
         raise BadRequest(f"{place.host[:200]!r} has no address ({e})") from e
     addresses = [sockaddr[0] for *_, sockaddr in found]
     if limits.only_public:
-        addresses = [address for address in addresses if is_public(ip_address(address))]
+        own = own_addresses()
+        addresses = [address for address in addresses if is_public(ip_address(address), own)]
         if not addresses:
             raise BadRequest(
-                f"{place.host[:200]!r} is in a private network, and this server fetches only from "
-                "public addresses"
+                f"{place.host[:200]!r} is in a private network or on this machine, and this server "
+                "fetches only from public addresses"
             )
     secure = ssl.create_default_context() if place.scheme == "https" else None
     name = place.host if secure is not None else None

@@ -10,6 +10,7 @@ import ssl
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from http_hosts import Answer, file, host, sends
 from hypothesis import given
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from offload.errors import BadRequest
 from specoffload.server import fetching
 from specoffload.server.api.images import MOST_FETCHES, ConversationImages, MediaRules
-from specoffload.server.fetching import FetchLimits, fetched, is_public, place_of
+from specoffload.server.fetching import FetchLimits, fetched, place_of
 
 TLS = Path(__file__).parents[1] / "fixtures" / "tls"
 LIMITS = FetchLimits(most_bytes=10_000, seconds=1.0, only_public=False)
@@ -99,6 +100,8 @@ HOSTILE: dict[str, tuple[Answer, str]] = {
     "circle": (redirect("/again"), "redirected more than 3 times"),
     "port": (redirect("http://127.0.0.1:99999/"), "is no valid address"),
     "closed": (redirect("http://127.0.0.1:1/"), "cannot be connected to"),
+    "bracket": (redirect("http://["), r"'http://\[' is no valid address"),
+    "bracketed": (redirect("//[::1"), "is no valid address"),
     "split": (redirect("/a b\tc"), "is no|answers|redirected|breaks off"),
 }  # fmt: skip
 
@@ -126,21 +129,48 @@ def test_private_addresses_are_refused_also_behind_a_redirect(
                 get(f"http://{name}:{port}/", public)
         # The first host counts as public, and the one that it names does not.
         with host(redirect(f"http://localhost:{port}/")) as first:
-            monkeypatch.setattr(fetching, "is_public", lambda address: not first.requests)
+            monkeypatch.setattr(fetching, "is_public", lambda address, own: not first.requests)
             with pytest.raises(BadRequest, match="'localhost' is in a private network"):
                 get(first.url, public)
         assert secret.requests == []
 
 
-def test_which_addresses_are_public() -> None:
-    for private in (
-        *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1"),
-        *("0.0.0.0", "224.0.0.1", "255.255.255.255", "::1", "::", "fe80::1", "fc00::1", "ff02::1"),
-        *("::ffff:10.0.0.1", "64:ff9b::a00:1", "2002:7f00:1::", "2001::1", "fe80::1%eth0"),
-    ):
-        assert not is_public(ipaddress.ip_address(private)), private
-    for public in ("8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"):
-        assert is_public(ipaddress.ip_address(public)), public
+def test_a_name_is_looked_up_once_and_what_was_checked_is_connected_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A name that stands for a public address first, and then for this machine, gains nothing."""
+    with host(file(b"secret")) as secret:
+        port = int(secret.url.rpartition(":")[2])
+        answers = [["192.0.2.1", "127.0.0.1"], ["127.0.0.1"]]
+        connected: list[str] = []
+
+        async def looked_up(*_: object, **__: object) -> list[tuple[object, ...]]:
+            found = answers.pop(0)
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (name, port)) for name in found]
+
+        async def connecting(address: str, *_: object, **__: object) -> None:
+            connected.append(address)
+            raise OSError("not here")
+
+        async def all_of() -> None:
+            monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", looked_up)
+            await fetched(f"http://rebinding.example:{port}/", FetchLimits(10_000))
+
+        public = {ipaddress.ip_address("192.0.2.1")}
+        monkeypatch.setattr(fetching, "is_public", lambda address, own: address in public)
+        monkeypatch.setattr(asyncio, "open_connection", connecting)
+        with pytest.raises(BadRequest, match="cannot be connected to"):
+            asyncio.run(all_of())
+        assert connected == ["192.0.2.1"]
+        assert answers == [["127.0.0.1"]]
+        assert secret.requests == []
+
+
+def test_this_machine_is_refused_by_its_own_public_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = (socket.AF_INET, "203.0.114.7", "255.255.255.0", None, None)
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": [entry]})
+    with pytest.raises(BadRequest, match="in a private network or on this machine"):
+        get("http://203.0.114.7:1/", FetchLimits(10_000))
 
 
 @given(st.text(max_size=60))
