@@ -8,7 +8,7 @@ import pytest
 
 from offload.errors import BadRequest
 from specoffload.chat.conversation import ChatSettings
-from specoffload.server.api import anthropic, response_input
+from specoffload.server.api import message_input, response_input
 from specoffload.server.api.parameters import conversation_of
 from specoffload.server.api.requests import ConversationRequest
 
@@ -18,7 +18,7 @@ USER = [{"role": "user", "content": "?"}]
 
 def chat_of_anthropic(**fields: Any) -> dict[str, Any]:
     request = {"messages": USER, "max_tokens": 9, **fields}
-    return anthropic.as_chat(anthropic.MessagesRequest.model_validate(request))[0]
+    return message_input.as_chat(message_input.MessagesRequest.model_validate(request))[0]
 
 
 def chat_of_responses(**fields: Any) -> dict[str, Any]:
@@ -34,8 +34,8 @@ def test_anthropics_form_of_the_answer_is_that_of_a_chat(fields: dict[str, Any])
     named = {"name": "answer", "schema": FORM["schema"]}
     expected = {"type": "json_schema", "json_schema": named}
     assert chat_of_anthropic(**fields)["response_format"] == expected
-    counted = anthropic.CountRequest.model_validate({"messages": USER, **fields})
-    assert "response_format" not in anthropic.as_chat(counted)[0]
+    counted = message_input.CountRequest.model_validate({"messages": USER, **fields})
+    assert "response_format" not in message_input.as_chat(counted)[0]
 
 
 def test_anthropics_effort_is_that_of_a_chat() -> None:

@@ -12,7 +12,8 @@ from told_answers import answers, ended, no_parser
 
 from offload.errors import BadRequest
 from specoffload.chat.conversation import CallPiece, Content, Delta, joined
-from specoffload.server.api.anthropic import AnthropicWording, MessagesRequest, as_chat
+from specoffload.server.api.anthropic import AnthropicWording
+from specoffload.server.api.message_input import MessagesRequest, as_chat
 from specoffload.server.engine.messages import Started
 
 pytest.importorskip("anthropic", reason="anthropic is not installed: scripts/test-extras runs this")

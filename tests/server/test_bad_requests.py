@@ -77,7 +77,14 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "image input is not supported",
     ),
-    ({"messages": [{"role": "tool"}]}, "messages[0]: content is missing"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "smell"}]}]},
+        "messages[0]: nothing of it can be read; its parts are of type smell",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+        "messages[0].tool_calls[0]: a call needs an object 'function' or 'custom'",
+    ),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "tool_calls"),
     ({"messages": [{**USER[0], "tool_calls": [CALL]}]}, "only the assistant has tool_calls"),
     ({"messages": USER, "tools": [{"type": "function"}]}, "tools[0]: type 'function' is"),

@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict
 from running import Running, http
 
 from offload.errors import BadRequest
-from specoffload.server.api.anthropic import CountRequest, MessagesRequest
 from specoffload.server.api.billing_line import BILLING_LINE
 from specoffload.server.api.body import (
     ALIASES,
@@ -25,6 +24,7 @@ from specoffload.server.api.body import (
     ignored_names,
     renamed,
 )
+from specoffload.server.api.message_input import CountRequest, MessagesRequest
 from specoffload.server.api.requests import ChatRequest, CompletionRequest
 from specoffload.server.api.response_input import ResponsesRequest
 

@@ -29,9 +29,9 @@ from specoffload.server.api.body import (
     ignored_names,
     read_json,
 )
+from specoffload.server.api.chat_messages import left_out_places, omitted_parts
 from specoffload.server.api.images import MOST_FETCHES, ConversationImages, MediaRules
 from specoffload.server.api.kept import STREAM_ID, KeptStreams
-from specoffload.server.api.omitted import omitted_parts
 from specoffload.server.api.parameters import conversation_of, generate_options, prompts_of
 from specoffload.server.api.requests import (
     ChatRequest,
@@ -169,6 +169,7 @@ class ServerContext:
         """Tell client and operator which parts of messages the model does not get."""
         if has_billing_line(body):
             ignore(request, [BILLING_LINE])
+        ignore(request, left_out_places(body))
         omitted = omitted_parts(body, reads_images=self.card.reads_images)
         if not omitted:
             return

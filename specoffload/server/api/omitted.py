@@ -6,8 +6,6 @@ whole session would end.
 
 from __future__ import annotations
 
-from specoffload.server.api.requests import ConversationRequest
-
 _KINDS = frozenset({"image", "document", "file", "audio", "video"})
 
 
@@ -23,17 +21,3 @@ def omitted_kind(part_type: str) -> str | None:
 def placeholder(part_type: str) -> str:
     """Return what the model reads in place of a part that is left out."""
     return f"[{omitted_kind(part_type)} omitted]"
-
-
-def omitted_parts(
-    request: ConversationRequest, *, reads_images: bool = False
-) -> list[tuple[str, str]]:
-    """Return the kind and the call's id of each part of tool results that is left out."""
-    return [
-        (kind, message.tool_call_id or "a call")
-        for message in request.messages
-        if message.role == "tool" and isinstance(message.content, list)
-        for part in message.content
-        if (kind := omitted_kind(part.type)) is not None
-        and not (reads_images and part.type == "image_url")
-    ]

@@ -24,22 +24,18 @@ from specoffload.chat.conversation import (
     ToolChoice,
 )
 from specoffload.generation.generation import N_SEEDS, GenerateOptions
-from specoffload.server.api.billing_line import billing_chars
+from specoffload.server.api.chat_messages import template_message
 from specoffload.server.api.images import ConversationImages, MediaRules, text_with_images
-from specoffload.server.api.omitted import omitted_kind, placeholder
 from specoffload.server.api.requests import (
     PLAIN_FLAGS,
-    ChatMessage,
     ChatRequest,
     ChatToolChoice,
     CompletionRequest,
     ConversationRequest,
     Function,
     GenerationRequest,
-    ImageUrl,
     InfillRequest,
     NativeRequest,
-    TextPart,
     ToolParameter,
 )
 from specoffload.server.engine.messages import Prompt
@@ -312,7 +308,8 @@ def conversation_of(
     points: list[CachePoint] = []
     messages: list[dict[str, Any]] = []
     for at, message in enumerate(request.messages):
-        found, own_points = _message(at, message, images)
+        is_last = at == len(request.messages) - 1
+        found, own_points = template_message(at, message, images, is_last=is_last)
         if found is not None:
             points += [CachePoint("message", len(messages), end) for end in own_points]
             messages.append(found)
@@ -407,84 +404,4 @@ def _named_choice(choice: ChatToolChoice) -> ToolChoice:
     raise BadRequest(
         f"tool_choice: type {choice.type[:80]!r} is not supported, or lacks its object; it is "
         "auto, none, required, function or allowed_tools"
-    )
-
-
-def _message(
-    at: int, message: ChatMessage, images: ConversationImages
-) -> tuple[dict[str, Any] | None, list[int | None]]:
-    """Return a message as templates take it, and its cache points as `CachePoint.n_chars`.
-
-    The message is None if its text is a billing line alone.
-    """
-    where = f"messages[{at}]"
-    calls = [
-        {
-            "id": call.id or f"call_{at}_{i}",
-            "type": "function",
-            "function": {
-                "name": call.function.name,
-                "arguments": {} if call.function.arguments is None else call.function.arguments,
-            },
-        }
-        for i, call in enumerate(message.tool_calls or ())
-    ]
-    if calls and message.role != "assistant":
-        raise BadRequest(f"{where}: only the assistant has tool_calls")
-    others = {
-        "tool_calls": calls,
-        "name": message.name,
-        "reasoning_content": message.reasoning_content or message.reasoning,
-        "tool_call_id": message.tool_call_id,
-    }
-    content, ends = _content(where, message, images)
-    n_billing = billing_chars(message.role, content)
-    if n_billing:
-        content = content[n_billing:]
-        ends = [end - n_billing for end in ends if end > n_billing]
-        if not content:
-            return None, []
-    points: list[int | None] = [*ends]
-    if message.cache_control is not None:
-        points.append(None if calls else len(content))
-    result: dict[str, Any] = {"role": message.role, "content": content}
-    return result | {name: value for name, value in others.items() if value}, points
-
-
-def _content(where: str, message: ChatMessage, images: ConversationImages) -> tuple[str, list[int]]:
-    """Return a message's text, and the numbers of its characters before the cache points in it."""
-    if message.content is None:
-        if message.role == "assistant":
-            return "", []  # the message has tool calls or reasoning
-        raise BadRequest(f"{where}: content is missing")
-    if isinstance(message.content, str):
-        return message.content, []
-    content, ends = "", []
-    for part in message.content:
-        content += _text(where, message.role, part, images)
-        if part.cache_control is not None:
-            ends.append(len(content))
-    return content, ends
-
-
-def _text(where: str, role: str, part: TextPart, images: ConversationImages) -> str:
-    """Return the text of a part, or the marker of an image.
-
-    Raises BadRequest for other parts, except in results of tools.
-    """
-    if part.type in ("text", "refusal"):
-        return part.text or part.refusal or ""
-    if part.type == "image_url" and (images.are_read or role != "tool"):
-        given = part.image_url
-        return images.take(where, given.url if isinstance(given, ImageUrl) else given)
-    if role == "tool" and omitted_kind(part.type) is not None:
-        return placeholder(part.type)
-    if (kind := omitted_kind(part.type)) in ("audio", "video"):
-        # The first words are llama-server's. Its hint at a projector would not help here.
-        raise BadRequest(
-            f"{kind} input is not supported by this server ({where}): it reads text and images, "
-            "and llama-server reads more with a projector for it"
-        )
-    raise BadRequest(
-        f"{where}: a part has type {part.type[:80]!r}, and this server reads text and images only"
     )

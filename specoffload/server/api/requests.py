@@ -1,39 +1,19 @@
-"""Declares the JSON bodies of requests in OpenAI's and llama-server's form.
-
-The models are strict: a wrong type is refused, not converted. Keys that no model declares are kept
-in `model_extra`, and `body.py` decides about them.
-"""
+"""Declares the JSON bodies of requests in OpenAI's and llama-server's form."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    WithJsonSchema,
-    create_model,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, WithJsonSchema, create_model
 
 from specoffload.chat.conversation import ReasoningFormat
 from specoffload.config.flag import FLOAT, INT, SWITCH
 from specoffload.config.sampling_flags import SAMPLING
-from specoffload.server.api.body import renamed
+from specoffload.server.api.foreign_parts import SetAside
+from specoffload.server.api.request_model import RequestModel
 
 MOST_CHOICES = 64  # answers of one chat request
 MOST_TOOLS = 1024
-
-
-class RequestModel(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _renamed(cls, found: Any) -> Any:
-        return renamed(found, cls.model_fields) if isinstance(found, dict) else found
 
 
 def _whole(value: object) -> object:
@@ -163,8 +143,10 @@ class CacheControl(RequestModel):
     ttl: str | None = None
 
 
-class TextPart(RequestModel):
+class TextPart(SetAside):
     """A part of a message: text, or an image of type image_url."""
+
+    known_types: ClassVar = frozenset({"text", "input_text", "output_text", "refusal", "image_url"})
 
     type: str
     text: str | None = None
@@ -178,10 +160,18 @@ class FunctionCall(RequestModel):
     arguments: str | dict[str, Any] | None = None
 
 
+class CustomCall(RequestModel):
+    """A call to a tool whose argument is a text."""
+
+    name: str
+    input: str | None = None
+
+
 class ToolCall(RequestModel):
     id: str | None = None
     type: str | None = None
-    function: FunctionCall
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
 
 
 class ChatMessage(RequestModel):
@@ -190,6 +180,8 @@ class ChatMessage(RequestModel):
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's and OpenRouter's name of reasoning_content
+    reasoning_details: list[dict[str, Any]] | None = None  # OpenRouter's parts of the same
+    thinking_blocks: list[dict[str, Any]] | None = None  # LiteLLM's
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     cache_control: CacheControl | None = None  # the whole message

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import base64
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from offload.errors import BadRequest
 from specoffload.server.api.answers import Json
+from specoffload.server.api.foreign_parts import (
+    SetAside,
+    is_left_out,
+    place_and_type,
+    readable_text,
+)
 from specoffload.server.api.omitted import omitted_kind
-from specoffload.server.api.requests import RequestModel, Whole
+from specoffload.server.api.request_model import RequestModel
+from specoffload.server.api.requests import Whole
 from specoffload.server.api.response_tools import (
     ResponsesTool,
     ResponsesToolChoice,
@@ -23,16 +30,31 @@ from specoffload.server.api.response_tools import (
     as_arguments,
 )
 
+_CALLS = ("function_call", "custom_tool_call")
+_RESULTS = ("function_call_output", "custom_tool_call_output")
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
-class ItemPart(RequestModel):
+
+class ItemPart(SetAside):
+    """A part of an item: text, or an image. Other types are read as in chats."""
+
+    known_types: ClassVar = frozenset({*_TEXTS, "refusal", "input_image"})
+
     type: str
     text: str | None = None
     refusal: str | None = None
     image_url: str | None = None
 
 
-class InputItem(RequestModel):
-    """A message, a call of a function or custom tool, its result, or the reasoning before it."""
+class InputItem(SetAside):
+    """A message, a call of a function or custom tool, its result, or the reasoning before it.
+
+    Items of other types are left out.
+    """
+
+    known_types: ClassVar = frozenset(
+        {"message", "reasoning", *_CALLS, *_RESULTS, "item_reference"}
+    )
 
     type: str | None = None
     role: str | None = None
@@ -88,17 +110,6 @@ _TRANSLATED = {
     *("max_output_tokens", "include", "truncation", "store", "max_tool_calls", *_STORED),
 }
 _ROLES = ("system", "developer", "user", "assistant")
-_CALLS = ("function_call", "custom_tool_call")
-_RESULTS = ("function_call_output", "custom_tool_call_output")
-# Records of tools that run at OpenAI, or of the server's own work there. A text model that has no
-# such tools needs none of them.
-_HOSTED = frozenset(
-    {"web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call",
-     "computer_call", "computer_call_output", "local_shell_call", "local_shell_call_output",
-     "mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response",
-     "tool_search_call", "tool_search_output", "additional_tools", "compaction"}
-)  # fmt: skip
-_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 def as_chat(request: ResponsesRequest) -> tuple[Json, list[str]]:
@@ -118,9 +129,7 @@ def as_chat(request: ResponsesRequest) -> tuple[Json, list[str]]:
     given = request.model_dump(exclude_unset=True)
     body = {name: value for name, value in given.items() if name not in _TRANSLATED}
     own = request.own_tools
-    body["messages"] = _messages(request, own)
-    if isinstance(request.input, list):
-        ignored += [f"input[{at}]" for at, item in enumerate(request.input) if _is_hosted(item)]
+    body["messages"] = _messages(request, own, ignored)
     if request.max_output_tokens is not None:
         body["max_tokens"] = request.max_output_tokens
     if request.reasoning is not None and request.reasoning.effort is not None:
@@ -135,10 +144,6 @@ def as_chat(request: ResponsesRequest) -> tuple[Json, list[str]]:
     return body, ignored
 
 
-def _is_hosted(item: InputItem) -> bool:
-    return item.type in _HOSTED
-
-
 def _response_format(form: Json) -> Json:
     """Return a response format in the form of chat requests, with the schema in its own object."""
     if form.get("type") != "json_schema":
@@ -147,7 +152,8 @@ def _response_format(form: Json) -> Json:
     return {"type": "json_schema", "json_schema": inner}
 
 
-def _messages(request: ResponsesRequest, tools: ResponsesTools) -> list[Json]:
+def _messages(request: ResponsesRequest, tools: ResponsesTools, ignored: list[str]) -> list[Json]:
+    """Return the messages of a chat request. Adds the places of items left out to `ignored`."""
     messages: list[Json] = []
     if request.instructions:
         messages.append({"role": "system", "content": request.instructions})
@@ -155,9 +161,17 @@ def _messages(request: ResponsesRequest, tools: ResponsesTools) -> list[Json]:
         return [*messages, {"role": "user", "content": request.input}]
     turn: Json | None = None  # the assistant's turn, which may consist of several items
     thoughts = ""  # reasoning that belongs to the next item of the assistant
-    for at, item in enumerate(request.input):
+    for at, given in enumerate(request.input):
         where = f"input[{at}]"
-        if _is_hosted(item):
+        if given.foreign is not None:  # a record of a tool that ran elsewhere
+            ignored.append(where)
+            continue
+        item = _readable(where, given, ignored)
+        if given.content and not item.content and item.role in ("user", "system", "developer"):
+            if at == len(request.input) - 1:
+                raise BadRequest(
+                    f"{where}: nothing of it can be read, and this server reads text and images"
+                )
             continue
         if item.type == "reasoning":
             turn, thoughts = None, thoughts + _thoughts(where, item)
@@ -175,6 +189,30 @@ def _messages(request: ResponsesRequest, tools: ResponsesTools) -> list[Json]:
         _add_to_turn(where, item, turn, tools)
     _reasoned_only(messages, thoughts)
     return messages
+
+
+def _readable(where: str, item: InputItem, ignored: list[str]) -> InputItem:
+    """Return the item with foreign parts as text. Adds the places of others to `ignored`."""
+    read = {}
+    for name in ("content", "output", "summary"):
+        parts = getattr(item, name)
+        if isinstance(parts, list) and any(part.foreign is not None for part in parts):
+            read[name] = _read(f"{where}.{name}", parts, ignored)
+    return item.model_copy(update=read) if read else item
+
+
+def _read(where: str, parts: list[ItemPart], ignored: list[str]) -> list[ItemPart]:
+    found = []
+    for at, part in enumerate(parts):
+        if part.foreign is None:
+            found.append(part)
+        elif (text := readable_text(part.foreign)) is not None:
+            found.append(ItemPart(type="text", text=text))
+        elif is_left_out(part.foreign):
+            ignored.append(place_and_type(f"{where}[{at}]", part.type))
+        else:
+            found.append(part)
+    return found
 
 
 def _thoughts(where: str, item: InputItem) -> str:
@@ -280,7 +318,6 @@ def _text(where: str, content: str | list[ItemPart]) -> str:
 
 
 def _part_text(where: str, at: int, part: ItemPart) -> str:
-    text = part.refusal if part.type == "refusal" else part.text
-    if part.type not in (*_TEXTS, "refusal") or text is None:
+    if part.type not in (*_TEXTS, "refusal"):
         raise BadRequest(f"{where}.content[{at}]: a part of type {part.type[:80]!r} is not text")
-    return text
+    return (part.refusal if part.type == "refusal" else part.text) or ""

@@ -16,7 +16,8 @@ from typing import Any
 
 from offload.errors import BadRequest
 from specoffload.server.api.answers import Json
-from specoffload.server.api.requests import RequestModel, function_tool
+from specoffload.server.api.request_model import RequestModel
+from specoffload.server.api.requests import function_tool
 
 _INPUT = "input"
 _TEXT_ARGUMENT = {

@@ -11,7 +11,7 @@ from published import chat_format
 
 from offload.errors import BadRequest
 from specoffload.chat.conversation import ChatSettings, Conversation
-from specoffload.server.api import anthropic, response_input
+from specoffload.server.api import message_input, response_input
 from specoffload.server.api.billing_line import billing_chars, has_billing_line
 from specoffload.server.api.body import checked
 from specoffload.server.api.parameters import conversation_of
@@ -65,7 +65,10 @@ def _responses(line: str | None) -> list[dict[str, Any]]:
 
 def _requests(line: str | None) -> list[ConversationRequest]:
     chats = [
-        *(anthropic.as_chat(checked(b, anthropic.CountRequest))[0] for b in _messages(line)),
+        *(
+            message_input.as_chat(checked(b, message_input.CountRequest))[0]
+            for b in _messages(line)
+        ),
         *(
             response_input.as_chat(checked(b, response_input.ResponsesRequest))[0]
             for b in _responses(line)

@@ -13,8 +13,8 @@ from published import ASK, CONVERSATIONS, NAMES, SYSTEM, WEATHER, chat_format
 from offload.errors import BadRequest
 from specoffload.chat.cache_points import n_common
 from specoffload.chat.conversation import CachePoint, ChatSettings, Conversation, Tool
-from specoffload.server.api.anthropic import CountRequest, as_chat
 from specoffload.server.api.body import checked
+from specoffload.server.api.message_input import CountRequest, as_chat
 from specoffload.server.api.parameters import conversation_of
 from specoffload.server.api.requests import ConversationRequest
 

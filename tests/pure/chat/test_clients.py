@@ -14,13 +14,13 @@ from published import NAMES, WEATHER, chat_format
 from specoffload.chat.conversation import ChatSettings, Conversation
 from specoffload.chat.families import BUILT_IN
 from specoffload.chat.format import ChatFormat
-from specoffload.server.api import anthropic, response_input
+from specoffload.server.api import message_input, response_input
 from specoffload.server.api.body import checked
 from specoffload.server.api.parameters import conversation_of
 from specoffload.server.api.requests import ConversationRequest
 
 FOLDER = Path(__file__).parents[2] / "fixtures" / "requests"
-KINDS = {"chat": ConversationRequest, "messages": anthropic.CountRequest,
+KINDS = {"chat": ConversationRequest, "messages": message_input.CountRequest,
          "responses": response_input.ResponsesRequest}  # fmt: skip
 
 
@@ -36,7 +36,7 @@ def requests() -> dict[str, tuple[Conversation, str]]:
             continue  # it has no conversation, or is refused
         body: Any = KINDS[kind].model_validate(request["body"])
         if kind != "chat":
-            module = anthropic if kind == "messages" else response_input
+            module = message_input if kind == "messages" else response_input
             body = checked(module.as_chat(body)[0], ConversationRequest)  # type: ignore[arg-type]
         found[file.stem] = conversation_of(body, ChatSettings()), kind
     return found
