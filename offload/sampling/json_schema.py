@@ -10,6 +10,7 @@ from typing import Any
 from offload.errors import BadRequest
 from offload.sampling.schema_objects import ClosedObjects
 from offload.sampling.schema_parts import Fault, PartReader
+from offload.sampling.schema_refs import Steps
 
 MOST_SCHEMA_BYTES = 256 * 1024
 # White space is limited, as in llama.cpp's converter: otherwise small models indent for ever.
@@ -74,7 +75,8 @@ def adapted(
     which names the first one and its place. With `closes`, objects with properties have no others
     unless the schema says so.
     """
-    parts = PartReader(schema, drops=drops)
+    steps = Steps()
+    parts = PartReader(schema, steps, drops=drops)
     read = parts.read(dict(schema))
-    closed = ClosedObjects(read, parts.ignored, closes=closes).close(read)
+    closed = ClosedObjects(read, parts.ignored, steps, closes=closes).close(read)
     return AdaptedSchema({**closed, **_OPTIONS}, tuple(parts.ignored), tuple(parts.faults))

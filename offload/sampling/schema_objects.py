@@ -7,17 +7,19 @@ llama.cpp's converter reads schemas so, because small models would add propertie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from offload.errors import BadRequest
 from offload.sampling.schema_choices import are_exclusive
-from offload.sampling.schema_places import at_pointer
+from offload.sampling.schema_refs import References, Steps
 from offload.sampling.schema_words import OF_NAMES, OF_SCHEMA
 
 MOST_PARTS = 20_000
-_MOST_STEPS = 500_000  # names of parts that are put together, about half a second
+_MOST_PROOF_STEPS = 200_000  # of all proofs that the branches of a oneOf exclude each other
+# llguidance compares each property of an object with all others: 4,000 take it a second.
+_PAIRS_PER_STEP = 16
 _DEEPEST = 160
 _CHOICES = ("anyOf", "oneOf")
 _NOT_REQUIRED = ("then", "else")
@@ -50,8 +52,11 @@ class Known:
 NOTHING = Known()
 
 
-def _all(parts: Iterable[Known]) -> Known:
+def _all(parts: Iterable[Known], steps: Steps) -> Known:
+    """Return what is known of an object that all of `parts` describe. Each name is a step."""
     parts = list(parts)
+    for part in parts:
+        steps.take(1 + len(part.names) + len(part.wanted) + len(part.patterns))
     return Known(
         tuple(dict.fromkeys(name for part in parts for name in part.names)),
         tuple(dict.fromkeys(name for part in parts for name in part.wanted)),
@@ -63,22 +68,18 @@ def _all(parts: Iterable[Known]) -> Known:
     )
 
 
-def _any(parts: list[Known]) -> Known:
-    """Return what is known if one of `parts` describes the object."""
-    both = _all(parts)
-    is_object = bool(parts) and all(part.is_object for part in parts)
-    return replace(both, is_object=is_object)
-
-
 class ClosedObjects:
     """Closes the objects of one schema. `ignored` gets the places of what cannot be enforced."""
 
-    def __init__(self, root: Mapping[str, Any], ignored: dict[str, None], *, closes: bool) -> None:
+    def __init__(
+        self, root: Mapping[str, Any], ignored: dict[str, None], steps: Steps, *, closes: bool
+    ) -> None:
         """With `closes` False, only `unevaluatedProperties: false` closes objects."""
-        self._root, self._ignored, self._closes = root, ignored, closes
-        self._has_other_ids = _has_id(root, is_root=True)
+        self._ignored, self._steps, self._closes = ignored, steps, closes
+        self._resolved = References(root).resolved
+        self._proof_steps = Steps(_MOST_PROOF_STEPS)
         self._known: dict[int, Known] = {}
-        self._n_parts = self._n_steps = 0
+        self._n_parts = 0
 
     def close(
         self,
@@ -93,13 +94,13 @@ class ClosedObjects:
         `beside` is what other parts know of the same object. `chain` has the references that led
         here without leaving the object.
         """
-        self._n_parts += 1
-        self._count(len(beside.names), depth)
+        self._count_part(depth)
+        self._steps.take(1 + len(beside.names))
         if node is True and beside.is_closed(closes=self._closes):
             node = {}
         if not isinstance(node, dict):
             return node
-        own = _own(node, self._of)
+        own = self._own(node)
         if node.get("unevaluatedProperties") is False:
             beside = Known(is_object=True, is_strict=True)
         out = self._inner(node, where, depth)
@@ -107,9 +108,9 @@ class ClosedObjects:
         also = [self._of(part) for part in node.get("allOf", ())]
         linked = NOTHING if "$ref" not in node else self._of(node, ref_alone=True)
         choices = {
-            name: _any([self._of(p) for p in node[name]]) for name in _CHOICES if name in node
+            name: self._any([self._of(p) for p in node[name]]) for name in _CHOICES if name in node
         }
-        if beside.is_strict and _all([linked, *also, *choices.values()]).is_unknown:
+        if beside.is_strict and any(p.is_unknown for p in (linked, *also, *choices.values())):
             self._ignored[f"{where}/unevaluatedProperties"] = None
 
         def others(but: object) -> Known:
@@ -117,8 +118,7 @@ class ClosedObjects:
             parts = [beside, own]
             parts += [known for i, known in enumerate(also) if i != but]
             parts += [known for name, known in choices.items() if name != but]
-            self._count(sum(1 + len(part.names) for part in parts), depth)
-            return _all(parts if but == "$ref" else [*parts, linked])
+            return self._all(parts if but == "$ref" else [*parts, linked])
 
         if "allOf" in node:
             out["allOf"] = [
@@ -133,9 +133,8 @@ class ClosedObjects:
             ]
             if name == "oneOf":
                 closed = context if self._closes else None
-                if not are_exclusive(
-                    node[name], self._resolved, None if closed is None else closed.names
-                ):
+                names = None if closed is None else closed.names
+                if not are_exclusive(node[name], self._resolved, names, self._proof_steps):
                     self._ignored[f"{where}/oneOf"] = None
         if target is not None and (context := others("$ref")) != NOTHING:
             ref = node["$ref"]
@@ -146,16 +145,24 @@ class ClosedObjects:
             out["allOf"] = [*out.get("allOf", []), copy]
         has_parts = bool(also) or "$ref" in node
         if not choices and (own != NOTHING or not has_parts):  # otherwise its parts are closed
-            self._close_own(node, out, _all([beside, own, linked, *also]))
+            self._close_own(node, out, self._all([beside, own, linked, *also]))
         return out
 
-    def _count(self, n_steps: int, depth: int) -> None:
-        self._n_steps += n_steps
-        if self._n_parts > MOST_PARTS or self._n_steps > _MOST_STEPS or depth > _DEEPEST:
+    def _count_part(self, depth: int) -> None:
+        self._n_parts += 1
+        if self._n_parts > MOST_PARTS or depth > _DEEPEST:
             raise BadRequest(
                 f"the JSON schema has over {MOST_PARTS} parts once its references are followed, or "
-                f"too many parts for one object, or is nested over {_DEEPEST} deep"
+                f"is nested over {_DEEPEST} deep"
             )
+
+    def _all(self, parts: Iterable[Known]) -> Known:
+        return _all(parts, self._steps)
+
+    def _any(self, parts: list[Known]) -> Known:
+        """Return what is known if one of `parts` describes the object."""
+        is_object = bool(parts) and all(part.is_object for part in parts)
+        return replace(self._all(parts), is_object=is_object)
 
     def _close_own(self, node: Mapping[str, Any], out: dict[str, Any], known: Known) -> None:
         """Allow only the properties that all parts together know, if they are to be closed."""
@@ -179,6 +186,9 @@ class ClosedObjects:
         out: dict[str, Any] = {}
         for name, value in node.items():
             at = f"{where}/{name}"
+            self._steps.take_place(at)
+            if name == "properties":
+                self._steps.take(len(value) ** 2 // _PAIRS_PER_STEP)
             if name in OF_NAMES:
                 out[name] = {
                     key: self.close(part, NOTHING, f"{at}/{key}", depth=depth + 1)
@@ -205,6 +215,7 @@ class ClosedObjects:
         """
         if not isinstance(node, dict):
             return NOTHING
+        self._steps.take()
         if depth > _DEEPEST:
             raise BadRequest(f"the JSON schema has over {_DEEPEST} references one after another")
         linked = NOTHING
@@ -223,58 +234,27 @@ class ClosedObjects:
             parts = [self._of(part, depth=depth + 1) for part in node.get("allOf", ())]
             for name in _CHOICES:
                 if isinstance(node.get(name), list):
-                    parts.append(_any([self._of(part, depth=depth + 1) for part in node[name]]))
-            self._known[id(node)] = _all([_own(node, self._of), linked, *parts])
+                    parts.append(
+                        self._any([self._of(part, depth=depth + 1) for part in node[name]])
+                    )
+            self._known[id(node)] = self._all([self._own(node), linked, *parts])
         return self._known[id(node)]
 
-    def _resolved(self, ref: Any) -> Any:
-        """Return the schema that a `$ref` names within this document; None if there is none."""
-        if not isinstance(ref, str) or self._has_other_ids:
-            return None
-        root_id = self._root.get("$id")
-        if isinstance(root_id, str):
-            ref = ref.removeprefix(root_id.rstrip("#"))
-        if ref in ("", "#"):
-            return self._root
-        if not ref.startswith("#/"):
-            return _anchored(self._root, ref[1:]) if ref.startswith("#") else None
-        found = at_pointer(self._root, ref)
-        return found if isinstance(found, dict | bool) else None
-
-
-def _own(node: Mapping[str, Any], of: Callable[[Any], Known]) -> Known:
-    """Return what the keywords of `node` itself know of the object that it describes."""
-    properties, others = node.get("properties"), node.get("additionalProperties")
-    required = node.get("required")
-    later = [node.get(name) for name in _NOT_REQUIRED]
-    for name in ("dependentSchemas", "dependencies"):
-        if isinstance(node.get(name), dict):
-            later += node[name].values()
-    maybe = [name for part in later for name in of(part).names]
-    return Known(
-        (*(properties if isinstance(properties, dict) else ()), *maybe),
-        tuple(required) if isinstance(required, list) else (),
-        isinstance(properties, dict) or others is False,
-        others not in (None, False) or node.get("unevaluatedProperties", False) is not False,
-        patterns=tuple(node.get("patternProperties", ())),
-    )
-
-
-def _has_id(node: Any, *, is_root: bool = False) -> bool:
-    """True if a part of the document, other than its root, has an identifier of its own."""
-    if isinstance(node, list):
-        return any(map(_has_id, node))
-    if not isinstance(node, dict):
-        return False
-    has_own = isinstance(node.get("$id"), str) and not is_root
-    return has_own or any(map(_has_id, node.values()))
-
-
-def _anchored(node: Any, name: str) -> Any:
-    if isinstance(node, list):
-        return next(filter(None, (_anchored(item, name) for item in node)), None)
-    if not isinstance(node, dict):
-        return None
-    if node.get("$anchor") == name:
-        return node
-    return next(filter(None, (_anchored(item, name) for item in node.values())), None)
+    def _own(self, node: Mapping[str, Any]) -> Known:
+        """Return what the keywords of `node` itself know of the object that it describes."""
+        properties, others = node.get("properties"), node.get("additionalProperties")
+        required = node.get("required")
+        later = [node.get(name) for name in _NOT_REQUIRED]
+        for name in ("dependentSchemas", "dependencies"):
+            if isinstance(node.get(name), dict):
+                later += node[name].values()
+        declared = tuple(properties if isinstance(properties, dict) else ())
+        patterns = tuple(node.get("patternProperties", ()))
+        self._steps.take(len(declared) + len(patterns))
+        return Known(
+            (*declared, *self._all(self._of(part) for part in later).names),
+            tuple(required) if isinstance(required, list) else (),
+            isinstance(properties, dict) or others is False,
+            others not in (None, False) or node.get("unevaluatedProperties", False) is not False,
+            patterns=patterns,
+        )

@@ -11,6 +11,7 @@ from typing import Any
 
 from offload.errors import BadRequest
 from offload.sampling.schema_places import escaped
+from offload.sampling.schema_refs import Steps
 from offload.sampling.schema_words import (
     BOUNDS,
     DATA,
@@ -54,7 +55,8 @@ class PartReader:
     raises BadRequest.
     """
 
-    def __init__(self, root: Mapping[str, Any], *, drops: bool) -> None:
+    def __init__(self, root: Mapping[str, Any], steps: Steps, *, drops: bool) -> None:
+        self._steps = steps
         self.ignored: dict[str, None] = {}
         self.faults: list[Fault] = []
         self._drops = drops
@@ -80,6 +82,7 @@ class PartReader:
         out: dict[str, Any] = {}
         for name, value in node.items():
             at = f"{where}/{escaped(name)}"
+            self._steps.take_place(at)
             reason = _fault_of(name, value)
             if reason is None:
                 out[name] = self._value(name, value, at, depth, is_schema)
@@ -252,9 +255,11 @@ def _equal(value: Any, other: Any) -> bool:
 
 
 def _whole(value: Any) -> Any:
-    """Return a float without a fraction as an integer, e.g. 4 for 4.0; JSON treats both alike."""
+    """Return a value whose floats without a fraction are integers, e.g. 4 for 4.0, as in JSON."""
     if isinstance(value, list):
         return [_whole(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _whole(item) for key, item in value.items()}
     if isinstance(value, float) and value.is_integer() and abs(value) <= _LARGEST_EXACT:
         return int(value)
     return value
@@ -262,9 +267,4 @@ def _whole(value: Any) -> Any:
 
 def canonical(value: Any) -> str:
     """Return JSON text that is equal for equal JSON values, e.g. for 1 and 1.0."""
-    if isinstance(value, dict):
-        inside = {key: json.loads(canonical(item)) for key, item in value.items()}
-        return json.dumps(inside, sort_keys=True)
-    if isinstance(value, list):
-        return json.dumps([json.loads(canonical(item)) for item in value])
-    return json.dumps(_whole(value))
+    return json.dumps(_whole(value), sort_keys=True)

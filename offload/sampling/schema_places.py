@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
 from offload.sampling.schema_words import DATA
+
+_INDEX = re.compile("0|[1-9][0-9]{0,8}")
 
 
 def escaped(name: str) -> str:
@@ -19,7 +22,7 @@ def at_pointer(root: Any, pointer: str) -> Any:
     """Return the part of a document at a pointer such as `#/properties/a`; None if it has none."""
     found = root
     for part in _parts(pointer):
-        if isinstance(found, list) and part.isdigit() and int(part) < len(found):
+        if isinstance(found, list) and _INDEX.fullmatch(part) and int(part) < len(found):
             found = found[int(part)]
         elif isinstance(found, Mapping) and part in found:
             found = found[part]

@@ -7,9 +7,10 @@ Clients send conversations that many templates refuse: a system message in the m
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal
 
 Message = dict[str, Any]
@@ -51,7 +52,7 @@ def arranged(messages: Iterable[Mapping[str, Any]], limits: TurnLimits) -> list[
     if limits.needs_user and all(message["role"] != "user" for message in found):
         found.insert(1 if found and found[0]["role"] == "system" else 0, _user(""))
     out: list[Message] = []
-    for message in found:
+    for message in _with_runs_merged(found, limits):
         _append(out, message, limits)
     if out and _place(out[-1]) == "call" and ("call", "end") in limits.refused:
         out += [_no_result(call) for call in out[-1]["tool_calls"]]
@@ -68,7 +69,7 @@ def paired(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     no call has this id, it belongs to a call without a result before it. A call without a result
     gets NO_RESULT, unless it ends the conversation. A result without a call becomes the user's.
     """
-    results, callers = _places_by_id(messages)
+    places = _Places(messages)
     used: set[int] = set()
     found: list[Message] = []
     for at, message in enumerate(messages):
@@ -81,8 +82,7 @@ def paired(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         calls = message.get("tool_calls") or ()
         if not calls:
             continue
-        taken = _results_of(at, calls, messages, (results, callers), used)
-        used |= {place for place in taken if place is not None}
+        taken = _results_of(at, calls, messages, places, used)
         is_last = all(later in used for later in range(at + 1, len(messages)))
         if is_last and all(place is None for place in taken):
             continue  # the results are still to come
@@ -94,41 +94,61 @@ def paired(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     return found
 
 
-_Places = dict[str, list[int]]
+class _Places:
+    """The places of results and of messages that call, by the id of the call.
 
+    Messages are asked about in their order, and a place that was passed is dropped. So each place
+    is looked at once, also if thousands of calls share an id.
+    """
 
-def _places_by_id(messages: Sequence[Mapping[str, Any]]) -> tuple[_Places, _Places]:
-    """Return the places of results and of messages that call, by the id of the call."""
-    results: _Places = defaultdict(list)
-    callers: _Places = defaultdict(list)
-    for at, message in enumerate(messages):
-        if message["role"] == "tool":
-            results[message.get("tool_call_id") or ""].append(at)
-        for call in message.get("tool_calls") or ():
-            callers[call.get("id") or ""].append(at)
-    return results, callers
+    def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        self._results: dict[str, deque[int]] = defaultdict(deque)
+        self._callers: dict[str, deque[int]] = defaultdict(deque)
+        self._end = len(messages)
+        for at, message in enumerate(messages):
+            if message["role"] == "tool":
+                self._results[message.get("tool_call_id") or ""].append(at)
+            for call in message.get("tool_calls") or ():
+                self._callers[call.get("id") or ""].append(at)
+
+    def result(self, at: int, name: str, used: set[int]) -> int | None:
+        """Return the first result of call `name` behind message `at` that is not in `used`.
+
+        The next message that calls under this id ends the search.
+        """
+        results, callers = self._results[name], self._callers[name]
+        while callers and callers[0] <= at:
+            callers.popleft()
+        while results and (results[0] <= at or results[0] in used):
+            results.popleft()
+        end = callers[0] if callers else self._end
+        return results.popleft() if results and results[0] < end else None
 
 
 def _results_of(
     at: int,
     calls: Sequence[Mapping[str, Any]],
     messages: Sequence[Mapping[str, Any]],
-    places: tuple[_Places, _Places],
+    places: _Places,
     used: set[int],
 ) -> list[int | None]:
-    """Return the place of the result of each of the calls of message `at`; None if it has none."""
-    results, callers = places
+    """Return the place of the result of each of the calls of message `at`; None if it has none.
+
+    The places are added to `used`.
+    """
     taken: list[int | None] = []
     for call in calls:
         name = call.get("id") or ""
-        end = next((caller for caller in callers[name] if caller > at), len(messages))
-        fits = (r for r in results[name] if at < r < end and r not in used and r not in taken)
-        taken.append(next(fits, None) if name else None)
+        place = places.result(at, name, used) if name else None
+        taken.append(place)
+        if place is not None:
+            used.add(place)
+    missing = deque(index for index, place in enumerate(taken) if place is None)
     later = at + 1
-    while later < len(messages) and messages[later]["role"] == "tool":
-        is_free = later not in used and later not in taken
-        if is_free and None in taken:
-            taken[taken.index(None)] = later
+    while missing and later < len(messages) and messages[later]["role"] == "tool":
+        if later not in used:
+            taken[missing.popleft()] = later
+            used.add(later)
         later += 1
     return taken
 
@@ -162,18 +182,18 @@ def _with_systems(messages: list[Message], limits: TurnLimits) -> list[Message]:
     if limits.system == "anywhere":
         return found
     out: list[Message] = []
-    waiting = ""
+    waiting: list[str] = []
     for at, message in enumerate(found):
         if message["role"] == "system" and (at > 0 or limits.system == "never"):
-            waiting = joined(waiting, message["content"])
-        elif message["role"] == "user" and waiting:
-            out.append({**message, "content": joined(waiting, message["content"])})
-            waiting = ""
+            waiting.append(message["content"])
+        elif message["role"] == "user" and any(waiting):
+            out.append({**message, "content": joined(*waiting, message["content"])})
+            waiting = []
         else:
-            _flush(out, waiting)
-            waiting = ""
+            _flush(out, joined(*waiting))
+            waiting = []
             out.append(message)
-    _flush(out, waiting)
+    _flush(out, joined(*waiting))
     return out
 
 
@@ -248,7 +268,7 @@ def _append(out: list[Message], message: Message, limits: TurnLimits) -> None:
     if (before, place) not in limits.refused:
         out.append(message)
     elif before == place or (place == "call" and before == "answer" and limits.content_with_calls):
-        for part in _parted(_merged(out.pop(), message), limits):
+        for part in _parted(_merged([out.pop(), message]), limits):
             _append(out, part, limits)
     elif place in ("answer", "call"):
         out += [_user(""), message]
@@ -256,11 +276,25 @@ def _append(out: list[Message], message: Message, limits: TurnLimits) -> None:
         out += [{"role": "assistant", "content": limits.filler}, message]
 
 
-def _merged(first: Message, second: Message) -> Message:
-    found = {**first, **second, "content": joined(first["content"], second["content"])}
-    if thoughts := joined(first.get("reasoning_content"), second.get("reasoning_content")):
+def _with_runs_merged(messages: Iterable[Message], limits: TurnLimits) -> Iterator[Message]:
+    """Yield the messages, with one in place of a run of them that may not follow each other.
+
+    A run is merged at once: one by one, each merge would copy the text of all before it.
+    """
+    for place, run in groupby(messages, _place):
+        if (place, place) in limits.refused:
+            merged = _merged(list(run))
+            yield from _parted(merged, limits)
+        else:
+            yield from run
+
+
+def _merged(messages: Sequence[Message]) -> Message:
+    found = {key: value for message in messages for key, value in message.items()}
+    found["content"] = joined(*(message["content"] for message in messages))
+    if thoughts := joined(*(message.get("reasoning_content") for message in messages)):
         found["reasoning_content"] = thoughts
-    if calls := [*first.get("tool_calls", ()), *second.get("tool_calls", ())]:
+    if calls := [call for message in messages for call in message.get("tool_calls", ())]:
         found["tool_calls"] = calls
     return found
 
