@@ -70,6 +70,7 @@ class Piece:
     so_far: GenerationStats | None = None  # set on other pieces with tokens, if timings_per_token
     index: int = 0  # number of the answer, if a request asked for several
     stopping_word: str | None = None  # set on the last piece, if a stop sequence ended the answer
+    fills_context: bool = False  # True on the last piece, if the end of the context cut the answer
     logprobs: tuple[
         ChosenLogprob, ...
     ] = ()  # one for each of `tokens`, if asked for; an end token has none

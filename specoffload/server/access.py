@@ -24,9 +24,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from offload.notes import Note, NoteKind
 from specoffload.errors import UsageError
-from specoffload.server.api.answers import problem_response
 from specoffload.server.api.body import has_body, ignored_header
-from specoffload.server.engine.messages import Problem
+from specoffload.server.api.refusals import problem_response
+from specoffload.server.engine.messages import Event, Problem
 from specoffload.server.forwarded import forwarded_host
 
 ANY_ORIGIN = "*"
@@ -261,6 +261,7 @@ NEEDS_KEY = Problem(
     "Invalid API Key: send `Authorization: Bearer KEY`",
     401,
     "authentication_error",
+    event=Event.BAD_KEY,
 )
 
 

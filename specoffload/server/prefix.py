@@ -7,7 +7,7 @@ import re
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specoffload.errors import UsageError
-from specoffload.server.api.answers import problem_response
+from specoffload.server.api.refusals import problem_response
 from specoffload.server.engine.messages import Problem
 
 _SEGMENTS = re.compile(r"(?:/[A-Za-z0-9._~-]+)*")  # of characters that no client encodes

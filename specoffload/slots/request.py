@@ -92,6 +92,8 @@ class Request:
         self._may_draft = drafts_after_images or not self.images
         self.history = list(tokens)  # prompt and emitted tokens, also those after a stop sequence
         self.n_left = n_predict
+        # True: `n_predict` is the room in the context, and less than what was asked for.
+        self._may_fill_context = options.n_predict is None or options.n_predict > n_predict
         self.options, self.is_end = options, is_end
         self.sampler = sampler
         self.pieces: deque[Piece] = deque()
@@ -215,7 +217,8 @@ class Request:
         assert self._tally is not None
         self.evaluated()
         stats = self._tally.stats(counts, perf_counter())
-        self.pieces.append(self._answer.last_piece(stats))
+        fills = self._may_fill_context and self.n_left <= 0
+        self.pieces.append(self._answer.last_piece(stats, fills_context=fills))
         self.close()
 
     def fail(self, error: Exception) -> None:
@@ -261,10 +264,20 @@ class Answer:
             shown, tuple(tokens[:n_kept]), logprobs=tuple(logprobs[:n_told]), id_slot=self.id_slot
         )
 
-    def last_piece(self, stats: GenerationStats) -> Piece:
-        """The last piece, with the text held back so far, the finish reason and `stats`."""
+    def last_piece(self, stats: GenerationStats, *, fills_context: bool = False) -> Piece:
+        """The last piece, with the text held back so far, the finish reason and `stats`.
+
+        `fills_context`: the context has no room for another token.
+        """
         word = self._stops.word
         text = ""
         if word is None:
             text = self._stops.feed(self._text.finish()) + self._stops.finish()
-        return Piece(text, (), self.finish, stats, stopping_word=word, id_slot=self.id_slot)
+        return Piece(
+            text,
+            finish_reason=self.finish,
+            stats=stats,
+            stopping_word=word,
+            fills_context=fills_context and self.finish == "length",
+            id_slot=self.id_slot,
+        )

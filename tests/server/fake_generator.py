@@ -272,7 +272,8 @@ class FakeGenerator:
             n_prompt, n, 0.25, 0.5, n_rounds=n, n_drafted=2 * n, n_accepted=n, streamed_bytes=0
         )
         text = "" if stops.stopped else stops.finish()
-        yield Piece(text, (), finish, stats, stopping_word=stops.word)
+        fills = finish == "length" and (options.n_predict is None or options.n_predict > room)
+        yield Piece(text, (), finish, stats, stopping_word=stops.word, fills_context=fills)
 
     def _symbols(self, answer: str, forever: bool) -> Iterator[str]:
         yield from answer

@@ -147,3 +147,15 @@ def test_a_bad_model_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
     [sentence] = [line for line in done.stderr.splitlines() if line.startswith("specoffload:")]
     assert "not a GGUF file" in sentence
     assert "Traceback" not in done.stderr
+
+
+def test_an_answer_that_the_context_cuts_says_so(pair: Program) -> None:
+    text = "x = 1\n" * 320
+    body = {"max_tokens": 10**6, "messages": [{"role": "user", "content": text}]}
+    told = http.post(pair.url + "/v1/messages", json=body, timeout=120).json()
+    assert told["stop_reason"] == "model_context_window_exceeded"
+    usage = told["usage"]
+    counts = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+    assert sum(usage[name] for name in (*counts, "output_tokens")) == 2048
+    cut = http.post(pair.url + "/v1/messages", json={**body, "max_tokens": 2}, timeout=120).json()
+    assert cut["stop_reason"] == "max_tokens"

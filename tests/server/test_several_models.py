@@ -112,7 +112,7 @@ def test_errors_are_those_of_llama_server(start: Start) -> None:
     message = {"model": "no", "max_tokens": 3, "messages": [{"role": "user", "content": "x"}]}
     answer = http.post(url + "/v1/messages", json=message)
     assert answer.json()["type"] == "error"
-    assert answer.json()["error"]["message"] == "model 'no' not found"
+    assert answer.json()["error"]["message"] == "model: model 'no' not found"
 
 
 def test_requests_end_before_their_model_is_closed(start: Start) -> None:

@@ -1,20 +1,15 @@
-"""Parts that answers of all APIs share: errors, token counts, timings, server-sent events."""
+"""Parts that answers of all APIs share: token counts, timings, server-sent events."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
-
-from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
 
 from specoffload.chat.conversation import Delta, Message
 from specoffload.chat.parser import StreamParser
 from specoffload.generation.generation import Piece
 from specoffload.generation.statistics import GenerationStats
-from specoffload.server.engine.messages import Problem
-from specoffload.server.log import add_words
 
 Json = dict[str, Any]
 
@@ -22,68 +17,6 @@ to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": the model is working\n\n"
 MARK = "‡"  # the place of a text in the JSON of a `TextLine`
-
-ANTHROPIC_PATH = "/v1/messages"  # errors of paths that begin so have Anthropic's shape
-_ANTHROPIC_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    503: "overloaded_error",
-}
-
-
-# ---- errors
-
-
-def error_body(problem: Problem) -> Json:
-    """Return `{"error": {"code", "message", "type"}}`, with token counts if known."""
-    error: Json = {"code": problem.http_status, "message": problem.message, "type": problem.type}
-    if problem.n_prompt_tokens is not None:
-        error["n_prompt_tokens"] = problem.n_prompt_tokens
-    if problem.n_ctx is not None:
-        error["n_ctx"] = problem.n_ctx
-    return {"error": error}
-
-
-def anthropic_error(problem: Problem) -> Json:
-    """Return the error in Anthropic's form (https://docs.anthropic.com/en/api/errors)."""
-    other = "api_error" if problem.http_status >= 500 else "invalid_request_error"
-    kind = _ANTHROPIC_TYPES.get(problem.http_status, other)
-    error: Json = {"type": kind, "message": problem.message}
-    if problem.details is not None:
-        error["details"] = problem.details
-    return {"type": "error", "error": error}
-
-
-class _ProblemResponse(JSONResponse):
-    """An error in the shape of the API that the request's path belongs to."""
-
-    def __init__(self, problem: Problem, headers: Mapping[str, str]) -> None:
-        super().__init__(error_body(problem), problem.http_status, headers)
-        self._problem = problem
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        add_words(scope, self._problem.message)
-        if scope["path"].startswith(ANTHROPIC_PATH):
-            self.body = self.render(anthropic_error(self._problem))
-            self.headers["content-length"] = str(len(self.body))
-        await super().__call__(scope, receive, send)
-
-
-def problem_response(problem: Problem) -> Response:
-    """Return the error as JSON, with headers that tell clients whether and when to retry."""
-    headers = {}
-    if problem.retry_after_s is not None:
-        headers["Retry-After"] = str(problem.retry_after_s)
-    if problem.retry_after_ms is not None:
-        headers["Retry-After-Ms"] = str(problem.retry_after_ms)  # OpenAI's clients read it
-    if not problem.can_retry:
-        headers["X-Should-Retry"] = "false"  # OpenAI's clients read it
-    if problem.http_status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return _ProblemResponse(problem, headers)
 
 
 # ---- events of a stream

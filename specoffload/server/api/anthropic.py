@@ -17,10 +17,11 @@ from starlette.responses import JSONResponse, Response
 from specoffload.chat.conversation import CallPiece, Content, Delta, of_whole_characters
 from specoffload.chat.parser import StreamParser
 from specoffload.generation.generation import Piece
-from specoffload.server.api.answers import Json, anthropic_error, problem_response
+from specoffload.server.api.answers import Json
 from specoffload.server.api.body import checked, ignore
 from specoffload.server.api.context import BodyRoute, ServerContext
 from specoffload.server.api.message_input import CountRequest, MessagesRequest, as_chat
+from specoffload.server.api.refusals import Api, error_body, problem_response
 from specoffload.server.api.requests import ChatRequest, ConversationRequest
 from specoffload.server.api.streaming import EventWording
 from specoffload.server.engine import calls
@@ -87,7 +88,7 @@ class AnthropicWording(EventWording):
         word = last.stopping_word if last.stopping_word in self._stops else None
         reason = "end_turn" if word is None else "stop_sequence"
         if last.finish_reason == "length":
-            reason = "max_tokens"
+            reason = "model_context_window_exceeded" if last.fills_context else "max_tokens"
         elif any(block["type"] == "tool_use" for block in self._blocks):
             reason = "tool_use"
         ending = {"stop_reason": reason, "stop_sequence": word}
@@ -107,7 +108,7 @@ class AnthropicWording(EventWording):
         ]
 
     def break_off(self, problem: Problem) -> list[Json]:
-        return [anthropic_error(problem)]
+        return [error_body(problem, Api.MESSAGES)]
 
     def opening_events(self) -> list[Json]:
         """Return the event that opens the stream; empty if the stream is open already."""

@@ -22,7 +22,6 @@ from specoffload.chat.conversation import ChatSettings
 from specoffload.errors import KNOWN
 from specoffload.generation.generation import AskedOptions, GenerateOptions
 from specoffload.server.access import AccessRules, Gate
-from specoffload.server.api.answers import problem_response
 from specoffload.server.api.anthropic import anthropic_router
 from specoffload.server.api.body import fault
 from specoffload.server.api.brief import embeddings_router, slots_router, text_router
@@ -31,6 +30,7 @@ from specoffload.server.api.images import MediaRules
 from specoffload.server.api.kept import KeptStreams, streams_router
 from specoffload.server.api.native import native_router
 from specoffload.server.api.openai import openai_router
+from specoffload.server.api.refusals import problem_response
 from specoffload.server.api.responses import responses_router
 from specoffload.server.api.status import status_router
 from specoffload.server.engine.client import EngineClient

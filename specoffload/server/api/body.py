@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from offload.errors import BadRequest
-from specoffload.server.engine.messages import Problem, RequestFailed, unavailable
+from specoffload.server.engine.messages import Event, Problem, RequestFailed, unavailable
 
 HEADER = b"x-ignored-parameters"
 _STATE = "ignored"  # key of the ignored parameters' names in a request's scope
@@ -94,12 +94,12 @@ class HeldBodies:
         self,
         chunks: AsyncIterable[bytes],
         limit_bytes: int = MOST_BYTES,
-        remedy: str = ": shorten it",
+        n_ctx: int | None = None,
     ) -> AsyncIterator[bytearray]:
         """Read a body, and count it as held until the block ends.
 
-        Raises RequestFailed: 413 if it is over `limit_bytes`, which is said with `remedy`, and 503
-        if all held bodies together are too large.
+        Raises RequestFailed: 413 if it is over `limit_bytes`, and 503 if all held bodies together
+        are too large. `n_ctx` is the size of the context if that is the reason for the limit.
         """
         data = bytearray()
         try:
@@ -107,10 +107,10 @@ class HeldBodies:
                 data += chunk
                 self.n_bytes += len(chunk)
                 if len(data) > limit_bytes:
-                    raise invalid(f"the body is over {limit_bytes} bytes{remedy}", 413)
+                    raise _too_large(limit_bytes, n_ctx)
                 if self.n_bytes > MOST_BYTES_AT_ONCE:
                     words = f"bodies of over {MOST_BYTES_AT_ONCE} bytes are being read"
-                    raise RequestFailed(unavailable(words, _RETRY_AFTER_S))
+                    raise RequestFailed(unavailable(words, _RETRY_AFTER_S, Event.QUEUE_FULL))
             yield data
         finally:
             self.n_bytes -= len(data)
@@ -155,9 +155,21 @@ def fault(errors: Sequence[Any]) -> RequestFailed:
     return invalid(f"{where}: {error['msg']}")
 
 
-def invalid(message: str, http_status: int = 400) -> RequestFailed:
-    problem = Problem("BadRequest", message, http_status, "invalid_request_error", exit_code=2)
+def invalid(message: str, http_status: int = 400, event: Event | None = None) -> RequestFailed:
+    kind = "invalid_request_error"
+    problem = Problem("BadRequest", message, http_status, kind, exit_code=2, event=event)
     return RequestFailed(problem)
+
+
+def _too_large(limit_bytes: int, n_ctx: int | None) -> RequestFailed:
+    said = f"the body is over {limit_bytes} bytes"
+    if n_ctx is None:
+        return invalid(f"{said}: shorten it", 413, Event.BODY_TOO_LARGE)
+    remedy = (
+        f", which is more than a prompt that fits {n_ctx} tokens can take: shorten it or raise "
+        "--ctx-size"
+    )
+    return invalid(said + remedy, 413, Event.BODY_OVER_CONTEXT)
 
 
 def has_body(headers: Headers) -> bool:

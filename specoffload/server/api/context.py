@@ -43,6 +43,7 @@ from specoffload.server.engine.calls import count_tokens
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.messages import (
     ChatJob,
+    Event,
     GeneratingJob,
     Problem,
     Prompt,
@@ -96,7 +97,8 @@ class ServerContext:
     def card(self) -> ModelCard:
         """The model's card. Raises RequestFailed (503) until the model is loaded once."""
         if self.engine.card is None:
-            raise RequestFailed(self.engine.unavailable() or unavailable("Loading model"))
+            loading = unavailable("Loading model", event=Event.LOADING)
+            raise RequestFailed(self.engine.unavailable() or loading)
         return self.engine.card
 
     # ---- requests
@@ -108,14 +110,14 @@ class ServerContext:
         being read, and 400 for anything but a JSON object.
         """
         # Text may take twice as many bytes when JSON escapes it.
-        longest_bytes = _OVERHEAD_BYTES + 2 * self.card.n_ctx * self.card.longest_token_bytes
+        n_ctx, limit_bytes = self.card.n_ctx, MOST_BYTES
+        longest_bytes = _OVERHEAD_BYTES + 2 * n_ctx * self.card.longest_token_bytes
         # The size of images says nothing about their tokens.
-        limit_bytes = MOST_BYTES if self.card.reads_images else min(longest_bytes, MOST_BYTES)
-        remedy = (
-            ", which is more than a prompt that fits the context can take: shorten it or raise "
-            "--ctx-size"
-        )
-        async with self._bodies.read(request.stream(), limit_bytes, remedy) as data:
+        is_by_context = longest_bytes < MOST_BYTES and not self.card.reads_images
+        if is_by_context:
+            limit_bytes = longest_bytes
+        reading = self._bodies.read(request.stream(), limit_bytes, n_ctx if is_by_context else None)
+        async with reading as data:
             return read_json(data)
 
     def options(self, request: Request, body: GenerationRequest) -> GenerateOptions:
@@ -139,7 +141,8 @@ class ServerContext:
         shown = name[:_MOST_NAME_CHARS]
         if self._strict_model:
             message = f"no model {shown!r} here (--strict-model): this server has {own!r}"
-            raise RequestFailed(Problem("NotFound", message, 404, "not_found_error"))
+            kind, event = "not_found_error", Event.UNKNOWN_MODEL
+            raise RequestFailed(Problem("NotFound", message, 404, kind, event=event))
         self._log_once([f"a request for the model {shown!r} is answered by {own!r}"])
 
     # ---- chats

@@ -22,9 +22,9 @@ from fastapi import APIRouter
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specoffload.server.api.answers import problem_response
 from specoffload.server.api.body import invalid
-from specoffload.server.engine.messages import RequestFailed, unavailable
+from specoffload.server.api.refusals import problem_response
+from specoffload.server.engine.messages import Event, RequestFailed, unavailable
 
 STREAM_ID = "x-stream-id"
 _ID = re.compile(r"[A-Za-z0-9_-]{22,64}")  # 22 letters of base64 have 128 bits
@@ -55,7 +55,7 @@ class KeptStreams:
             raise invalid("X-Stream-Id: this id is in use: choose another", 409)
         if len(self._streams) >= _MOST_STREAMS and not self._forget_one():
             message = f"{_MOST_STREAMS} streams are kept: try again later, or without X-Stream-Id"
-            raise RequestFailed(unavailable(message, _RETRY_AFTER_S))
+            raise RequestFailed(unavailable(message, _RETRY_AFTER_S, Event.QUEUE_FULL))
         stream = _Stream(begin(), self._kept_s, lambda: self._streams.pop(stream_id, None))
         self._streams[stream_id] = stream
         return _Reading(stream)

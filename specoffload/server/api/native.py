@@ -156,7 +156,7 @@ class NativeWording(Wording):
             "generation_settings": self._settings,
             "prompt": _shown(prompt),
             "has_new_line": any("\n" in text for text in answer.texts),
-            "truncated": False,
+            "truncated": last.fills_context,
             "stop_type": "word" if word is not None else _STOP_TYPES[last.finish_reason],
             "stopping_word": word or "",
             "tokens_cached": last.stats.n_cached_tokens,

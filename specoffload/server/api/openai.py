@@ -37,6 +37,7 @@ from specoffload.server.api.probabilities import (
     completion_logprobs,
     placed_in,
 )
+from specoffload.server.api.refusals import Api
 from specoffload.server.api.requests import ChatRequest, CompletionRequest, ConversationRequest
 from specoffload.server.api.streaming import Wording
 from specoffload.server.engine.messages import (
@@ -106,6 +107,8 @@ def _job(body: CompletionRequest, prompt: Prompt, options: GenerateOptions) -> G
 
 class _ChoicesWording(Wording):
     """Writes answers as numbered choices, whole or in chunks. A chunk has a part of one choice."""
+
+    api = Api.OPENAI
 
     def __init__(
         self, kind: str, prefix: str, model: str, body: ChatRequest | CompletionRequest

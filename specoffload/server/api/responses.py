@@ -19,6 +19,7 @@ from specoffload.generation.generation import Piece
 from specoffload.server.api.answers import Json
 from specoffload.server.api.body import checked, ignore
 from specoffload.server.api.context import BodyRoute, ServerContext
+from specoffload.server.api.refusals import Api, refusal_of
 from specoffload.server.api.requests import ChatRequest, ConversationRequest
 from specoffload.server.api.response_input import (
     SEALED_REASONING,
@@ -28,7 +29,7 @@ from specoffload.server.api.response_input import (
 )
 from specoffload.server.api.response_tools import as_text
 from specoffload.server.api.streaming import EventWording
-from specoffload.server.engine.messages import Problem
+from specoffload.server.engine.messages import Event, Problem
 
 
 class ResponsesWording(EventWording):
@@ -107,8 +108,11 @@ class ResponsesWording(EventWording):
     def break_off(self, problem: Problem) -> list[Json]:
         events = [*self.opening_events(), *self._close("incomplete")]
         self.result["status"] = "failed"
-        self.result["error"] = {"code": "server_error", "message": problem.message}
+        self.result["error"] = failure_of(problem)
         return [*events, self._with_response("response.failed")]
+
+    def tells_refusal(self, problem: Problem) -> bool:
+        return problem.event is Event.PROMPT_TOO_LONG  # Codex shortens its input by this event only
 
     def opening_events(self) -> list[Json]:
         """Return the events that open the stream; empty if the stream is open already."""
@@ -203,6 +207,19 @@ class ResponsesWording(EventWording):
                 self._in_part("response.content_part.done", part=dict(part)),
             ]
         return [*events, self._with_item("response.output_item.done")]
+
+
+def failure_of(problem: Problem) -> Json:
+    """Return the error of a response that failed. Its codes are strings in all cases.
+
+    Codex waits before it tries again if the code and the words are those of a rate limit.
+    """
+    told = refusal_of(problem, Api.RESPONSES)
+    if problem.retry_after_s is not None:
+        words = f"{told.message}; try again in {problem.retry_after_s} s"
+        return {"code": "rate_limit_exceeded", "message": words}
+    code = told.code if isinstance(told.code, str) else "server_error"
+    return {"code": code, "message": told.message}
 
 
 def responses_router(context: ServerContext) -> APIRouter:

@@ -7,17 +7,17 @@ from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from offload.errors import NotSupported
 from specoffload import __version__
-from specoffload.server.api.answers import Json, error_body, problem_response
+from specoffload.server.api.answers import Json
 from specoffload.server.api.context import ServerContext
 from specoffload.server.api.parameters import settings_of
+from specoffload.server.api.refusals import Api, error_body, problem_response
 from specoffload.server.engine import calls
-from specoffload.server.engine.messages import RequestFailed
+from specoffload.server.engine.messages import Event, Problem, RequestFailed
 from specoffload.server.metrics import MEDIA_TYPE, N_DRAFTED
 
 _NO_RANKS = (
@@ -53,7 +53,7 @@ def status_router(context: ServerContext, *, has_metrics: bool) -> APIRouter:
             return problem_response(problem)
         told = {"status": "loading model", "step": loading.step, "progress": loading.done}
         headers = {"Retry-After": str(problem.retry_after_s)}
-        return JSONResponse(error_body(problem) | told, problem.http_status, headers)
+        return JSONResponse(error_body(problem, Api.NATIVE) | told, problem.http_status, headers)
 
     for path in ("/health", "/v1/health"):
         router.add_api_route(path, health, methods=["GET"])
@@ -89,7 +89,9 @@ def status_router(context: ServerContext, *, has_metrics: bool) -> APIRouter:
         """The model that is served."""
         if name != context.card.name:
             known = context.card.name
-            raise HTTPException(404, f"no model {name[:80]!r} here: this server has {known!r}")
+            message = f"no model {name[:80]!r} here: this server has {known!r}"
+            kind, event = "not_found_error", Event.UNKNOWN_MODEL
+            raise RequestFailed(Problem("NotFound", message, 404, kind, event=event))
         return described()
 
     @router.get("/props")

@@ -24,12 +24,11 @@ from specoffload.server.api.answers import (
     KEEP_ALIVE,
     Json,
     ParsedAnswer,
-    error_body,
     named_events,
-    problem_response,
     server_sent,
     to_json,
 )
+from specoffload.server.api.refusals import Api, error_body, problem_response
 from specoffload.server.engine.client import (
     EngineClient,
     Ticket,
@@ -73,6 +72,8 @@ class Wording:
     within the request, and `piece.index` is the number of the answer within the job.
     """
 
+    api = Api.NATIVE
+
     def started(self, job: int, started: Started) -> None:
         """Record that the prompt of a job was accepted."""
 
@@ -96,7 +97,14 @@ class Wording:
 
     def failed(self, problem: Problem) -> bytes:
         """Return the events of a stream that breaks off."""
-        return server_sent(error_body(problem))
+        return server_sent(error_body(problem, self.api))
+
+    def tells_refusal(self, problem: Problem) -> bool:
+        """True if a stream that is refused before its header begins and says why in an event.
+
+        Otherwise it gets the status of the refusal.
+        """
+        return False
 
     def whole(self) -> bytes:
         """Return the JSON of all pieces, for an answer that is not streamed."""
@@ -308,7 +316,8 @@ class GenerationResponse(Response):
                     self._take(heard.job, heard.event)
         except RequestFailed as e:
             self._has_failed = True  # the line of the request says why
-            if not self._has_header:
+            is_event = self._stream and self._wording.tells_refusal(e.problem)
+            if not self._has_header and not is_event:
                 await problem_response(e.problem)(scope, receive, send)
                 return
             add_words(scope, e.problem.message)

@@ -31,6 +31,7 @@ from specoffload.server.engine.messages import (
     ChatJob,
     CompletionJob,
     EngineCall,
+    Event,
     GeneratingJob,
     JobOutput,
     Problem,
@@ -85,6 +86,9 @@ def refusal(session: Session, job_id: int, error: Exception, n_prompt: int | Non
     if isinstance(error, PromptTooLong):
         n_prompt = error.n_prompt_tokens
     problem = problem_of(error, n_prompt_tokens=n_prompt, n_ctx=session.card.n_ctx)
+    if isinstance(error, PromptTooLong):
+        event, is_least = Event.PROMPT_TOO_LONG, error.is_lower_bound
+        problem = replace(problem, event=event, is_lower_bound=is_least)
     # The API process reports known errors by their message. A traceback would add nothing.
     if problem.http_status == 500 and not isinstance(error, KNOWN):
         log.error("job %d failed", job_id, exc_info=error)

@@ -38,7 +38,7 @@ class PromptTooLong(DoesNotFit):
             f"the prompt has {'at least ' * at_least}{n_prompt_tokens} tokens, the context {n_ctx},"
             " and the answer needs at least one: shorten the prompt or raise --ctx-size"
         )
-        self.n_prompt_tokens = n_prompt_tokens
+        self.n_prompt_tokens, self.is_lower_bound = n_prompt_tokens, at_least
 
 
 class Embedded(NamedTuple):

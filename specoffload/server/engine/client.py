@@ -23,6 +23,7 @@ from specoffload.server.engine.health import RestartPolicy, Watchdog
 from specoffload.server.engine.messages import (
     Cancel,
     EngineCall,
+    Event,
     Finished,
     Job,
     JobEvent,
@@ -284,7 +285,7 @@ class EngineClient(Supervisor):
         if wait_s is None:
             return
         self.metrics.n_refused += 1
-        problem = unavailable(self._waiting.full_words(now))
+        problem = unavailable(self._waiting.full_words(now), event=Event.QUEUE_FULL)
         after_s = spread_s(wait_s, self._random.random())
         whole = whole_s(after_s, self._random.random())
         raise RequestFailed(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,6 +102,18 @@ ToEngine = Submit | Cancel | Shutdown
 # ---- engine process -> API process
 
 
+class Event(Enum):
+    """A reason for a refusal that each API has its own words for (`api/refusals.py`)."""
+
+    PROMPT_TOO_LONG = "the prompt leaves no room for an answer in the context"
+    BODY_OVER_CONTEXT = "the body is larger than any prompt that fits the context"
+    BODY_TOO_LARGE = "the body is larger than any that the server reads"
+    QUEUE_FULL = "too many requests wait"
+    LOADING = "the model is being loaded"
+    UNKNOWN_MODEL = "no model has this name"
+    BAD_KEY = "the key is missing or wrong"
+
+
 @dataclass(frozen=True)
 class Problem:
     """An error as the command line and HTTP clients need it.
@@ -120,6 +133,8 @@ class Problem:
     retry_after_ms: int | None = None  # the same time in milliseconds
     can_retry: bool = True
     details: dict[str, Any] | None = None  # by which Anthropic's clients choose another way
+    event: Event | None = None  # for which an API may have its own status, type, code and words
+    is_lower_bound: bool = False  # True: the prompt has at least `n_prompt_tokens`
 
 
 @dataclass(frozen=True)
@@ -263,5 +278,8 @@ class RequestFailed(Exception):
         self.problem = problem
 
 
-def unavailable(message: str, retry_after_s: int | None = None) -> Problem:
-    return Problem("Unavailable", message, 503, "unavailable_error", retry_after_s=retry_after_s)
+def unavailable(
+    message: str, retry_after_s: int | None = None, event: Event | None = None
+) -> Problem:
+    kind = "unavailable_error"
+    return Problem("Unavailable", message, 503, kind, retry_after_s=retry_after_s, event=event)

@@ -27,6 +27,7 @@ from specoffload.server.engine.child import Child
 from specoffload.server.engine.health import RestartPolicy, Watchdog, describe_exit
 from specoffload.server.engine.messages import (
     Alive,
+    Event,
     FromEngine,
     LoadFailed,
     Loading,
@@ -157,7 +158,7 @@ class Supervisor:
         if self.state is State.FAILED:
             return unavailable(f"the engine has failed: {self.failure}")
         if self.state is State.STARTING:
-            return unavailable("Loading model", _LOADING_RETRY_AFTER_S)
+            return unavailable("Loading model", _LOADING_RETRY_AFTER_S, Event.LOADING)
         if self.state is State.RESTARTING and self._missing:
             until = "it answers" if self._changed is None else "the file is whole"
             words = f"{self._missing}; the engine starts again as soon as {until}"
@@ -166,6 +167,7 @@ class Supervisor:
             return unavailable(
                 "Loading model: the engine process died and is being restarted",
                 _LOADING_RETRY_AFTER_S,
+                Event.LOADING,
             )
         return None
 

@@ -29,12 +29,13 @@ from offload.errors import NotSupported
 from specoffload import __version__
 from specoffload.generation.generation import OnProgress
 from specoffload.server.access import ANOTHER_SITE, NEEDS_KEY, AccessRules, has_key, may_change
-from specoffload.server.api.answers import Json, problem_response, server_sent
+from specoffload.server.api.answers import Json, server_sent
 from specoffload.server.api.app import bare_app, create_app, describe, guard
 from specoffload.server.api.body import HeldBodies, invalid, read_json
 from specoffload.server.api.kept import STREAM_ID, KeptStreams, streams_router
+from specoffload.server.api.refusals import problem_response
 from specoffload.server.engine.client import EngineClient
-from specoffload.server.engine.messages import Problem, RequestFailed, unavailable
+from specoffload.server.engine.messages import Event, Problem, RequestFailed, unavailable
 from specoffload.server.log import add_words
 from specoffload.server.page import add_page
 from specoffload.server.router.pool import Entry, Model, ModelPool, Wish
@@ -311,7 +312,8 @@ def _progress(model: Model) -> Json:
 
 
 def _not_found() -> RequestFailed:
-    return RequestFailed(Problem("NotFound", "model is not found", 404, "not_found_error"))
+    kind, event = "not_found_error", Event.UNKNOWN_MODEL
+    return RequestFailed(Problem("NotFound", "model is not found", 404, kind, event=event))
 
 
 def _name_in(body: Json) -> str:
@@ -431,12 +433,14 @@ class _Forward(Response):
             raise invalid("model name is missing from the request")
         model = self._pool.find(name)
         if model is None:
-            raise invalid(f"model '{name[:80]}' not found")
+            raise invalid(f"model '{name[:80]}' not found", event=Event.UNKNOWN_MODEL)
         return model
 
     async def _at_once(self, model: Model, scope: Scope, receive: Receive, send: Send) -> None:
         if model.served is None:
-            raise RequestFailed(unavailable(f"{model.name} was not loaded yet"))
+            raise RequestFailed(
+                unavailable(f"{model.name} was not loaded yet", event=Event.LOADING)
+            )
         await model.served.app(_inner(scope), receive, send)
 
 

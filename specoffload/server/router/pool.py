@@ -19,6 +19,7 @@ from specoffload.errors import meaning_of
 from specoffload.report import bytes_text
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.messages import (
+    Event,
     Loading,
     Outputs,
     Problem,
@@ -246,7 +247,7 @@ class ModelPool:
             raise RequestFailed(SHUTTING_DOWN)
         if len(model.wishes) >= self._most_waiting:
             words = f"{len(model.wishes)} requests wait for {model.name} to be loaded"
-            raise RequestFailed(unavailable(words, _RETRY_AFTER_S))
+            raise RequestFailed(unavailable(words, _RETRY_AFTER_S, Event.QUEUE_FULL))
         wish = Wish(self, model)
         model.wishes.append(wish)
         self._grant(model)
