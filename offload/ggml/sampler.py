@@ -78,7 +78,10 @@ class SamplerChain:
         self._logprobs: list[ChosenLogprob] = []
         self._told: tuple[NDArray[np.float32], _TokenArray | None] | None = None
         self._grammar: Grammar | None = grammar_of(
-            lambda: grammar_tokens(model), options.grammar, options.json_schema
+            lambda: grammar_tokens(model),
+            options.grammar,
+            options.json_schema,
+            options.grammar_root,
         )
         try:
             self._build()
@@ -262,6 +265,10 @@ class SamplerChain:
         if self._options.n_probs:
             self._told = logits, array
         return out
+
+    def allows(self, token: int) -> bool:
+        """True if the grammar allows `token` next, or there is none. Raises BadRequest."""
+        return self._grammar is None or self._timed_allows(token)
 
     def _likeliest(self, logits: NDArray[np.float32]) -> int:
         """Return the likeliest allowed token.

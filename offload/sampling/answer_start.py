@@ -18,6 +18,19 @@ class ReasoningSpan:
     is_open: bool = False
 
 
+@dataclass(frozen=True)
+class CallSpan:
+    """The markers around an answer's tool calls.
+
+    Calls begin with any of `opens`. They end after `closes`, or with the answer if it is empty. If
+    `is_open`, the whole answer consists of calls.
+    """
+
+    opens: tuple[str, ...]
+    closes: str = ""
+    is_open: bool = False
+
+
 class AnswerStart:
     """Follows a text. `at` is the number of its characters before the answer; None if not known."""
 

@@ -47,7 +47,7 @@ class Symbol(NamedTuple):
 Alternatives = tuple[tuple[Symbol, ...], ...]
 
 
-def lark_of_gbnf(text: str, token_of: Callable[[str], int]) -> str:
+def lark_of_gbnf(text: str, token_of: Callable[[str], int], root: str = "root") -> str:
     """Return a Lark grammar of the same language, in which the rule `root` is named `start`.
 
     `token_of` returns the id of a token that the grammar names as `<text>`, and raises BadRequest
@@ -59,28 +59,28 @@ def lark_of_gbnf(text: str, token_of: Callable[[str], int]) -> str:
         raise BadRequest(f"the grammar is not valid Unicode: {e.reason}") from e
     if size > MOST_GRAMMAR_BYTES:
         raise BadRequest(f"the grammar has {size} bytes; at most {MOST_GRAMMAR_BYTES} are read")
-    return _GbnfReader(text, token_of).read()
+    return _GbnfReader(text, token_of, root).read()
 
 
 class _GbnfReader:
     """Reads GBNF from left to right, each character once."""
 
-    def __init__(self, text: str, token_of: Callable[[str], int]) -> None:
-        self._text, self._token_of = text, token_of
+    def __init__(self, text: str, token_of: Callable[[str], int], root: str) -> None:
+        self._text, self._token_of, self._root = text, token_of, root
         self._at = 0
         self._n_symbols = 0
         self._depth = 0
         self._named_at: dict[str, int] = {}  # position of the first reference to each rule
         self._rules: dict[str, str] = {}
-        self._names = {"root": "start"}  # rule names in Lark by name in GBNF
+        self._names = {root: "start"}  # rule names in Lark by name in GBNF
 
     def read(self) -> str:
         self._skip(newlines=True)
         while self._at < len(self._text):
             self._rule()
             self._skip(newlines=True)
-        if "root" not in self._rules:
-            raise BadRequest("the grammar does not parse: it has no rule named root")
+        if self._root not in self._rules:
+            raise BadRequest(f"the grammar does not parse: it has no rule named {self._root}")
         for name, at in self._named_at.items():
             if name not in self._rules:
                 self._fail(f"there is no rule {name[:60]}", at)

@@ -174,16 +174,19 @@ def _reason(matcher: LLMatcher) -> str:
 
 
 def grammar_of(
-    tokens: Callable[[], GrammarTokens], gbnf: str | None, json_schema: str | None
+    tokens: Callable[[], GrammarTokens],
+    gbnf: str | None,
+    json_schema: str | None,
+    root: str = "root",
 ) -> Grammar | None:
-    """Return the grammar of `gbnf` or of `json_schema`, or None if neither is given.
+    """Return the grammar of `gbnf` from its rule `root`, or of `json_schema`; None without both.
 
     Raises BadRequest if both are given, or if one cannot be followed.
     """
     if gbnf is not None and json_schema is not None:
         raise BadRequest("a grammar and a JSON schema exclude each other: send one of them")
     if gbnf is not None:
-        lark = lark_of_gbnf(gbnf, lambda words: tokens().token_of(words))
+        lark = lark_of_gbnf(gbnf, lambda words: tokens().token_of(words), root)
         return Grammar(tokens(), LLMatcher.grammar_from_lark(lark))
     if json_schema is not None:
         try:

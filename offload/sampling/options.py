@@ -39,7 +39,8 @@ class SamplingOptions:
     repeat_last_n: int = 64  # last tokens that the penalties look at; -1: all
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    grammar: str | None = None  # GBNF, from its rule root
+    grammar: str | None = None  # GBNF
+    grammar_root: str = "root"  # the rule from which the grammar is read
     json_schema: str | None = None  # JSON text, given instead of a grammar
     typical_p: float = 1.0
     top_n_sigma: float = -1.0

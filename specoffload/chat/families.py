@@ -134,13 +134,16 @@ class Family:
 
 HARMONY_STARTS = ("<|start|>", "<|channel|>")
 HARMONY_BODY = "<|message|>"
+HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>", *HARMONY_STARTS)  # end a message's text
+HARMONY_ANSWER = "<|channel|>final<|message|>"
 # Headers of messages whose text is the answer.
-HARMONY_ANSWERS = ("<|channel|>final<|message|>", "<|channel|>commentary<|message|>")
-# Texts that open the reasoning, that close it, and that close it and begin the answer.
+HARMONY_ANSWERS = (HARMONY_ANSWER, "<|channel|>commentary<|message|>")
+HARMONY_CALL = "<|channel|>commentary to=functions."
+# Texts that open the reasoning, that close it, and that close it and begin the next message.
 HARMONY_REASONING = (
     "<|channel|>analysis<|message|>",
     "<|end|>",
-    "<|end|><|start|>assistant<|channel|>final<|message|>",
+    "<|end|><|start|>assistant",
 )
 
 _DEEPSEEK = CallLayout(
@@ -171,7 +174,7 @@ FAMILIES = (
         "gpt-oss",
         ("<|channel|>", "<|message|>"),
         CallLayout(
-            before_name="<|channel|>commentary to=functions.",
+            before_name=HARMONY_CALL,
             after_name=" <|constrain|>json<|message|>",
             after_arguments="",
             is_harmony=True,
@@ -307,7 +310,7 @@ FAMILIES = (
 
 _HARMONY_MARKED = re.compile(
     r"(?:<\|start\|>assistant)?<\|channel\|>(analysis|final)<\|message\|>"
-    r"(.*?)(?:<\|end\|>|<\|return\|>|(?=<\|start\|>assistant<\|channel\|>)|\Z)",
+    r"(.*?)(?:<\|end\|>|<\|return\|>|(?=(?:<\|start\|>assistant)?<\|channel\|>)|\Z)",
     re.DOTALL,
 )
 

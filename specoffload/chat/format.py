@@ -140,6 +140,7 @@ class ChatFormat:
             thinking,
             None if conversation.parallel_tool_calls else 1,
             in_answer=begun is not None and not begun.is_reasoning,
+            must_call=conversation.must_call,
         )
         shown: tuple[str, ...] = ()
         if family.layout.is_harmony:

@@ -15,6 +15,8 @@ from specoffload.chat.calls import types_of
 from specoffload.chat.conversation import Allowed, Conversation, Tool
 from specoffload.chat.families import (
     GENERIC,
+    HARMONY_ANSWER,
+    HARMONY_ENDS,
     HARMONY_REASONING,
     HARMONY_STARTS,
     CallLayout,
@@ -23,7 +25,7 @@ from specoffload.chat.families import (
 from specoffload.chat.tool_schemas import SchemaNote, followable
 
 _SPACE = "[ \\t\\r\\n]{0,8}"
-_HARMONY_FINAL = '"<|channel|>final<|message|>"'
+_HARMONY_END = HARMONY_REASONING[2]  # closes the reasoning, and begins the next message
 
 
 def answer_grammar(
@@ -56,7 +58,7 @@ def answer_grammar(
     )  # fmt: skip
     layout = family.layout
     harmony = layout.is_harmony
-    final = f"{_HARMONY_FINAL} " if harmony and not in_answer else ""
+    final = f"{literal(HARMONY_ANSWER)} " if harmony and not in_answer else ""
     reasoning = None if in_answer else reasoning
     if schema is not None and not (tools or reasoning or harmony):
         return None  # the engine follows the schema without a grammar
@@ -79,26 +81,58 @@ def answer_grammar(
     elif schema is not None:
         forms.append(f"{final}%json {schema}")
     elif harmony:
-        forms.append(f"{final}[^\\x00]*")
+        forms.append(f"{final}{without(HARMONY_ENDS)}")
     elif markers := layout.openers:
         forms = [f"{without(markers)} ({forms[0]})?"]
     else:
         forms.append("([^{ \\t\\r\\n] [^\\x00]*)?")
-    before = _SPACE
-    if harmony:
-        opens, closes, _ = HARMONY_REASONING
-        start = literal(f"{HARMONY_STARTS[0]}assistant")
-        before = f"({literal(opens)} {rules.until(closes)} {start})?"
-        if thinking:
-            before = f"{rules.until(closes)} {start}"
-        elif in_answer:
-            before = f"({literal(closes)} {start})?" if must_call else ""
+    if harmony and in_answer:
+        before = f"({literal(_HARMONY_END)})?" if must_call else ""
+    else:
+        space = "" if harmony or thinking else f"{_SPACE} "
+        before = space + _reasoning(family, reasoning, rules.until, thinking=thinking)
+    return rules.text(f"{before} ({' | '.join(forms)})")
+
+
+def after_reasoning(
+    gbnf: str, family: Family, reasoning: tuple[str, str] | None, *, thinking: bool
+) -> tuple[str, str]:
+    """Return a client's grammar with the answer's reasoning before it, and the name of its root.
+
+    A grammar that has a marker of the reasoning describes the reasoning itself. It is returned as
+    it is. The other arguments are those of `answer_grammar`.
+    """
+    harmony = family.layout.is_harmony
+    markers = (HARMONY_STARTS[1], HARMONY_REASONING[1]) if harmony else reasoning
+    if markers is None or any(marker in gbnf for marker in markers):
+        return gbnf, "root"
+    root = "answer"
+    while root in gbnf:
+        root += "-"
+    before = _reasoning(family, reasoning, until, thinking=thinking)
+    final = literal(HARMONY_ANSWER) if harmony else ""
+    return f"{gbnf}\n{root} ::= {before} {final} root\n", root
+
+
+def _reasoning(
+    family: Family,
+    reasoning: tuple[str, str] | None,
+    until: Callable[[str], str],
+    *,
+    thinking: bool,
+) -> str:
+    """Return the GBNF of the reasoning before an answer. Unless `thinking`, it may be absent."""
+    if family.layout.is_harmony:
+        opens = HARMONY_REASONING[0]
+        text = f"{without(HARMONY_ENDS)} {literal(_HARMONY_END)}"
     elif reasoning is not None:
         opens, closes = reasoning
-        before = f"{rules.until(closes)} {_SPACE}"
-        if not thinking:
-            before = f"{_SPACE} ({literal(opens)} {before})?"
-    return rules.text(f"{before} ({' | '.join(forms)})")
+        openers = family.layout.openers if family.ends_reasoning else ()
+        thought = f"{without((closes, *openers))} {literal(closes)}" if openers else until(closes)
+        text = f"{thought} {_SPACE}"
+    else:
+        return ""
+    return text if thinking else f"({literal(opens)} {text})?"
 
 
 class _Rules:

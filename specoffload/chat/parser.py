@@ -9,18 +9,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from offload.sampling.answer_start import ReasoningSpan
+from offload.sampling.answer_start import CallSpan, ReasoningSpan
 from specoffload.chat.calls import (
     read_json_calls,
     read_marked_calls,
     read_wrapped_calls,
 )
 from specoffload.chat.conversation import Delta, ReasoningFormat
-from specoffload.chat.families import HARMONY_ANSWERS, HARMONY_BODY, HARMONY_STARTS, Family
+from specoffload.chat.families import (
+    HARMONY_ANSWERS,
+    HARMONY_BODY,
+    HARMONY_CALL,
+    HARMONY_ENDS,
+    HARMONY_STARTS,
+    Family,
+)
 from specoffload.chat.reader import DeltaCollector, Reading, TextReader
 
 _ALPHABET = string.ascii_letters + string.digits
-_HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>", *HARMONY_STARTS)
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
@@ -32,7 +38,8 @@ class AnswerForm:
     `schemas` has the JSON schemas of arguments by the tools' names. If it is empty, text that looks
     like a call is content. `reasoning` has the two markers around the reasoning. `thinking` is True
     if the prompt ends inside the reasoning. Calls beyond `most_calls` are dropped. `in_answer` is
-    True if the prompt ends inside the answer's text, which the model continues.
+    True if the prompt ends inside the answer's text, which the model continues. `must_call` is True
+    if a grammar makes the answer consist of calls.
     """
 
     family: Family
@@ -42,6 +49,19 @@ class AnswerForm:
     thinking: bool = False
     most_calls: int | None = None
     in_answer: bool = False
+    must_call: bool = False
+
+    @property
+    def call_span(self) -> CallSpan | None:
+        """The markers of tool calls; None if text that looks like a call is content."""
+        if not self.schemas:
+            return None
+        layout = self.family.layout
+        opens = (HARMONY_CALL,) if layout.is_harmony else layout.openers
+        closes = layout.closers[-1] if layout.closers else ""
+        return CallSpan(
+            opens or (layout.begin + layout.before_name,), closes, is_open=self.must_call
+        )
 
     @property
     def span(self) -> ReasoningSpan | None:
@@ -109,8 +129,11 @@ class StreamParser:
         if form.family.layout.is_harmony:
             yield from self._harmony(with_reasoning=with_reasoning)
             return
-        if form.reasoning is not None and with_reasoning and not form.in_answer:
-            yield from self._reasoning(*form.reasoning)
+        if form.reasoning is not None and not form.in_answer:
+            if with_reasoning:
+                yield from self._reasoning(*form.reasoning)
+            elif form.schemas:
+                yield from self._reasoning_as_content(*form.reasoning)
         yield from self._answer()
 
     def _reasoning(self, opens: str, closes: str) -> Reading[None]:
@@ -122,7 +145,6 @@ class StreamParser:
                 reader.back_unless_cut()
                 return
             reader.release()
-        ends = (closes, *(self._openers() if form.family.ends_reasoning else ()))
         legacy = form.reasoning_format == "deepseek-legacy"
 
         def show(text: str) -> None:
@@ -132,12 +154,37 @@ class StreamParser:
 
         if legacy:
             output.content(opens)
-        marker = yield from reader.until(ends, show)
+        marker = yield from reader.until(self._reasoning_ends(closes), show)
         output.end_reasoning()
         if legacy and marker == closes:
             output.content(closes)
         if marker is not None and marker != closes:
             reader.put_back(marker)
+
+    def _reasoning_as_content(self, opens: str, closes: str) -> Reading[None]:
+        """Leave the reasoning in the content, and read no calls in it."""
+        reader, output = self._reader, self._output
+        reader.mark()
+        yield from reader.space()
+        begins = self._form.thinking or (yield from reader.takes(opens))
+        reader.back()
+        if not begins:
+            return
+        marker = yield from reader.until(self._reasoning_ends(closes), output.content)
+        if marker == closes:
+            output.content(closes)
+        elif marker is not None:
+            reader.put_back(marker)
+
+    def _reasoning_ends(self, closes: str) -> tuple[str, ...]:
+        return closes, *(self._openers() if self._form.family.ends_reasoning else ())
+
+    @property
+    def _has_bare_calls(self) -> bool:
+        """True if calls have no marker. They begin an answer, or follow a begun one."""
+        form, layout = self._form, self._form.family.layout
+        begins = form.must_call or not form.in_answer
+        return bool(form.schemas) and layout.is_json and not layout.openers and begins
 
     def _openers(self) -> tuple[str, ...]:
         """Return the markers that begin a tool call; empty if no call may be made."""
@@ -145,9 +192,7 @@ class StreamParser:
 
     def _answer(self) -> Reading[None]:
         reader, output = self._reader, self._output
-        layout = self._form.family.layout
-        is_bare = layout.is_json and not layout.openers and not self._form.in_answer
-        if self._form.schemas and is_bare:
+        if self._has_bare_calls:
             yield from self._bare_calls()
         openers = self._openers()
         while True:
@@ -231,7 +276,7 @@ class StreamParser:
         elif kind == "raw":
             output.content(header + HARMONY_BODY)
         shows = {"call": output.arguments, "reasoning": output.reasoning}
-        end = yield from reader.until(_HARMONY_ENDS, shows.get(kind, output.content))
+        end = yield from reader.until(HARMONY_ENDS, shows.get(kind, output.content))
         if kind == "call" and not reader.is_cut:
             output.end_call()
         elif kind == "reasoning":

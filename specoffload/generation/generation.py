@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from offload.notes import Note
-from offload.sampling.answer_start import ReasoningSpan
+from offload.sampling.answer_start import CallSpan, ReasoningSpan
 from offload.sampling.answers import ChosenLogprob, ReasoningLimit
 from offload.sampling.options import SamplingOptions
 from specoffload.generation.statistics import GenerationStats
@@ -25,9 +25,10 @@ class GenerateOptions(SamplingOptions):
 
     temperature: float = 0.0
     n_predict: int | None = None  # most tokens of the answer; None: to the end of the context
-    stop: tuple[str, ...] = ()  # texts that end the answer after its reasoning
+    stop: tuple[str, ...] = ()  # texts that end the answer, outside of its reasoning and its calls
     end_texts: tuple[str, ...] = ()  # texts of the chat format that end it anywhere
     reasoning_span: ReasoningSpan | None = None  # markers of the chat format; None: no reasoning
+    call_span: CallSpan | None = None  # markers of tool calls; None: no calls
     shown: tuple[str, ...] = ()  # special tokens that are shown in the text
     reasoning_budget: int | None = None  # most tokens of a chat's reasoning; None: no limit
     reasoning_budget_message: str = ""  # text that is written when the budget ends the reasoning

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from offload.errors import BadRequest
 from offload.sampling.answers import ReasoningLimit
 from specoffload.chat.conversation import ChatSettings, Conversation, Delta
-from specoffload.chat.families import HARMONY_REASONING
+from specoffload.chat.families import HARMONY_ANSWER, HARMONY_CALL, HARMONY_REASONING
 from specoffload.chat.format import ChatFormat, ChatPrompt
+from specoffload.chat.grammar import after_reasoning
 from specoffload.chat.parser import AnswerForm
 from specoffload.generation.generation import GenerateOptions, ModelCard, Piece
 from specoffload.session.images import PromptImages
@@ -60,8 +61,11 @@ def _limit(form: AnswerForm, n_tokens: int | None, message: str) -> ReasoningLim
     if n_tokens is None or form.in_answer:
         return None
     if form.family.layout.is_harmony:
-        opens, closes, ending = HARMONY_REASONING
-        return ReasoningLimit(n_tokens, opens, closes, message + ending, form.thinking)
+        opens, closes, start = HARMONY_REASONING
+        branches = (HARMONY_ANSWER, HARMONY_CALL) if form.schemas else (HARMONY_ANSWER,)
+        return ReasoningLimit(
+            n_tokens, opens, closes, message + start, form.thinking, branches, reopens=True
+        )
     if form.reasoning is None:
         return None
     opens, closes = form.reasoning
@@ -72,20 +76,32 @@ def answer_options(prompt: ChatPrompt, options: GenerateOptions) -> GenerateOpti
     """Returns `options` with what the model's chat format adds.
 
     It adds stop sequences, special tokens to show, the reasoning limit, and the grammar of tool
-    calls or of a JSON answer. A grammar in `options` has priority.
+    calls or of a JSON answer. A grammar in `options` has priority. It begins after the reasoning.
+    Stop sequences do not count within calls.
     """
     found = replace(
         options,
         end_texts=prompt.stops,
         reasoning_span=prompt.form.span,
+        call_span=prompt.form.call_span,
         shown=(*options.shown, *prompt.shown),
         reasoning_limit=_limit(
             prompt.form, options.reasoning_budget, options.reasoning_budget_message
         ),
     )
-    if prompt.grammar is None or options.grammar is not None:
+    if options.grammar is not None:
+        return _with_own_grammar(found, options.grammar, prompt.form)
+    if prompt.grammar is None:
         return found
     return replace(found, grammar=prompt.grammar, json_schema=None)
+
+
+def _with_own_grammar(options: GenerateOptions, gbnf: str, form: AnswerForm) -> GenerateOptions:
+    """Let a client's grammar begin after the reasoning, unless that is a part of the answer."""
+    if form.span is None:
+        return options
+    gbnf, root = after_reasoning(gbnf, form.family, form.reasoning, thinking=form.thinking)
+    return replace(options, grammar=gbnf, grammar_root=root)
 
 
 def answer(

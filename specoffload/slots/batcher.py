@@ -109,7 +109,9 @@ class Batcher:
         text = [token for token in tokens if token >= 0]  # without the numbers of images
         sampler = self._sampler(SamplerChain(self._target.model, sampling, text), options)
         shown = self._target.special_tokens(options.shown)
-        stops = StopScanner(options.stop, options.reasoning_span, options.end_texts)
+        stops = StopScanner(
+            options.stop, options.reasoning_span, options.end_texts, options.call_span
+        )
         answer = Answer(self._target.text_stream(shown=shown), stops, is_end)
         n_top = options.prompt_logprobs
         read = None if n_top is None else PromptLogprobs(tokens, n_top, self._piece)
@@ -125,8 +127,10 @@ class Batcher:
         limit, target = options.reasoning_limit, self._target
         if limit is None:
             return chain
-        ending = target.tokenize(limit.ending, add_special=False, parse_special=True)
-        limited = LimitedReasoning(limit, ending)
+        endings = limit.endings(
+            lambda text: target.tokenize(text, add_special=False, parse_special=True)
+        )
+        limited = LimitedReasoning(limit, *endings)
         return LimitedSampler(chain, limited, self._piece)
 
     def _piece(self, token: int) -> bytes:

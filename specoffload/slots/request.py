@@ -269,10 +269,12 @@ class Answer:
 
         `fills_context`: the context has no room for another token.
         """
-        word = self._stops.word
         text = ""
-        if word is None:
+        if not self._stops.stopped:
             text = self._stops.feed(self._text.finish()) + self._stops.finish()
+        word = self._stops.word
+        if word is not None:
+            self.finish = "stop"
         return Piece(
             text,
             finish_reason=self.finish,

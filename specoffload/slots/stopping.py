@@ -1,25 +1,29 @@
-"""Cuts an answer's text at stop sequences, which do not count inside its reasoning."""
+"""Cuts an answer's text at stop sequences, which do not count in its reasoning and its calls."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offload.sampling.answer_start import AnswerStart, ReasoningSpan
+from offload.sampling.answer_start import AnswerStart, CallSpan, ReasoningSpan
 
 
 class StopScanner:
     """Removes a stop sequence and all text after it. Holds back text that may begin one.
 
-    A stop sequence of a client limits the answer alone. A model may well write it while it reasons
-    (vLLM #38499, #52393).
+    A stop sequence of a client limits the answer's text. A model may well write it while it reasons
+    (vLLM #38499, #52393), and a call that is cut in the middle is of no use.
     """
 
     def __init__(
-        self, stops: Sequence[str], span: ReasoningSpan | None = None, ends: Sequence[str] = ()
+        self,
+        stops: Sequence[str],
+        span: ReasoningSpan | None = None,
+        ends: Sequence[str] = (),
+        calls: CallSpan | None = None,
     ) -> None:
-        """`stops` count after the reasoning in `span`. `ends` count anywhere."""
+        """`stops` count after the reasoning in `span` and outside `calls`, `ends` anywhere."""
         self._anywhere = _Scanner(ends)
-        self._in_answer = _Scanner(stops)
+        self._in_answer = _Scanner(stops, calls)
         self._start = AnswerStart(span if self._in_answer.stops else None)
         self._n_passed = 0  # characters that did not end the text
         self._undecided = ""  # a text's beginning that may begin the reasoning
@@ -59,38 +63,79 @@ class StopScanner:
 
 
 class _Scanner:
-    """Finds the first of some texts in a text that is still arriving."""
+    """Finds the first of some texts in a text that is still arriving, outside of calls."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], calls: CallSpan | None = None) -> None:
         self.stops = tuple(stop for stop in stops if stop)
-        self._held = ""
         self.word: str | None = None
+        self._held = ""
+        self._opens, self._closes = (calls.opens, calls.closes) if calls else ((), "")
+        self._is_in_call = calls is not None and calls.is_open
 
     def feed(self, text: str) -> str:
+        """Add `text`, and return the text that may be shown now; "" after a stop sequence."""
         if not self.stops:
             return text
         if self.word is not None:
             return ""
         self._held += text
-        found = [(at, stop) for stop in self.stops if (at := self._held.find(stop)) >= 0]
-        if found:
-            at, self.word = min(found)
-            shown, self._held = self._held[:at], ""
-            return shown
-        cut = len(self._held) - self._longest_beginning()
-        shown, self._held = self._held[:cut], self._held[cut:]
+        shown = ""
+        while (part := self._part()) is not None:
+            shown += part
         return shown
 
     def finish(self) -> str:
-        shown, self._held = self._held, ""
+        """Return the text held back, at the end of the text."""
+        at, word = (len(self._held), None) if self._is_in_call else self._first(self.stops)
+        self.word = word
+        shown, self._held = self._held[:at], ""
         return shown
 
-    def _longest_beginning(self) -> int:
-        """Return the length of the longest beginning of a stop that ends the text held back."""
+    def _part(self) -> str | None:
+        """Take text up to the next marker. Returns None if no more can be taken yet.
+
+        A marker of a call has priority over a stop sequence that begins with it or in it.
+        """
+        if self.word is not None or not self._held:
+            return None
+        if self._is_in_call:
+            return self._part_of_call()
+        stop_at, stop = self._first(self.stops)
+        open_at, opener = self._first(self._opens)
+        if opener is not None and open_at <= stop_at:
+            self._is_in_call = True
+            return self._taken(open_at + len(opener))
+        may_open_at = self._begins(self._opens)
+        if stop is None:
+            return self._taken(min(may_open_at, self._begins(self.stops)))
+        if may_open_at <= stop_at:
+            return self._taken(may_open_at)
+        self.word = stop
+        return self._taken(stop_at)
+
+    def _part_of_call(self) -> str | None:
+        closes = (self._closes,) if self._closes else ()
+        at, marker = self._first(closes)
+        if marker is None:
+            return self._taken(self._begins(closes))
+        self._is_in_call = False
+        return self._taken(at + len(marker))
+
+    def _first(self, markers: Sequence[str]) -> tuple[int, str | None]:
+        """Return the first marker in the text and where it begins; (the text's end, None)."""
+        found = [(at, marker) for marker in markers if (at := self._held.find(marker)) >= 0]
+        return min(found) if found else (len(self._held), None)
+
+    def _begins(self, markers: Sequence[str]) -> int:
+        """Return where a marker may begin whose rest is still to come."""
         best = 0
-        for stop in self.stops:
-            for n in range(min(len(stop) - 1, len(self._held)), best, -1):
-                if self._held.endswith(stop[:n]):
+        for marker in markers:
+            for n in range(min(len(marker) - 1, len(self._held)), best, -1):
+                if self._held.endswith(marker[:n]):
                     best = n
                     break
-        return best
+        return len(self._held) - best
+
+    def _taken(self, n: int) -> str | None:
+        shown, self._held = self._held[:n], self._held[n:]
+        return shown or None

@@ -249,7 +249,9 @@ class FakeGenerator:
         answer = _told(options) if "[options]" in text else said[-1] if said else text + TAIL
         room = self._factory.n_ctx - n_prompt
         n_predict = room if options.n_predict is None else min(room, options.n_predict)
-        stops = StopScanner(options.stop, options.reasoning_span, options.end_texts)
+        stops = StopScanner(
+            options.stop, options.reasoning_span, options.end_texts, options.call_span
+        )
         finish: FinishReason = "stop"
         n = 0
         for symbol in self._symbols(answer, _endless(text)):

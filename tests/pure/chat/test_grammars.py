@@ -15,7 +15,7 @@ from recorded import THINK
 from offload.sampling.grammar import grammar_of
 from specoffload.chat.conversation import Conversation, Tool
 from specoffload.chat.families import FAMILIES, GENERIC, Family, written
-from specoffload.chat.grammar import answer_grammar, literal, until, without
+from specoffload.chat.grammar import after_reasoning, answer_grammar, literal, until, without
 
 NOW = Tool("now")
 ONE = [("get_weather", {"city": "Zürich", "days": 2})]
@@ -187,3 +187,47 @@ def test_without_is_any_text_that_has_none_of_the_markers(found: list[str], text
     behind = f'root ::= {without(markers)} {literal(markers[0])} "!"\n'
     has_one = any(marker in text for marker in markers)
     assert passes(behind, text + markers[0] + "!") == (not has_one)
+
+
+def passes_after(family: Family, gbnf: str, text: str, *, thinking: bool = False) -> bool:
+    wrapped, root = after_reasoning(gbnf, family, THINK, thinking=thinking)
+    return follows(grammar_of(tokens, wrapped, None, root), text)
+
+
+def test_a_grammar_of_a_client_begins_after_the_reasoning() -> None:
+    answer = 'root ::= "yes" | "no"\nanswer ::= "unused"\n'
+    for family in FAMILIES:
+        harmony = family.layout.is_harmony
+        thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant" if harmony else (
+            "<think>Hm.</think>\n"
+        )  # fmt: skip
+        final = "<|channel|>final<|message|>" if harmony else ""
+        for before in ("", thought):
+            assert passes_after(family, answer, f"{before}{final}yes")
+            assert not passes_after(family, answer, f"{before}{final}maybe")
+        opened = thought.partition("Hm.")[2]
+        assert passes_after(family, answer, f"Hm.{opened}{final}no", thinking=True)
+        assert not passes_after(family, answer, f"{final}no", thinking=True)
+
+
+def test_a_grammar_with_the_markers_of_the_reasoning_is_all_of_the_answer() -> None:
+    own = 'root ::= "<think>" [a-z]* "</think>" "yes"\n'
+    hermes = next(family for family in FAMILIES if family.name == "hermes")
+    assert after_reasoning(own, hermes, THINK, thinking=False) == (own, "root")
+    assert after_reasoning(own, hermes, None, thinking=False) == (own, "root")
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_what_the_parser_reads_as_the_end_of_the_reasoning_ends_it_in_the_grammar(
+    family: Family,
+) -> None:
+    """A call's marker in the reasoning would begin a call whose schema nobody enforces."""
+    if family.layout.is_harmony:
+        ends: tuple[str, ...] = ("<|channel|>", "<|call|>", "<|start|>")
+        gbnf = forced(family, thinking=True)
+    else:
+        ends = family.layout.openers if family.ends_reasoning else ()
+        gbnf = forced(family, reasoning=THINK, thinking=True)
+    assert passes(gbnf, "Hm. <", to_the_end=False)
+    for marker in ends:
+        assert not passes(gbnf, f"Hm. {marker}", to_the_end=False)

@@ -30,9 +30,7 @@ def followed(text: str, n_tokens: int, *, is_open: bool) -> str:
     limit = LimitedReasoning(ReasoningLimit(n_tokens, OPENS, CLOSES, CLOSES, is_open), ENDING)
     written, wanted = bytearray(), iter(text.encode())
     while True:
-        token = limit.due
-        if token is None:
-            token = next(wanted, None)
+        token = limit.due[0] if limit.due else next(wanted, None)
         if token is None:
             return written.decode()
         limit.accepted(token, bytes([token]))
@@ -72,8 +70,9 @@ class _Likeliest:
 
     has_distribution = True
 
-    def __init__(self) -> None:
+    def __init__(self, refused: int = -1) -> None:
         self.seen: list[int] = []
+        self._refused = refused
 
     def choose(self, logits: NDArray[np.float32], history: Sequence[int]) -> int:
         return int(np.argmax(logits))
@@ -84,6 +83,9 @@ class _Likeliest:
         out = np.zeros(N_VOCAB)
         out[self.choose(logits, history)] = 1.0
         return out
+
+    def allows(self, token: int) -> bool:
+        return token != self._refused
 
     def accepted(self, token: int) -> None:
         self.seen.append(token)
@@ -117,10 +119,48 @@ def test_drafts_are_judged_by_what_must_come(rejects: bool) -> None:
     )
     assert bytes(verdict.emitted) == b"aa<"
     assert verdict.n_accepted == 2
-    while limit.due is not None:
+    while limit.due:
         judge(NO_DRAFT, rows[:1], history, lambda token: False)
     judge(NO_DRAFT, rows[:1], history, lambda token: False)
     assert bytes(history) == bytes(inner.seen) == b"aa</think>a"
+
+
+def test_a_character_is_written_to_its_end_before_the_reasoning_is_ended() -> None:
+    assert followed("aééb", 2, is_open=True) == "aé</think>éb"
+    limit = LimitedReasoning(ReasoningLimit(1, OPENS, CLOSES, CLOSES, is_open=True), ENDING)
+    for n in range(4):  # bytes that begin characters and never end one
+        assert not limit.due, n
+        limit.accepted(0xF0, b"\xf0")
+    assert limit.due
+
+
+def test_the_model_chooses_among_branches_and_what_it_opens_again_counts_too() -> None:
+    limit = ReasoningLimit(
+        3, "<a>", "</a>", "</a>", branches=("<b>", "<c>"), is_open=True, reopens=True
+    )
+    limited = LimitedReasoning(limit, *limit.endings(lambda text: tuple(text.encode())))
+    inner = _Likeliest()
+    sampler = LimitedSampler(inner, limited, lambda token: bytes([token]))
+    wanted = np.zeros(N_VOCAB, np.float32)
+    wanted[ord("c")] = 1.0
+    for _ in range(10):
+        sampler.accepted(sampler.choose(wanted, inner.seen))
+    assert bytes(inner.seen) == b"ccc</a><c>"
+    for byte in b"<a>":
+        assert not limited.due
+        sampler.accepted(byte)
+    assert limited.due  # nothing is left for more reasoning
+
+
+def test_a_grammar_has_the_last_word_on_forced_tokens() -> None:
+    limited = LimitedReasoning(ReasoningLimit(0, OPENS, CLOSES, CLOSES, is_open=True), ENDING)
+    inner = _Likeliest(refused=ord("i"))
+    sampler = LimitedSampler(inner, limited, lambda token: bytes([token]))
+    row = np.zeros(N_VOCAB, np.float32)
+    row[ord("x")] = 1.0
+    for _ in range(6):
+        sampler.accepted(sampler.choose(row, inner.seen))
+    assert bytes(inner.seen) == b"</thxx"
 
 
 def test_the_limit_counts_on_from_what_the_prompt_has_begun() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.sampling.answer_start import AnswerStart, ReasoningSpan
+from offload.sampling.answer_start import AnswerStart, CallSpan, ReasoningSpan
 from offload.sequences.text import TextStream
 from specoffload.slots.stopping import StopScanner
 
@@ -109,3 +109,33 @@ def test_texts_of_the_chat_format_end_an_answer_anywhere() -> None:
     scanner = StopScanner(("x",), span, ("<|im_end|>",))
     assert scanner.feed("Take x.</think>It is x") == "Take x.</think>It is "
     assert scanner.word == "x"
+
+
+CALLS = CallSpan(("<call>", "<f>"), "</call>")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 50])
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a <call>x</call> b\nc", "a <call>x</call> b"),
+        ("a <call>\nx\n</call>\nc", "a <call>\nx\n</call>"),
+        ("a <f>\nx", "a <f>\nx"),  # the call has no end
+        ("a <ca\nb", "a <ca"),
+        ("a <c", "a "),  # "<c" is a stop sequence, and no call follows
+        ("a < b <call>x", "a < b <call>x"),
+    ],
+)
+def test_stops_do_not_count_within_calls(text: str, shown: str, size: int) -> None:
+    stops = ("\n",) if "<ca" in text or "<f" in text else ("<c",)
+    scanner = StopScanner(stops, calls=CALLS)
+    found = "".join(scanner.feed(text[i : i + size]) for i in range(0, len(text), size))
+    assert found + scanner.finish() == shown
+    assert scanner.stopped == (shown != text)
+
+
+def test_an_answer_of_calls_alone_has_no_stops() -> None:
+    scanner = StopScanner(("{",), calls=CallSpan((), is_open=True))
+    assert scanner.feed('{"name": {') == '{"name": {'
+    behind = StopScanner(("{",), ReasoningSpan("<t>", ("</t>",)), calls=CallSpan((), is_open=True))
+    assert behind.feed("<t>{</t>{{") + behind.finish() == "<t>{</t>{{"
