@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import json
 import os
@@ -57,7 +58,27 @@ def read_whole(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
     """A file as `read_whole` reads it, as UTF-8 text. Raises OSError and UnicodeDecodeError."""
-    return read_whole(path, most_bytes).decode("utf-8")
+    return decoded(read_whole(path, most_bytes), str(path))
+
+
+_OTHER_MARKS = (  # the longer ones first: UTF-32's begins with UTF-16's
+    (codecs.BOM_UTF32_LE, "UTF-32"),
+    (codecs.BOM_UTF32_BE, "UTF-32"),
+    (codecs.BOM_UTF16_LE, "UTF-16"),
+    (codecs.BOM_UTF16_BE, "UTF-16"),
+)
+
+
+def decoded(content: bytes, source: str) -> str:
+    """The UTF-8 text in `content`, without the byte order mark that editors of Windows write.
+
+    Raises OSError, which names `source`, for a mark of another encoding, and UnicodeDecodeError for
+    bytes that are no UTF-8.
+    """
+    for mark, encoding in _OTHER_MARKS:
+        if content.startswith(mark):
+            raise OSError(errno.EILSEQ, f"it is {encoding} text; save it as UTF-8", source)
+    return content.removeprefix(codecs.BOM_UTF8).decode("utf-8")
 
 
 def write_text(path: Path, text: str) -> None:

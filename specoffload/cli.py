@@ -110,8 +110,11 @@ def run(line: CommandLine) -> None:
         run_prompt,
         split_model_and_prompt,
     )
+    from specoffload.models.names import may_name_model
 
     own, options = line.of(RunOptions), line.options
+    if own.words is not None and may_name_model(own.words):
+        options = _without_variables_model(options)
     by_repo = None if options.hf_repo is None else Path(options.hf_repo)
     model, prompt = split_model_and_prompt(own.words, options.model or by_repo, own.prompt)
     options = replace(options, model=None if model is by_repo else model)
@@ -135,6 +138,17 @@ def run(line: CommandLine) -> None:
         line.of(ChatOptions),
         has_limit=bool(line.names(RunOptions, "n_predict")),
     )
+
+
+def _without_variables_model(options: Options) -> Options:
+    """Return `options` without a model that a variable names, since the arguments name another."""
+    fields = [
+        name
+        for name in ("model", "hf_repo", "hf_file")
+        if not options.given.get(name, "-").startswith("-")
+    ]
+    given = {name: used for name, used in options.given.items() if name not in fields}
+    return replace(options, given=given, **dict.fromkeys(fields))
 
 
 def chat(line: CommandLine) -> None:

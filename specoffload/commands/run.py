@@ -8,13 +8,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from specdec.whole_file import decoded
 from specoffload import report
 from specoffload.chat.conversation import Message
 from specoffload.config.options import ChatOptions, RunOptions
 from specoffload.config.resolution import Config
 from specoffload.errors import UsageError
 from specoffload.generation.generation import GenerateOptions, Piece
-from specoffload.models.names import read_name
+from specoffload.models.names import may_name_model
 from specoffload.session.session import Session
 from specoffload.terminal.chat import limit_words
 from specoffload.terminal.command import answer_text, as_data, opened, say_how_it_went, with_bar
@@ -32,7 +33,7 @@ def split_model_and_prompt(
     """
     if word is None:
         return model, prompt
-    if model is None and (word.endswith(".gguf") or _exists(word) or read_name(word) is not None):
+    if model is None and may_name_model(word):
         return Path(word), prompt
     if prompt is not None:
         raise UsageError(
@@ -44,13 +45,6 @@ def split_model_and_prompt(
             f"ollama:{word}; -p {word!r} has the embedded pair continue it as text"
         )
     return model, word
-
-
-def _exists(argument: str) -> bool:
-    try:
-        return Path(argument).exists()
-    except (OSError, ValueError):  # raised for names that are too long or contain a NUL
-        return False
 
 
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|[nrt'\"\\])")
@@ -82,7 +76,11 @@ def piped_text() -> str | None:
     if sys.stdin is None or sys.stdin.isatty():
         return None
     try:
-        return sys.stdin.read().rstrip("\n") or None
+        content = sys.stdin.buffer.read()
+        text = decoded(content, "standard input").replace("\r\n", "\n").replace("\r", "\n")
+        return text.rstrip("\n") or None
+    except OSError as e:
+        raise UsageError(f"standard input cannot be read: {e.strerror}") from e
     except UnicodeDecodeError as e:
         raise UsageError(f"standard input cannot be read as UTF-8 text ({e})") from e
 

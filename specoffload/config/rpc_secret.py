@@ -7,9 +7,10 @@ import stat
 from pathlib import Path
 
 from offload.remote.secret import FLAG, MOST_SECRET_CHARS, VARIABLE, Secret
+from specdec.whole_file import decoded
 from specoffload.errors import UsageError
 
-_MOST_FILE_CHARS = MOST_SECRET_CHARS + 1024  # blanks and a line's end are no part of a secret
+_MOST_FILE_BYTES = 4 * MOST_SECRET_CHARS + 1024  # blanks and a line's end are no part of a secret
 _OPEN_TO_OTHERS = stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP
 
 
@@ -22,9 +23,9 @@ def read_secret(file: Path | None, variable: str) -> tuple[Secret | None, str]:
     if file is None:
         return (_secret(variable, VARIABLE) if variable else None), ""
     try:
-        with file.open(encoding="utf-8") as opened:
+        with file.open("rb") as opened:
             mode = os.fstat(opened.fileno()).st_mode
-            text = opened.read(_MOST_FILE_CHARS)
+            text = decoded(opened.read(_MOST_FILE_BYTES), str(file))
     except (OSError, ValueError) as e:
         raise UsageError(f"{FLAG} {file}: cannot be read as UTF-8 text ({e})") from e
     warning = ""

@@ -258,7 +258,8 @@ def contents(name: str) -> str:
     try:
         return read_text(Path(name))
     except (OSError, UnicodeDecodeError) as e:
-        raise ValueError(f"cannot be read as UTF-8 text ({e})") from None
+        why = e.strerror if isinstance(e, OSError) else e
+        raise ValueError(f"cannot be read as UTF-8 text ({why})") from None
 
 
 def keys(text: str) -> str:

@@ -1,6 +1,6 @@
 """Reads names of models, and chooses the files of a repository or folder that they mean.
 
-All functions are pure, except `model_in`. The rules follow llama.cpp's (common/download.cpp). A
+All functions are pure, except `model_in` and `may_name_model`. The rules follow llama.cpp's (common/download.cpp). A
 quantisation may be anywhere in a file's path, in any case, as whole words between dashes, dots and
 slashes. A name without one means Q4_K_M, else Q8_0, else the first model.
 """
@@ -68,6 +68,15 @@ def read_name(text: str) -> HubName | OllamaName | None:
     if ollama:
         return OllamaName(ollama[1], ollama[2] or OLLAMA_TAG)
     return None if text.endswith(".gguf") else read_hub_name(text)
+
+
+def may_name_model(word: str) -> bool:
+    """True for a word that `run` takes for a model: a file, a folder, or a model's name."""
+    try:
+        exists = Path(word).exists()
+    except (OSError, ValueError):  # raised for names that are too long or contain a NUL
+        exists = False
+    return exists or word.endswith(".gguf") or read_name(word) is not None
 
 
 DEFAULT_QUANTS = ("Q4_K_M", "Q8_0")

@@ -23,6 +23,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from offload.notes import Note, NoteKind
+from specdec.whole_file import decoded
 from specoffload.errors import UsageError
 from specoffload.server.api.body import has_body, ignored_header
 from specoffload.server.api.refusals import problem_response
@@ -63,9 +64,9 @@ def read_keys(typed: str | None, file: Path | None, warn: Callable[[str], None])
     if file is None:
         return keys
     try:
-        with file.open(encoding="utf-8") as opened:
+        with file.open("rb") as opened:  # may be a pipe of the shell
             mode = os.fstat(opened.fileno()).st_mode
-            lines = opened.read().splitlines()
+            lines = decoded(opened.read(), str(file)).splitlines()
     except (OSError, UnicodeDecodeError) as e:
         raise UsageError(f"{file}: cannot be read as UTF-8 text ({e})") from e
     if stat.S_ISREG(mode) and mode & _OPEN_TO_OTHERS:
