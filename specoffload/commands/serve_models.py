@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from specdec.whole_file import read_text
 from specoffload import report
 from specoffload.commands.serve import ServedAs, open_session
 from specoffload.config.command_line import CommandLine, Given, read_command_line
 from specoffload.config.environment import Environment
 from specoffload.config.flag import HIDDEN
 from specoffload.config.options import Options, ServeOptions
-from specoffload.config.presets import EVERY, Preset, idle_words, read_presets
+from specoffload.config.presets import EVERY, Preset, read_preset_file, remarks_on
 from specoffload.config.resolution import Config
 from specoffload.errors import KNOWN, UsageError
 from specoffload.models.folder import models_of
@@ -138,7 +137,7 @@ def _source(line: CommandLine) -> str:
 class _Catalogue:
     """The models of a command line.
 
-    `idle` has a sentence for each key of the preset file without effect.
+    `idle` has a sentence for each key of the preset file without effect, or with another value.
     """
 
     def __init__(self, line: CommandLine) -> None:
@@ -150,8 +149,8 @@ class _Catalogue:
         serving = self._line.of(ServeOptions)
         presets: Mapping[str, Preset] = {}
         if serving.models_preset is not None:
-            presets = _presets_in(serving.models_preset)
-        self.idle = idle_words(presets)
+            presets = read_preset_file(serving.models_preset)
+        self.idle = remarks_on(presets)
         places: dict[str, dict[_Place, Given]] = {}
         sources: dict[str, str] = {}
         for path in serving.models:
@@ -181,15 +180,6 @@ class _Catalogue:
         if not entries:
             raise UsageError(f"{_source(self._line)}: no models there")
         return entries
-
-
-def _presets_in(file: Path) -> dict[str, Preset]:
-    try:
-        text = read_text(file)
-    except (OSError, UnicodeDecodeError) as e:
-        why = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
-        raise UsageError(f"--models-preset {file}: {why}") from e
-    return read_presets(text, f"--models-preset {file}")
 
 
 def _name_of(path: Path) -> str:

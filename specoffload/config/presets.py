@@ -1,27 +1,36 @@
 """Reads presets of several models, as llama-server's `--models-preset` does.
 
-The grammar and the rules are those of common/preset.cpp in llama.cpp: sections in brackets, lines
+The files and the rules are those of common/preset.cpp in llama.cpp: sections in brackets, lines
 `key = value`, comments after `;` or `#`. A key is a flag without its dashes, or a variable. Values
 of the section `[*]` hold for all models, a model's own section takes precedence, and the command
 line before both.
+
+llama-server cuts a value at its first `;` or `#`. Here a comment behind a value needs a blank
+before it, and a value in quotes is whole, so that paths and lists of samplers can have these signs.
 """
 
 from __future__ import annotations
 
+import configparser
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from specdec.whole_file import read_text
 from specoffload.config.command_line import flags_of
 from specoffload.config.flag import FALSE, HIDDEN, TRUE, Flag
 from specoffload.config.foreign import FOREIGN, Foreign
+from specoffload.config.values import SAMPLER_NAMES
 from specoffload.errors import UsageError
 
 EVERY = "*"  # the section whose values hold for all models
 _UNNAMED = "default"  # llama.cpp's name of the lines before the first section
-_HEADER = re.compile(r"\[[ \t]*([^]\r\n]+?)[ \t]*\][ \t]*(?:[;#].*)?")
-_PAIR = re.compile(r"([a-zA-Z_][a-zA-Z0-9_.-]*)[ \t]*=[ \t]*(.*?)[ \t]*(?:[;#].*)?")
-_BLANK = re.compile(r"[ \t]*(?:[;#].*)?")
+_BEFORE_SECTIONS = "\0"  # stands for the same lines while the file is read
+_MOST_KEY_CHARS = 200  # the parser's time grows with the square of a key's length
+_LINE_ENDS = re.compile(r"\r\n|\n|\r")
+# A stretch in quotes, or the first sign of a comment. Apostrophes are quotes only at the beginning.
+_QUOTED_OR_COMMENT = re.compile(r"\"[^\"]*\"|^'[^']*'|(?:^|(?<=[ \t]))(?P<comment>[;#])")
 _TAG = re.compile(r"[-.]([A-Za-z0-9_]+)$")
 # Keys that belong to the server as a whole. llama-server overwrites or removes them.
 _OF_SERVER = frozenset(
@@ -60,6 +69,7 @@ class Preset:
     shown_words: tuple[str, ...] = ()
     shown: Mapping[str, str] = field(default_factory=dict)  # values that users may see, by key
     idle: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()  # sentences on values that are not read as they are written
 
     def over(self, other: Preset) -> Preset:
         """Return `other` with the settings of this preset, which take precedence."""
@@ -75,38 +85,115 @@ class Preset:
             (*other.shown_words, *self.shown_words),
             {**other.shown, **self.shown},
             (*other.idle, *self.idle),
+            (*other.remarks, *self.remarks),
         )
+
+
+def read_preset_file(file: Path) -> dict[str, Preset]:
+    """Return the presets in a file, as `read_presets` does. Raises UsageError."""
+    try:
+        text = read_text(file)
+    except (OSError, UnicodeDecodeError) as e:
+        why = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
+        raise UsageError(f"--models-preset {file}: {why}") from e
+    return read_presets(text, f"--models-preset {file}")
 
 
 def read_presets(text: str, source: str) -> dict[str, Preset]:
     """Return the presets in `text`, by the names of their sections; EVERY is one.
 
-    Raises UsageError, which names the line and `source`.
+    Raises UsageError, which names the line or the key, and `source`.
     """
-    sections: dict[str, dict[str, str]] = {}
-    current = _UNNAMED
-    for number, line in enumerate(re.split(r"\r\n|\n|\r", text), 1):
-        if found := _HEADER.fullmatch(line):
-            current = canonical(found[1])
-            sections[current] = {}
-        elif found := _PAIR.fullmatch(line):
-            sections.setdefault(current, {})[found[1]] = found[2]
-        elif not _BLANK.fullmatch(line):
+    parser = _Parser(
+        delimiters=("=",),
+        comment_prefixes=(";", "#"),
+        default_section=_UNUSED,
+        empty_lines_in_values=False,
+        interpolation=None,
+    )
+    lines = [f"[{_BEFORE_SECTIONS}]", *_checked_lines(text, source)]
+    try:
+        parser.read_file(lines)
+    except configparser.DuplicateOptionError as e:
+        raise UsageError(
+            f"{source}, line {(e.lineno or 1) - 1}: {e.option!r} is in this section twice: leave "
+            "one of them out"
+        ) from None
+    except configparser.DuplicateSectionError as e:
+        raise UsageError(
+            f"{source}, line {(e.lineno or 1) - 1}: there are two sections [{e.section}]"
+        ) from None
+    found: dict[str, Preset] = {}
+    for section in parser.sections():
+        values = dict(parser.items(section))
+        name = canonical(section.strip(" \t"))
+        if section == _BEFORE_SECTIONS:
+            if not values.keys() - {"version"}:
+                continue
+            name = _UNNAMED
+        if name in found:
+            raise UsageError(f"{source}: two sections have the name [{name}]")
+        found[name] = _preset(name, values, source)
+    return found
+
+
+_UNUSED = "\0\0"  # no section whose values all others inherit: [*] is ours
+
+
+class _Parser(configparser.RawConfigParser):
+    SECTCRE = re.compile(r"\[(?P<header>[^\]]+)\]\s*(?:[;#].*)?$")
+
+    def optionxform(self, optionstr: str) -> str:
+        """Keep the case of keys."""
+        return optionstr
+
+
+def _checked_lines(text: str, source: str) -> Iterator[str]:
+    """Yield the lines of `text`, without blanks around keys. Takes time linear in the text.
+
+    Raises UsageError for a line that is neither a section, a pair, a comment nor blank. An indented
+    line would continue the value of the line before, which llama-server does not read either.
+    """
+    for number, line in enumerate(_LINE_ENDS.split(text), 1):
+        stripped = line.strip(" \t")
+        key, equals, value = line.partition("=")
+        key = key.rstrip(" \t")
+        is_pair = bool(key) and bool(equals) and len(key) <= _MOST_KEY_CHARS
+        if not stripped or stripped.startswith((";", "#")):
+            yield ""
+        elif line[0] not in " \t" and _Parser.SECTCRE.match(stripped):
+            yield stripped
+        elif line[0] not in " \t" and is_pair and not key.startswith("["):
+            yield f"{key} = {value}"
+        else:
             raise UsageError(
-                f"{source}, line {number}: neither [SECTION], KEY = VALUE nor a comment: "
-                f"{line.strip()[:80]!r}"
+                f"{source}, line {number}: neither [SECTION], KEY = VALUE nor a comment, each from "
+                f"the line's beginning: {stripped[:80]!r}"
             )
-    return {
-        name: _preset(name, values, source)
-        for name, values in sections.items()
-        if name != _UNNAMED or values.keys() - {"version"}
-    }
 
 
-def idle_words(presets: Mapping[str, Preset]) -> list[str]:
-    """Return a sentence for each key of `presets` that has no effect."""
+def _read_value(written: str, signs: str = ";#") -> tuple[str, str, str]:
+    """Return a value without its comment and without quotes around it, the comment, the quotes.
+
+    `signs`: those with which a comment may begin.
+    """
+    comment = ""
+    for found in _QUOTED_OR_COMMENT.finditer(written):
+        if found["comment"] and found["comment"] in signs:
+            written, comment = written[: found.start()].rstrip(" \t"), written[found.start() :]
+            break
+    quote = written[:1]
+    is_quoted = quote in ("'", '"') and len(written) > 1 and written.endswith(quote)
+    if is_quoted and written.count(quote) == 2:
+        return written[1:-1], comment, quote
+    return written, comment, ""
+
+
+def remarks_on(presets: Mapping[str, Preset]) -> list[str]:
+    """Return a sentence for each key of `presets` without effect, and for each changed value."""
     found = sorted({key for preset in presets.values() for key in preset.idle})
-    return [f"{key}: no effect, because {_IDLE[key]}" for key in found]
+    idle = [f"{key}: no effect, because {_IDLE[key]}" for key in found]
+    return idle + [words for preset in presets.values() for words in preset.remarks]
 
 
 def canonical(name: str) -> str:
@@ -118,28 +205,47 @@ def canonical(name: str) -> str:
     return f"{head}:{(found[1] if found else tag).upper()}"
 
 
-def _preset(section: str, values: Mapping[str, str], source: str) -> Preset:
+def _preset(section: str, written: Mapping[str, str], source: str) -> Preset:
     words: list[str] = []
     shown_words: list[str] = []
-    shown = dict(values)
     left_out: list[str] = []
     lists: dict[str, tuple[str, ...]] = {}
-    for key, value in values.items():
+    remarks: list[str] = []
+    setters: dict[tuple[str, ...], str] = {}  # the key that set a flag, by the flag's names
+    values = {key: _read_value(value)[0] for key, value in written.items()}
+    shown = dict(values)
+    for key, value in list(values.items()):
         if key in _OWN_KEYS or key in _IDLE:
             continue
         if (list_name := _LISTS.get(key)) is not None:
             lists[list_name] = tuple(filter(None, (part.strip() for part in value.split(","))))
+            remarks += _changes(section, key, written[key])
             continue
         known = _known(key)
         if known is None:
             raise UsageError(f"{source}: option {key!r} not recognized in preset {section!r}")
         name, found = known
-        shown[key] = _shown(found, value)
+        if (other := setters.setdefault(found.names or found.off, key)) != key:
+            raise UsageError(
+                f"{source}: {other!r} and {key!r} in preset {section!r} set the same option: leave "
+                "one of them out"
+            )
+        shown[key] = _shown(name, found, value)
         if found.names and found.names[0] in _OF_SERVER:
             left_out.append(key)
+            continue
+        if isinstance(found, Flag) and found.kind is SAMPLER_NAMES:
+            values[key] = value = _read_value(written[key], "#")[0]  # `;` is between the names
+        elif _is_plain(found):
+            values[key] = value = re.split("[;#]", value, maxsplit=1)[0].rstrip(" \t")
         else:
+            remarks += _changes(section, key, written[key])
+        try:
             words += _words(name, found, value)
-            shown_words += _words(name, found, shown[key])
+        except ValueError as e:
+            raise UsageError(f"{source}: {key} = {value} in preset {section!r}: {e}") from None
+        shown[key] = _shown(name, found, value)
+        shown_words += _words(name, found, shown[key])
     try:
         stop_s = float(values["stop-timeout"]) if "stop-timeout" in values else None
     except ValueError:
@@ -150,6 +256,8 @@ def _preset(section: str, values: Mapping[str, str], source: str) -> Preset:
             "number of seconds from 0 on"
         )
     loads = values.get("load-on-startup")
+    if loads is not None and loads not in (*TRUE, *FALSE):
+        raise UsageError(f"{source}: load-on-startup = {loads} in preset {section!r}: {_ON_OR_OFF}")
     return Preset(
         tuple(words),
         None if loads is None else loads in TRUE,
@@ -160,7 +268,32 @@ def _preset(section: str, values: Mapping[str, str], source: str) -> Preset:
         tuple(shown_words),
         shown,
         tuple(key for key in values if key in _IDLE),
+        tuple(remarks),
     )
+
+
+_ON_OR_OFF = f"must be one of {', '.join((*TRUE, *FALSE))}"
+
+
+def _is_plain(found: Flag | Foreign) -> bool:
+    """True for switches, numbers and names, in which `;` and `#` can only begin a comment."""
+    if isinstance(found, Foreign):
+        return not found.n_values
+    return found.kind.metavar in ("", "N", "X") or bool(found.kind.values)
+
+
+def _changes(section: str, key: str, written: str) -> list[str]:
+    """Return sentences on what is left out of a value as it is written."""
+    value, comment, quote = _read_value(written)
+    said = []
+    if quote:
+        said.append(f"[{section}] {key}: the quotes around {value} are left out")
+    if comment[1:2].strip(" \t"):  # no blank behind the sign, so it may belong to the value
+        said.append(
+            f"[{section}] {key} = {value}: the rest of the line, {comment!r:.80}, is a comment "
+            "(quotes around the whole value would keep it)"
+        )
+    return said
 
 
 def _known(key: str) -> tuple[str, Flag | Foreign] | None:
@@ -179,20 +312,34 @@ def _is_switch(found: Flag | Foreign) -> bool:
     return found.is_switch if isinstance(found, Flag) else not (found.n_values or found.optional)
 
 
-def _shown(found: Flag | Foreign, value: str) -> str:
+def _shown(name: str, found: Flag | Foreign, value: str) -> str:
     """Return a value as users of the server may see it."""
-    if _is_switch(found):
+    if _is_switch(found) or name in found.off:
         return value if value in (*TRUE, *FALSE) else HIDDEN
-    return found.shown(value) if isinstance(found, Flag) else HIDDEN
+    if isinstance(found, Flag):
+        return found.shown(value)
+    return " ".join([HIDDEN] * found.n_values)
 
 
 def _words(name: str, found: Flag | Foreign, value: str) -> list[str]:
-    """Return the arguments that set a flag to `value`. A switch that has no name for "off" and is
-    off is left out."""
-    if not _is_switch(found):
-        if name in found.off:  # such as no-webui of a flag that also takes a value
-            return [name] if value not in FALSE else []
-        return [f"{name}={value}"] if name.startswith("--") else [name, value]
+    """Return the arguments that set a flag to `value`.
+
+    A switch that has no name for "off" and is off is left out. Raises ValueError for a value that
+    a switch cannot have, and for too few values.
+    """
+    if not _is_switch(found) and name not in found.off:
+        n_values = 1 if isinstance(found, Flag) else found.n_values
+        if n_values > 1:
+            parts = value.split(maxsplit=n_values - 1)
+            if len(parts) < n_values:
+                raise ValueError(f"must be {n_values} values with blanks between them")
+            return [name, *parts]
+        long = next((one for one in (name, *found.names) if one.startswith("--")), name)
+        return [f"{long}={value}"] if long.startswith("--") else [long, value]
+    if value not in (*TRUE, *FALSE):
+        raise ValueError(_ON_OR_OFF)
+    if not _is_switch(found):  # such as no-webui of a flag that also takes a value
+        return [name] if value in TRUE else []
     is_on = (value in TRUE) != (name in found.off)
     if is_on:
         return [*found.names[:1]]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import time
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specoffload.config.command_line import read_command_line
 from specoffload.config.options import Options, ServeOptions
-from specoffload.config.presets import EVERY, canonical, idle_words, read_presets
+from specoffload.config.presets import EVERY, canonical, read_preset_file, read_presets, remarks_on
 from specoffload.errors import UsageError
 
 # The example of tools/server/README.md in llama.cpp, with a model's path for the last section.
@@ -134,7 +139,105 @@ def test_any_text_is_read_or_refused_with_a_sentence(text: str) -> None:
 def test_a_key_without_effect_is_said_once() -> None:
     text = "[*]\ndedup-cache-models = 1\n[a]\nc = 9\n[b]\ndedup-cache-models = 0\n"
     found = read_presets(text, "x.ini")
-    (words,) = idle_words(found)
+    (words,) = remarks_on(found)
     assert words.startswith("dedup-cache-models: no effect")
-    assert found["a"].over(found[EVERY]).words == ("-c", "9")
-    assert idle_words(read_presets(EXAMPLE, "x.ini")) == []
+    assert found["a"].over(found[EVERY]).words == ("--ctx-size=9",)
+    assert remarks_on(read_presets(EXAMPLE, "x.ini")) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "value", "n_remarks"),
+    [
+        ("alias = a;b", "a;b", 0),
+        ("model = /models/C#/a.gguf", "/models/C#/a.gguf", 0),
+        ("model = /models/C #2.gguf", "/models/C", 1),
+        ('model = "/models/C #2.gguf"', "/models/C #2.gguf", 1),
+        ("model = '/models/C ;2.gguf' # why", "/models/C ;2.gguf", 1),
+        ("model = /models/it's ; here's why", "/models/it's", 0),
+        ("model = /models/a.gguf   ; or another", "/models/a.gguf", 0),
+        ("model = #2.gguf", "", 1),
+        ('model = /models/5" and 6"', '/models/5" and 6"', 0),
+        ('model = "a" or "b"', '"a" or "b"', 0),
+        ('model = "', '"', 0),
+        ("model = -1 x", "-1 x", 0),
+        ("model = a = b : c", "a = b : c", 0),
+        ("model = %(home)s ${x}", "%(home)s ${x}", 0),
+        ("chat-template-kwargs = {\"note\": \"a ; b # c\"}", '{"note": "a ; b # c"}', 0),
+        ("samplers = top_k;top_p ; temperature", "top_k;top_p ; temperature", 0),
+        ("samplers = top_k;top_p # few", "top_k;top_p", 0),
+        ("n-gpu-layers = 9;few", "9", 0),
+        ("mmap = on#x", "on", 0),
+    ],
+)  # fmt: skip
+def test_a_value_is_whole_or_a_line_says_what_is_left_out(
+    line: str, value: str, n_remarks: int
+) -> None:
+    found = read_presets(f"[a]\n{line}\n", "x.ini")
+    assert found["a"].options == {line.partition(" =")[0]: value}
+    assert len(remarks_on(found)) == n_remarks
+    if not line.startswith("alias"):
+        by_hand = "--" + line.partition(" =")[0] + ("" if line.startswith("mmap") else f"={value}")
+        assert found["a"].words == (by_hand,)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[a]\nc = 1\nc = 2", "line 3: 'c' is in this section twice"),
+        ("[a]\nc = 1\nctx-size = 2", "'c' and 'ctx-size' in preset 'a' set the same option"),
+        ("[a]\nmmap = 1\nno-mmap = 1", "'mmap' and 'no-mmap' in preset 'a' set the same option"),
+        ("[a]\nc = 1\n[b]\n[a]", r"line 4: there are two sections \[a\]"),
+        ("[a:q4_0]\n[ a:Q4_0 ]", r"two sections have the name \[a:Q4_0\]"),
+        ("[a]\nmodel = x\n  y", "line 3: neither"),
+        ("[a]\nc : 1", "line 2: neither"),
+        ("[a]\nc", "line 2: neither"),
+        ("[a]\n= 1", "line 2: neither"),
+        ("[]\nc = 1", "line 1: neither"),
+        ("[a]\nmmap = yes", "mmap = yes in preset 'a': must be one of 1, true"),
+        ("[a]\nmmap =", "mmap =  in preset 'a': must be one of 1, true"),
+        ("[a]\nload-on-startup = yes", "load-on-startup = yes in preset 'a': must be one of"),
+        ("[a]\nlora-init-without-apply = maybe", "must be one of|refused"),
+    ],
+)
+def test_what_llama_server_would_decide_silently_is_refused(text: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        read_presets(text, "x.ini")
+
+
+def test_names_of_other_ini_files_mean_nothing_special() -> None:
+    """[DEFAULT] is inherited in Python's own ini files, and `%` interpolates there."""
+    found = read_presets("[DEFAULT]\nc = 5\n[a b]\nn-gpu-layers = 1\n[default]\nc = 7\n", "x.ini")
+    assert {name: preset.options for name, preset in found.items()} == {
+        "DEFAULT": {"c": "5"}, "a b": {"n-gpu-layers": "1"}, "default": {"c": "7"},
+    }  # fmt: skip
+
+
+def test_a_file_of_windows_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "models.ini"
+    file.write_bytes("\ufeff[m]\r\nmodel = a b.gguf\r\n\r\nc = 512\r\n".encode())
+    assert read_preset_file(file)["m"].words == ("--model=a b.gguf", "--ctx-size=512")
+    file.write_bytes("[m]\nc = 512\n".encode("utf-16"))
+    with pytest.raises(UsageError, match="models.ini: it is UTF-16 text; save it as UTF-8"):
+        read_preset_file(file)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{blanks}", "c{blanks}= 1", "c ={blanks}1", "c = 1{blanks}", "c{blanks}x = 1", "c{blanks}x",
+     "{blanks}c = 1", "[a{blanks}]", "[{blanks}", "model = x{blanks}; y", "model = {quotes}",
+     "model = x{comments}", "{letters} = 1", "c = {letters}"],
+)  # fmt: skip
+def test_the_time_of_a_line_grows_as_its_length(line: str) -> None:
+    def time_s(n: int) -> float:
+        text = line.format(
+            blanks=" " * n, quotes='"' * n, comments=" ;" * (n // 2), letters="c" * n
+        )
+        best = math.inf
+        for _ in range(3):
+            start_s = time.perf_counter()
+            with contextlib.suppress(UsageError):
+                read_presets(f"[m]\n{text}\n", "x.ini")
+            best = min(best, time.perf_counter() - start_s)
+        return best
+
+    assert time_s(256_000) < 10 * max(time_s(64_000), 1e-3), "4 × as long, 16 × if quadratic"
