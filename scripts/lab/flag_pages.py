@@ -41,7 +41,10 @@ variable that has no meaning here.
 | `XDG_CACHE_HOME` | folder of caches (default: `~/.cache`) |
 | `SPECOFFLOAD_WITHOUT` | parts to leave out, for debugging ([development.md](development.md)) |
 
-Variables are read once, when a command starts. A value that cannot be understood is an error.
+Variables are read once, when a command starts. A value that cannot be understood is an error. A
+variable is not read if a flag decides the same: `-m FILE` leaves `LLAMA_ARG_HF_REPO` out, too.
+As in llama.cpp, `LLAMA_ARG_NO_NAME` turns off the flag of `LLAMA_ARG_NAME` if that has a name for
+"off", such as `--no-mmap`. Its value does not matter, and a line says so if it looks like "off".
 
 Exit codes: 0 if all was done, 1 if something failed, 2 if the input was bad, 130 after Ctrl-C.
 """

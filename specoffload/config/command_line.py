@@ -137,6 +137,25 @@ def names_of(flags: Sequence[Flag]) -> dict[str, Flag]:
     return {name: flag for flag in flags for name in (*flag.names, *flag.off)}
 
 
+_SOURCES = frozenset({(Options, "model"), (Options, "hf_repo")})
+_SEVERAL = frozenset((ServeOptions, name) for name in ("models", "models_dir", "models_preset"))
+
+
+def _options(*names: str) -> frozenset[_Place]:
+    return frozenset((Options, name) for name in names)
+
+
+# Pairs of sets: options of one set decide the same as options of the other.
+_RIVALS: tuple[tuple[frozenset[_Place], frozenset[_Place]], ...] = (
+    (_options("model"), _options("hf_repo")),
+    (_SOURCES, _SEVERAL),
+    (_options("draft"), _options("hf_repo_draft")),
+    (_options("mmproj"), _options("mmproj_url")),
+    (_options("mmproj", "mmproj_url"), _options("mmproj_auto")),
+    (_options("rope_scale"), _options("rope_freq_scale")),
+)
+
+
 class _Reader:
     """Reads the arguments once, then the variables."""
 
@@ -357,27 +376,61 @@ class _Reader:
     # -- variables
 
     def read_variables(self, variables: Mapping[str, str]) -> None:
-        """Set options from the variables that stand for flags, unless a flag has set them.
+        """Set options from the variables that stand for flags, unless a flag decides the same.
 
         If several variables set the same option, the first in the table takes precedence.
         """
         self._weak = True
+        decided = self._decided_by_flags(variables)
+        filled = {name: text for name, text in variables.items() if text}
         for flag in self._flags:
+            place = (flag.section, flag.field)
+            if place in decided:
+                continue
+            for name in flag.off_variables:
+                if name in variables and place not in self.given:
+                    self._set(flag, flag.off_value, name)
+                    self._say_negated(name, variables[name], flag.names)
             for name in flag.variables:
-                if name not in variables or (flag.section, flag.field) in self.given:
+                if name not in filled or place in self.given:
                     continue
                 if flag.is_switch:
-                    self._set(flag, _truth(name, variables[name]), name)
+                    self._set(flag, _truth(name, filled[name]), name)
                 else:
-                    self._read_value(flag, name, variables[name], "=")
+                    self._read_value(flag, name, filled[name], "=")
         if self._command in OPENS:
-            for name in sorted(set(_FOREIGN_VARIABLES) & set(variables)):
-                self._read_foreign_variable(_FOREIGN_VARIABLES[name], name, variables[name])
+            for name in sorted(set(_FOREIGN_VARIABLES) & set(filled)):
+                foreign = _FOREIGN_VARIABLES[name]
+                if not variables.keys() & set(foreign.off_variables):
+                    self._read_foreign_variable(foreign, name, filled[name])
+            for name in sorted(set(_FOREIGN_OFF_VARIABLES) & set(variables)):
+                foreign = _FOREIGN_OFF_VARIABLES[name]
+                self._say_negated(name, variables[name], foreign.names)
+                self._take_of_variable(foreign.off_answer, name, variables[name])
         self._weak = False
-        known = {*_FOREIGN_VARIABLES, *(name for flag in TABLE for name in flag.variables)}
-        unread = [n for n in sorted(variables) if n.startswith("LLAMA_ARG_") and n not in known]
+        unread = [n for n in sorted(filled) if n.startswith("LLAMA_ARG_") and n not in _VARIABLES]
         if unread:
             self.remarks.append(f"environment variables ignored: {', '.join(unread)}")
+
+    def _decided_by_flags(self, variables: Mapping[str, str]) -> set[_Place]:
+        """Return the options whose variables are not read, because flags decide the same thing."""
+        typed = set(self.given)
+        decided = set(typed)
+        for some, others in _RIVALS:
+            decided |= others if some & typed else set()
+            decided |= some if others & typed else set()
+        names_another = "LLAMA_ARG_HF_REPO" in variables or (Options, "hf_repo") not in typed
+        if typed & (_SOURCES | _SEVERAL) and names_another:
+            decided.add((Options, "hf_file"))  # it belongs to the variable's repository
+        return decided
+
+    def _say_negated(self, name: str, text: str, names: Sequence[str]) -> None:
+        """Say that a variable turns the flag `names` off, if its value looks as if it did not."""
+        long = next((name for name in names if name.startswith("--")), names[0])
+        if text not in TRUE:
+            self.remarks.append(
+                f"{name}={text} turns {long} off, whatever its value, as in llama.cpp"
+            )
 
     def _read_foreign_variable(self, foreign: Foreign, name: str, text: str) -> None:
         """Apply specoffload's answer to a variable of llama.cpp or ik_llama.cpp.
@@ -390,6 +443,9 @@ class _Reader:
                 answer = foreign.answered(text)
             except ValueError as e:
                 raise UsageError(f"{name}={text}: {e}") from None
+        self._take_of_variable(answer, name, text)
+
+    def _take_of_variable(self, answer: Answer, name: str, text: str) -> None:
         if isinstance(answer, NoEffect | Refused):
             self.ignored.append((name, answer.why))
         elif isinstance(answer, Becomes):
@@ -439,6 +495,10 @@ class _Reader:
 
 
 _FOREIGN_VARIABLES = {name: foreign for foreign in FOREIGN for name in foreign.variables}
+_FOREIGN_OFF_VARIABLES = {name: foreign for foreign in FOREIGN for name in foreign.off_variables}
+_VARIABLES = frozenset(
+    name for flag in (*TABLE, *FOREIGN) for name in (*flag.variables, *flag.off_variables)
+)
 _FOREIGN_NAMES = {name: foreign for foreign in FOREIGN for name in (*foreign.names, *foreign.off)}
 
 

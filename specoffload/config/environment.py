@@ -28,7 +28,8 @@ _MOST_MEASURE_S = 3600
 class Environment:
     """The values of the program's environment variables, which docs/flags.md lists.
 
-    `variables` has all variables that begin with LLAMA_ or GGML_. Some of them stand for flags.
+    `variables` has all variables that begin with LLAMA_ or GGML_, empty ones too. Some of them
+    stand for flags.
     """
 
     batch_costs: str | None = None  # GGML_BATCH_COSTS: T(n) for policies that read it
@@ -70,9 +71,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         ollama_folders=_ollama_folders(environ),
         without=frozenset(filter(None, environ.get("SPECOFFLOAD_WITHOUT", "").split(","))),
         variables={
-            name: text
-            for name, text in environ.items()
-            if name.startswith(("LLAMA_", "GGML_")) and text
+            name: text for name, text in environ.items() if name.startswith(("LLAMA_", "GGML_"))
         },
     )
 

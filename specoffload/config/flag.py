@@ -173,6 +173,11 @@ class Flag:
         return self.kind is SWITCH
 
     @property
+    def off_variables(self) -> tuple[str, ...]:
+        """llama.cpp's variables that turn the flag off by being set, whatever their value."""
+        return negated(self.variables) if self.off else ()
+
+    @property
     def is_rare(self) -> bool:
         """True if the short help leaves the flag out.
 
@@ -221,6 +226,16 @@ class Flag:
             if not (low and above and high):
                 raise ValueError(f"must be {self.range_words}")
         return value
+
+
+_VARIABLE, _NEGATED = "LLAMA_ARG_", "LLAMA_ARG_NO_"
+
+
+def negated(variables: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of the variables that negate `variables`, as `LLAMA_ARG_NO_MMAP` does."""
+    return tuple(
+        name.replace(_VARIABLE, _NEGATED, 1) for name in variables if name.startswith(_VARIABLE)
+    )
 
 
 _RANGE = re.compile(r"(\d+)-(\d+)(?:([+*])(\d+))?")  # FIRST-LAST, FIRST-LAST+STEP, FIRST-LAST*STEP

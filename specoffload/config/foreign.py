@@ -15,7 +15,7 @@ from importlib import resources
 
 from offload.errors import BadRequest
 from offload.sampling.options import sampler_letters
-from specoffload.config.flag import FALSE, TRUE
+from specoffload.config.flag import FALSE, TRUE, negated
 from specoffload.config.values import ALL_LAYERS
 
 
@@ -61,6 +61,11 @@ class Foreign:
     optional: tuple[str, ...]
     words: str
     off_answer: Answer
+
+    @property
+    def off_variables(self) -> tuple[str, ...]:
+        """Variables that mean what the negating names mean, whatever their value."""
+        return negated(self.variables) if self.off else ()
 
     def answered(self, value: str) -> Answer:
         """The answer to the flag with this value. Raises ValueError for an invalid value."""

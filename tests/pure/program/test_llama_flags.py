@@ -10,6 +10,7 @@ import math
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from resolved import line_of
@@ -342,6 +343,92 @@ def test_their_variables_are_answered_as_their_flags_and_refuse_nothing() -> Non
     assert not line.ignored
     assert line.of(ServeOptions).parallel == 4
     assert line_of("-ncmoe", "2", LLAMA_ARG_CPU_MOE="1").options.n_cpu_moe == 2
+
+
+SAMPLES = ("1", "on", "0.5", "q8_0", "layer", "yarn", "mean", "none", "mtp", "deepseek", "{}", "x=CPU",
+           "h:1", "u/r", "exps=CPU")  # fmt: skip
+
+
+def _outcome(*words: str, **variables: str) -> tuple[dict[object, object], list[str]] | str:
+    """What a command line sets, and why it ignores flags; "refused" if it is refused."""
+    try:
+        line = line_of(*words, command="serve", **variables)
+    except UsageError:
+        return "refused"
+    return {place: g.value for place, g in line.given.items()}, [why for _, why in line.ignored]
+
+
+@pytest.mark.parametrize("flag", [f for f in LLAMA if f["variable"]], ids=lambda f: f["variable"])
+def test_a_variable_means_what_its_flag_means(flag: dict[str, Any]) -> None:
+    variable, name = flag["variable"], flag["names"][-1]
+    if variable == "HF_TOKEN":  # huggingface_hub reads it
+        return
+    if name in ("--media-path", "--draft-max"):  # their variables have another flag, or other names
+        return
+    theirs = THEIRS.get(name)
+    if flag["n_values"] == 0 and name not in OPTIONAL:
+        typed, by_variable = _outcome(name), _outcome(**{variable: "1"})
+        assert by_variable == typed or (typed == "refused" and by_variable[1])
+        return
+    tried = 0
+    for value in SAMPLES:
+        typed, by_variable = _outcome(f"{name}={value}"), _outcome(**{variable: value})
+        if typed == "refused":
+            # A refused variable may be meant for llama-server, so it may be ignored with a reason.
+            assert by_variable == "refused" or by_variable[1], (variable, value)
+            continue
+        tried += 1
+        assert by_variable == typed, (variable, value)
+    assert tried or (theirs is not None and theirs.words.startswith("refused")), variable
+
+
+@pytest.mark.parametrize(
+    "flag", [f for f in LLAMA if f["variable"] and f["off"]], ids=lambda f: f["variable"]
+)
+def test_a_negated_variable_turns_its_flag_off_whatever_its_value(flag: dict[str, Any]) -> None:
+    off = _outcome(flag["off"][-1])
+    variable = flag["variable"].replace("LLAMA_ARG_", "LLAMA_ARG_NO_")
+    for text in ("1", "true", "0", "off", "", "maybe"):
+        assert _outcome(**{variable: text, flag["variable"]: "1"}) == off, text
+        remarks = line_of(command="serve", **{variable: text}).remarks
+        said = [line for line in remarks if line.startswith(f"{variable}={text} turns ")]
+        assert len(said) == (text not in TRUE), "a value that says the opposite is mentioned"
+        assert not any("environment variables ignored" in line for line in remarks)
+    own = OWN.get(flag["names"][-1])
+    if own is not None and own.is_switch:  # a typed flag takes precedence
+        typed = line_of(flag["names"][-1], command="serve", **{variable: "1"})
+        assert typed.given[own.section, own.field].value is True
+
+
+def test_a_flag_takes_precedence_over_variables_for_the_same_thing() -> None:
+    model, repo = {"LLAMA_ARG_MODEL": "v.gguf"}, {"LLAMA_ARG_HF_REPO": "u/v"}
+    file, folder = {"LLAMA_ARG_HF_FILE": "v.gguf"}, {"LLAMA_ARG_MODELS_DIR": "/v"}
+    preset = {"LLAMA_ARG_MODELS_PRESET": "/v.ini"}
+    draft, of_draft = {"LLAMA_ARG_SPEC_DRAFT_MODEL": "v"}, {"LLAMA_ARG_SPEC_DRAFT_HF_REPO": "u/v"}
+    projector = {"LLAMA_ARG_MMPROJ": "v", "LLAMA_ARG_MMPROJ_URL": "v", "LLAMA_ARG_MMPROJ_AUTO": "1"}
+    for words, variables in (
+        (("-m", "t.gguf"), model | repo | file | folder | preset),
+        (("t.gguf",), model | repo | file | folder | preset),
+        (("-hf", "u/t"), model | repo | file | folder | preset),
+        (("--models-dir", "/t"), model | repo | file | folder),
+        (("--models-preset", "/t.ini"), model | repo | file | preset),
+        (("a.gguf", "b.gguf"), model | repo | file),
+        (("-md", "t.gguf"), draft | of_draft),
+        (("-hfd", "u/t"), draft | of_draft),
+        (("--no-mmproj",), projector),
+        (("-mm", "t"), projector),
+        (("--rope-scale", "2"), {"LLAMA_ARG_ROPE_FREQ_SCALE": "0.1", "LLAMA_ARG_ROPE_SCALE": "3"}),
+        (("--cpu-moe",), {"LLAMA_ARG_N_CPU_MOE": "2", "LLAMA_ARG_OVERRIDE_TENSOR": "exps=CPU"}),
+        (("-c", "5"), {"LLAMA_ARG_CTX_SIZE": "not read, so not refused"}),
+    ):
+        typed = line_of(*words, command="serve")
+        assert line_of(*words, command="serve", **variables).given == typed.given, words
+    both = line_of(command="serve", **repo, **file).options
+    assert (both.hf_repo, both.hf_file) == ("u/v", "v.gguf")
+    kept = line_of("-hf", "u/t", command="serve", **file).options
+    assert (kept.hf_repo, kept.hf_file) == ("u/t", "v.gguf"), "one chooses from the other"
+    several = line_of("--models-dir", "/t", command="serve", **preset).of(ServeOptions)
+    assert (several.models_dir, several.models_preset) == (Path("/t"), Path("/v.ini"))
 
 
 def test_a_draft_s_command_line_without_gpu_layers_puts_it_on_the_cpu() -> None:
