@@ -283,15 +283,18 @@ def _is_plain(found: Flag | Foreign) -> bool:
 
 
 def _changes(section: str, key: str, written: str) -> list[str]:
-    """Return sentences on what is left out of a value as it is written."""
-    value, comment, quote = _read_value(written)
+    """Return sentences on what is left out of a value. They do not show the value, a secret maybe.
+
+    A blank behind a comment's sign shows that no value was meant.
+    """
+    _, comment, quote = _read_value(written)
     said = []
     if quote:
-        said.append(f"[{section}] {key}: the quotes around {value} are left out")
-    if comment[1:2].strip(" \t"):  # no blank behind the sign, so it may belong to the value
+        said.append(f"[{section}] {key}: the quotes around its value are left out")
+    if comment[1:2].strip(" \t"):
         said.append(
-            f"[{section}] {key} = {value}: the rest of the line, {comment!r:.80}, is a comment "
-            "(quotes around the whole value would keep it)"
+            f"[{section}] {key}: the rest of the line from {comment[:1]} on is a comment (quotes "
+            "around the whole value would keep it)"
         )
     return said
 
@@ -318,7 +321,7 @@ def _shown(name: str, found: Flag | Foreign, value: str) -> str:
         return value if value in (*TRUE, *FALSE) else HIDDEN
     if isinstance(found, Flag):
         return found.shown(value)
-    return " ".join([HIDDEN] * found.n_values)
+    return " ".join([HIDDEN] * max(1, found.n_values))
 
 
 def _words(name: str, found: Flag | Foreign, value: str) -> list[str]:

@@ -1,8 +1,8 @@
 """Reads names of models, and chooses the files of a repository or folder that they mean.
 
-All functions are pure, except `model_in` and `may_name_model`. The rules follow llama.cpp's (common/download.cpp). A
-quantisation may be anywhere in a file's path, in any case, as whole words between dashes, dots and
-slashes. A name without one means Q4_K_M, else Q8_0, else the first model.
+All functions are pure, except `model_in` and `may_name_model`. The rules follow llama.cpp's
+(common/download.cpp). A quantisation may be anywhere in a file's path, in any case, as whole words
+between dashes, dots and slashes. A name without one means Q4_K_M, else Q8_0, else the first model.
 """
 
 from __future__ import annotations

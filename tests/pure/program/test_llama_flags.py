@@ -345,8 +345,8 @@ def test_their_variables_are_answered_as_their_flags_and_refuse_nothing() -> Non
     assert line_of("-ncmoe", "2", LLAMA_ARG_CPU_MOE="1").options.n_cpu_moe == 2
 
 
-SAMPLES = ("1", "on", "0.5", "q8_0", "layer", "yarn", "mean", "none", "mtp", "deepseek", "{}", "x=CPU",
-           "h:1", "u/r", "exps=CPU")  # fmt: skip
+SAMPLES = ("1", "on", "0.5", "q8_0", "layer", "yarn", "mean", "none", "mtp", "deepseek", "{}",
+           "x=CPU", "h:1", "u/r", "exps=CPU")  # fmt: skip
 
 
 def _outcome(*words: str, **variables: str) -> tuple[dict[object, object], list[str]] | str:

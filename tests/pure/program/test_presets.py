@@ -173,11 +173,12 @@ def test_a_value_is_whole_or_a_line_says_what_is_left_out(
     line: str, value: str, n_remarks: int
 ) -> None:
     found = read_presets(f"[a]\n{line}\n", "x.ini")
-    assert found["a"].options == {line.partition(" =")[0]: value}
     assert len(remarks_on(found)) == n_remarks
-    if not line.startswith("alias"):
-        by_hand = "--" + line.partition(" =")[0] + ("" if line.startswith("mmap") else f"={value}")
-        assert found["a"].words == (by_hand,)
+    name = "--" + line.partition(" =")[0]
+    words = (name,) if name == "--mmap" else (f"{name}={value}",)
+    assert (found["a"].words, found["a"].aliases) == (
+        (words, ()) if name != "--alias" else ((), (value,))
+    )
 
 
 @pytest.mark.parametrize(
@@ -207,8 +208,8 @@ def test_what_llama_server_would_decide_silently_is_refused(text: str, words: st
 def test_names_of_other_ini_files_mean_nothing_special() -> None:
     """[DEFAULT] is inherited in Python's own ini files, and `%` interpolates there."""
     found = read_presets("[DEFAULT]\nc = 5\n[a b]\nn-gpu-layers = 1\n[default]\nc = 7\n", "x.ini")
-    assert {name: preset.options for name, preset in found.items()} == {
-        "DEFAULT": {"c": "5"}, "a b": {"n-gpu-layers": "1"}, "default": {"c": "7"},
+    assert {name: preset.words for name, preset in found.items()} == {
+        "DEFAULT": ("--ctx-size=5",), "a b": ("--n-gpu-layers=1",), "default": ("--ctx-size=7",),
     }  # fmt: skip
 
 
@@ -241,3 +242,12 @@ def test_the_time_of_a_line_grows_as_its_length(line: str) -> None:
         return best
 
     assert time_s(256_000) < 10 * max(time_s(64_000), 1e-3), "4 × as long, 16 × if quadratic"
+
+
+def test_a_line_on_a_value_does_not_show_a_secret() -> None:
+    found = read_presets("[a]\nhf-token = 'hf_secret' ;hidden\napi-key = k\n", "x.ini")
+    said = remarks_on(found)
+    assert len(said) == 2
+    assert not any(word in line for line in said for word in ("secret", "hidden"))
+    assert found["a"].words == ("--hf-token=hf_secret",)
+    assert set(found["a"].shown.values()) == {"(hidden)"}
