@@ -148,7 +148,8 @@ def _without_variables_model(options: Options) -> Options:
         if not options.given.get(name, "-").startswith("-")
     ]
     given = {name: used for name, used in options.given.items() if name not in fields}
-    return replace(options, given=given, **dict.fromkeys(fields))
+    without: dict[str, Any] = dict.fromkeys(fields)
+    return replace(options, given=given, **without)
 
 
 def chat(line: CommandLine) -> None:

@@ -497,7 +497,11 @@ class _Reader:
 _FOREIGN_VARIABLES = {name: foreign for foreign in FOREIGN for name in foreign.variables}
 _FOREIGN_OFF_VARIABLES = {name: foreign for foreign in FOREIGN for name in foreign.off_variables}
 _VARIABLES = frozenset(
-    name for flag in (*TABLE, *FOREIGN) for name in (*flag.variables, *flag.off_variables)
+    (
+        *(name for flag in TABLE for name in (*flag.variables, *flag.off_variables)),
+        *_FOREIGN_VARIABLES,
+        *_FOREIGN_OFF_VARIABLES,
+    )
 )
 _FOREIGN_NAMES = {name: foreign for foreign in FOREIGN for name in (*foreign.names, *foreign.off)}
 
