@@ -30,6 +30,7 @@ CALLED_BY_BASE = {
     "capture_signals": "uvicorn.Server",
     "eof_received": "H11Protocol",
     "send_400_response": "H11Protocol",
+    "optionxform": "configparser.RawConfigParser",
 }
 
 
