@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from offload.errors import BadRequest
+from specoffload.chat.thinking import TEMPLATE_SWITCHES, ThinkingWish, thinking_wish
 
 ReasoningFormat = Literal["auto", "none", "deepseek", "deepseek-legacy"]
 """llama-server's: `none` leaves reasoning in the content, `deepseek-legacy` gives it twice."""
@@ -160,24 +161,40 @@ class ChatSettings:
     reasoning: ReasoningOptions = ReasoningOptions()
     continues: bool = True  # True: continue an answer at the end of a conversation
 
-    def reasoning_with(
-        self,
-        kwargs: Mapping[str, Any],
-        *,
-        form: ReasoningFormat | None = None,
-        effort: str | None = None,
-    ) -> ReasoningOptions:
-        """Return the reasoning options of a conversation with the template variables `kwargs`.
+    def __post_init__(self) -> None:
+        """Raises BadRequest for template variables that contradict each other."""
+        self.own_wish  # noqa: B018
 
-        The effort "none" turns reasoning off.
+    @property
+    def own_wish(self) -> ThinkingWish:
+        """What the settings' template variables say about thinking."""
+        return thinking_wish(kwargs_forms("--chat-template-kwargs", self.template_kwargs))
+
+    def reasoning_for(
+        self, wish: ThinkingWish, form: ReasoningFormat | None = None
+    ) -> ReasoningOptions:
+        """Return the reasoning options of a conversation that says `wish`.
+
+        The settings fill in what it does not say. Their effort "none" turns reasoning off.
         """
-        effort = effort or self.reasoning.effort
-        enabled = kwargs.get("enable_thinking", self.reasoning.enabled)
+        own = self.own_wish
+        effort = wish.effort or own.effort or self.reasoning.effort
+        enabled = self.reasoning.enabled
         if effort == "none":
             enabled, effort = False, None
-        return ReasoningOptions(
-            form or self.reasoning.format, enabled if isinstance(enabled, bool) else None, effort
-        )
+        for asked in (own.enabled, wish.enabled):
+            enabled = enabled if asked is None else asked
+        return ReasoningOptions(form or self.reasoning.format, enabled, effort)
+
+    def kwargs_with(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the template variables of a conversation, without those that switch thinking."""
+        merged = {**self.template_kwargs, **given}
+        return {name: value for name, value in merged.items() if name not in TEMPLATE_SWITCHES}
+
+
+def kwargs_forms(place: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the template variables that say something about thinking, by their places."""
+    return {f"{place}.{name}": kwargs[name] for name in TEMPLATE_SWITCHES if name in kwargs}
 
 
 # ---- answers

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 from specoffload.chat.cache_points import cache_ends
-from specoffload.chat.conversation import Conversation
+from specoffload.chat.conversation import Conversation, ReasoningOptions
 from specoffload.chat.families import (
     CHATML,
     GENERIC,
@@ -23,7 +23,7 @@ from specoffload.chat.needs import TemplateNeeds
 from specoffload.chat.parser import AnswerForm, StreamParser
 from specoffload.chat.prefill import BegunAnswer, RenderMessages, begun_answer, begun_prompt
 from specoffload.chat.probing import needs_of
-from specoffload.chat.templates import check, render
+from specoffload.chat.templates import check, render, variables_of
 from specoffload.chat.tool_schemas import SchemaNote
 
 # The text of all messages, for a model that only continues text. An answer goes on where the text
@@ -37,6 +37,10 @@ _CONTINUED = (
 )
 
 
+Unheeded = Literal["enabled", "effort"]
+"""A field of `ReasoningOptions` without effect."""
+
+
 @dataclass(frozen=True)
 class ChatPrompt:
     """A rendered conversation, with all that is needed to generate and read its answer. Picklable.
@@ -45,7 +49,8 @@ class ChatPrompt:
     end tokens do. `shown` are markers that the engine shows if they are special tokens.
     `grammar` is GBNF that the answer has to follow, with JSON schemas in it. `notes` say what it
     does not enforce of the tools' schemas. `cache_ends` are the numbers of characters of `text`
-    before the conversation's cache points, ascending.
+    before the conversation's cache points, ascending. `unheeded` are wishes about thinking that
+    the template cannot fulfil. `unused` are variables that it does not read.
     """
 
     text: str
@@ -55,6 +60,8 @@ class ChatPrompt:
     grammar: str | None = None
     notes: tuple[SchemaNote, ...] = ()
     cache_ends: tuple[int, ...] = ()
+    unheeded: frozenset[Unheeded] = frozenset()
+    unused: tuple[str, ...] = ()
 
     def parser(self, new_id: Callable[[], str] | None = None) -> StreamParser:
         """Return a new parser for one answer. Each answer needs its own."""
@@ -158,7 +165,10 @@ class ChatFormat:
             in_answer=form.in_answer,
             note=notes.append,
         )
-        return ChatPrompt(text, form, stops, shown, grammar, tuple(notes), ends)
+        unheeded = _unheeded(conversation.reasoning, needs, reasons=markers is not None)
+        read = variables_of(source)
+        unused = tuple(name for name in conversation.template_kwargs if name not in read)
+        return ChatPrompt(text, form, stops, shown, grammar, tuple(notes), ends, unheeded, unused)
 
     def _renderer(
         self,
@@ -176,7 +186,7 @@ class ChatFormat:
         def rendered(messages: Sequence[Mapping[str, Any]], answers: bool) -> str:
             asked = replace(conversation, messages=tuple(messages))
             variables = {
-                **_reasoning_variables(conversation),
+                **_reasoning_variables(conversation.reasoning, needs),
                 **conversation.template_kwargs,
                 "messages": template_messages(asked, needs, layout),
                 "tools": tools,
@@ -195,12 +205,26 @@ class ChatFormat:
         return self._known[source]
 
 
-def _reasoning_variables(conversation: Conversation) -> dict[str, Any]:
+def _reasoning_variables(asked: ReasoningOptions, needs: TemplateNeeds) -> dict[str, Any]:
     """Return template variables under the names of Qwen and GLM, DeepSeek-V3.1 and gpt-oss."""
-    asked = conversation.reasoning
     found: dict[str, Any] = {}
-    if asked.enabled is not None:
-        found |= {"enable_thinking": asked.enabled, "thinking": asked.enabled}
     if asked.effort is not None:
         found["reasoning_effort"] = asked.effort
+    if asked.enabled is not None:
+        found |= {"enable_thinking": asked.enabled, "thinking": asked.enabled}
+        found |= needs.thinks_with if asked.enabled else needs.thinks_not_with
     return found
+
+
+def _unheeded(
+    asked: ReasoningOptions, needs: TemplateNeeds, *, reasons: bool
+) -> frozenset[Unheeded]:
+    """Return the wishes without effect. `reasons`: the model's answers may have reasoning."""
+    found: set[Unheeded] = set()
+    if asked.enabled is True and not reasons:
+        found.add("enabled")
+    if asked.enabled is False and reasons and not needs.thinks_not_with:
+        found.add("enabled")
+    if asked.effort is not None and not needs.takes_effort:
+        found.add("effort")
+    return frozenset(found)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from specoffload.chat.turns import TurnLimits
 
@@ -21,3 +23,6 @@ class TemplateNeeds:
     calls_without_content: bool = False  # True: None beside calls; False: empty text
     id_length: int | None = None  # required number of letters in a call's id
     limits: TurnLimits = TurnLimits()
+    thinks_with: Mapping[str, Any] = field(default_factory=dict)  # variables that turn thinking on
+    thinks_not_with: Mapping[str, Any] = field(default_factory=dict)  # and off; empty: none does
+    takes_effort: bool = False

@@ -33,6 +33,7 @@ def needs_of(name: str, source: str, *, bos: str, eos: str) -> TemplateNeeds:
     probe = _Probe(name, source, bos, eos)
     _find_form(probe)
     probe.needs = dataclasses.replace(probe.needs, limits=_limits(probe))
+    _find_switches(probe)
     return probe.needs
 
 
@@ -48,17 +49,23 @@ class _Probe:
         self.needs = dataclasses.replace(self.needs, **found)
 
     def text(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: bool = False, answers: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: bool = False,
+        answers: bool = False,
+        more: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the rendered text; empty if the template refuses the messages.
 
-        `tools`: with the tool. `answers`: with the beginning of an answer.
+        `tools`: with the tool. `answers`: with the beginning of an answer. `more`: more variables.
         """
         variables = {
             "messages": in_form(messages, self.needs),
             "tools": [_TOOL.as_openai()] if tools else None,
             "add_generation_prompt": answers,
             **self._tokens,
+            **(more or {}),
         }
         try:
             return render(self._name, self._source, variables)
@@ -282,3 +289,32 @@ def _needs_user(probe: _Probe, texts: _Texts) -> bool:
         if system["content"] not in asked or asked == probe.text([system], tools=tools):
             return True
     return False
+
+
+# ---- thinking
+
+# Variables that turn thinking on, and off: those of most families and DeepSeek, and Seed-OSS's.
+_SWITCHES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    ({"enable_thinking": True, "thinking": True}, {"enable_thinking": False, "thinking": False}),
+    ({}, {"thinking_budget": 0}),
+)
+
+
+def _find_switches(probe: _Probe) -> None:
+    user = _Texts().message("user")
+
+    def begun(**more: Any) -> str:
+        return probe.text([user], answers=True, more=more) or probe.text(
+            [user], tools=True, answers=True, more=more
+        )
+
+    probe.learn(takes_effort=begun(reasoning_effort="low") != begun(reasoning_effort="high"))
+    for on, off in _SWITCHES:
+        if begun(**off) not in ("", begun(**on)):
+            probe.learn(thinks_with=on, thinks_not_with=off)
+            return
+    without = {"reasoning_effort": "none"}
+    # A template that writes any word (gpt-oss) does not know this one.
+    as_word = begun(reasoning_effort="unheard-of").replace("unheard-of", "none")
+    if begun(**without) not in ("", as_word):
+        probe.learn(thinks_not_with=without)

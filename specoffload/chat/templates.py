@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import SandboxedEnvironment
@@ -68,15 +68,25 @@ def _refuse(message: object = "") -> NoReturn:
     raise _Refusal(str(message))
 
 
-@lru_cache(maxsize=128)
-def _compiled(source: str) -> jinja2.Template:
+def _environment() -> SandboxedEnvironment:
     # transformers uses an immutable sandbox, but published templates append to their lists.
-    environment = SandboxedEnvironment(
+    return SandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
+
+
+@lru_cache(maxsize=128)
+def _compiled(source: str) -> jinja2.Template:
+    environment = _environment()
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _refuse
     return environment.from_string(source)
+
+
+@lru_cache(maxsize=128)
+def variables_of(source: str) -> frozenset[str]:
+    """Return the names of the variables that a template reads."""
+    return frozenset(meta.find_undeclared_variables(_environment().parse(source)))
 
 
 def check(name: str, source: str) -> None:

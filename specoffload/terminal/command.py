@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from specoffload import report
 from specoffload.chat.conversation import Conversation, Delta, Message
 from specoffload.chat.format import ChatFormat
+from specoffload.chat.thinking import ThinkingWish
 from specoffload.config.options import ChatOptions
 from specoffload.config.resolution import DEMO_WORDS, Config, chat_settings
 from specoffload.generation.generation import GenerateOptions, Piece
@@ -138,8 +139,8 @@ def _talk(session: Session, form: ChatFormat, options: GenerateOptions, own: Cha
     def answered(conversation: Conversation) -> Iterator[Delta | Piece]:
         asked = replace(
             conversation,
-            reasoning=settings.reasoning_with(settings.template_kwargs),
-            template_kwargs=settings.template_kwargs,
+            reasoning=settings.reasoning_for(ThinkingWish()),
+            template_kwargs=settings.kwargs_with({}),
         )
         n_prompt, parts = answer(session, form, asked, options)
         return with_bar(parts, n_prompt, session)

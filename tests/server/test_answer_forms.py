@@ -9,7 +9,8 @@ import pytest
 from offload.errors import BadRequest
 from specoffload.chat.conversation import ChatSettings
 from specoffload.server.api import message_input, response_input
-from specoffload.server.api.parameters import conversation_of
+from specoffload.server.api.body import checked
+from specoffload.server.api.parameters import conversation_of, wish_of
 from specoffload.server.api.requests import ConversationRequest
 
 FORM = {"type": "json_schema", "schema": {"type": "object", "properties": {"n": {}}}}
@@ -40,7 +41,7 @@ def test_anthropics_form_of_the_answer_is_that_of_a_chat(fields: dict[str, Any])
 
 def test_anthropics_effort_is_that_of_a_chat() -> None:
     body = chat_of_anthropic(output_config={"effort": "low"})
-    assert body["reasoning_effort"] == "low"
+    assert wish_of(checked(body, ConversationRequest)).effort == "low"
     assert "response_format" not in body
 
 

@@ -13,7 +13,10 @@ from told_answers import answers, ended, no_parser
 from offload.errors import BadRequest
 from specoffload.chat.conversation import CallPiece, Content, Delta, joined
 from specoffload.server.api.anthropic import AnthropicWording
+from specoffload.server.api.body import checked
 from specoffload.server.api.message_input import MessagesRequest, as_chat
+from specoffload.server.api.parameters import wish_of
+from specoffload.server.api.requests import ConversationRequest
 from specoffload.server.engine.messages import Started
 
 pytest.importorskip("anthropic", reason="anthropic is not installed: scripts/test-extras runs this")
@@ -145,8 +148,8 @@ def test_thinking_has_a_budget() -> None:
     thinking = {"type": "enabled", "budget_tokens": 1024}
     body, ignored = as_chat(MessagesRequest.model_validate({**asked, "thinking": thinking}))
     assert ignored == []
-    assert body["thinking_budget_tokens"] == 1024
-    assert body["chat_template_kwargs"] == {"enable_thinking": True}
+    wish = wish_of(checked(body, ConversationRequest))
+    assert (wish.enabled, wish.budget_tokens) == (True, 1024)
 
 
 def test_tools_that_run_elsewhere_are_named_as_ignored() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from fake_generator import FakeFactory
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict
-from running import Running, http
+from running import Running, StartServer, http
 
 from offload.errors import BadRequest
+from specoffload.chat.conversation import ChatSettings
 from specoffload.server.api.billing_line import BILLING_LINE
 from specoffload.server.api.body import (
     ALIASES,
@@ -60,7 +62,7 @@ def test_requests_of_other_programs_are_served(server: Running, file: Path) -> N
     assert request["origin"].startswith("recorded: ") != ("not recorded" in request["origin"])
     answer = http.post(server.url + request["path"], json=request["body"])
     assert answer.status_code == request.get("status", 200), answer.text
-    named = {name.partition("[")[0] for name in _ignored(answer)} - {BILLING_LINE}
+    named = {re.split(r"[.\[]", name)[0] for name in _ignored(answer)} - {BILLING_LINE}
     assert named <= set(request["body"])
     kind = KINDS[request["path"].partition("?")[0]]
     assert _ignored(answer).isdisjoint(kind.model_fields)
@@ -126,3 +128,30 @@ def test_other_names_mean_the_one_used_here_which_counts_if_both_are_given(other
     assert renamed({other: 2, name: 3}, {name}) == {other: 2, name: 3}
     assert renamed({other: 2}, set()) == {other: 2}
     assert renamed({other: 2}, {name, other}) == {other: 2}
+
+
+def test_a_switch_of_thinking_that_the_template_does_not_have_is_named(
+    start_server: StartServer,
+) -> None:
+    template = FOLDER.parent / "templates" / "openai-gpt-oss-120b.jinja"
+    settings = ChatSettings(template.read_text(encoding="utf-8"))
+    server = start_server(FakeFactory(n_ctx=32768), chat=settings)
+    messages = [{"role": "user", "content": "x"}]
+    thinking = {"type": "disabled"}
+    kwargs = {"chat_template_kwargs": {"thinking": False, "mine": 1}, "reasoning_effort": "low"}
+    for path, fields, names in (
+        ("/v1/chat/completions", {"think": False}, {"think"}),
+        ("/apply-template", {"enable_thinking": False}, {"enable_thinking"}),
+        (
+            "/v1/chat/completions/input_tokens",
+            kwargs,
+            {"chat_template_kwargs.thinking", "chat_template_kwargs.mine"},
+        ),
+        ("/v1/messages", {"thinking": thinking, "max_tokens": 9}, {"thinking.type"}),
+        ("/v1/responses", {"reasoning": {"effort": "none"}}, {"reasoning.effort"}),
+        ("/v1/chat/completions", {"think": True}, set()),
+    ):
+        body = {"input" if "responses" in path else "messages": messages, **fields}
+        answer = http.post(server.url + path, json=body)
+        assert answer.status_code == 200, answer.text
+        assert _ignored(answer) == names, path

@@ -199,7 +199,7 @@ def test_fields_are_those_of_a_chat() -> None:
             {"role": "user", "content": "hi"},
         ],
         "max_tokens": 9,
-        "reasoning_effort": "low",
+        "reasoning": {"effort": "low", "summary": "auto"},
         "response_format": {"type": "json_schema", "json_schema": schema},
         "tools": [{"type": "function", "function": function}],
         "tool_choice": {"type": "function", "function": {"name": "f"}},

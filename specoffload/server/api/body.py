@@ -29,7 +29,10 @@ ALIASES: Mapping[str, str] = {
     "guided_json": "json_schema",
     "max_new_tokens": "max_tokens",
     "n_predict": "max_tokens",
+    "reasoning_budget": "thinking_budget_tokens",
     "reasoning_budget_tokens": "thinking_budget_tokens",
+    "thinking_budget": "thinking_budget_tokens",
+    "thinking_token_budget": "thinking_budget_tokens",
     "rep_pen": "repeat_penalty",
     "repetition_penalty": "repeat_penalty",
     "repetition_penalty_range": "repeat_last_n",
@@ -73,6 +76,7 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
 }
 
 _OFF: tuple[object, ...] = (False, 0, 0.0, -1, "", [], {})  # values that turn a parameter off
+_ON_BY_DEFAULT = ("think", "reason")  # many models think unless a parameter turns it off
 
 _FIELD = re.compile("(?!(?:str|int|float|bool)$)[a-z_][a-z0-9_.]*")
 _Body = TypeVar("_Body", bound=BaseModel)
@@ -206,7 +210,7 @@ def ignored_names(request: BaseModel) -> tuple[str, ...]:
         if name in REFUSED:
             if not _is_one_of(value, REFUSED[name]):
                 raise BadRequest(f"{name} is not supported by this server: leave it out")
-        elif not _is_one_of(value, _OFF):
+        elif not _is_one_of(value, _OFF) or any(word in name for word in _ON_BY_DEFAULT):
             names.append(name)
     return tuple(names)
 

@@ -32,7 +32,12 @@ from specoffload.server.api.body import (
 from specoffload.server.api.chat_messages import left_out_places, omitted_parts
 from specoffload.server.api.images import MOST_FETCHES, ConversationImages, MediaRules
 from specoffload.server.api.kept import STREAM_ID, KeptStreams
-from specoffload.server.api.parameters import conversation_of, generate_options, prompts_of
+from specoffload.server.api.parameters import (
+    conversation_of,
+    generate_options,
+    prompts_of,
+    wish_of,
+)
 from specoffload.server.api.requests import (
     ChatRequest,
     ConversationRequest,
@@ -155,6 +160,7 @@ class ServerContext:
         check_options(conversation, options)
         prompt = await self._renderer.prepare(self._chat_format(), conversation)
         ignore(request, [f"tools.{note.tool}{note.place}" for note in prompt.notes])
+        self._note_thinking(request, body, prompt)
         self._log_once(prompt.notes)
         self._note_omitted(request, body)
         asked = answer_options(prompt, options)
@@ -167,6 +173,17 @@ class ServerContext:
     def prompts(self, given: object) -> list[Prompt]:
         """Return the prompts in the field `prompt`. Raises BadRequest."""
         return prompts_of(given, media=self.media, are_read=self.card.reads_images)
+
+    def _note_thinking(
+        self, request: Request, body: ConversationRequest, prompt: ChatPrompt
+    ) -> None:
+        """Record wishes about thinking, and variables of the template, that have no effect."""
+        wish = wish_of(body)
+        switches = wish.switches if "enabled" in prompt.unheeded else ()
+        efforts = wish.efforts if "effort" in prompt.unheeded else ()
+        own = body.chat_template_kwargs or {}
+        unused = [f"chat_template_kwargs.{name}" for name in prompt.unused if name in own]
+        ignore(request, list(dict.fromkeys([*wish.ignored, *switches, *efforts, *unused])))
 
     def _note_omitted(self, request: Request, body: ConversationRequest) -> None:
         """Tell client and operator which parts of messages the model does not get."""
@@ -208,6 +225,7 @@ class ServerContext:
         images = self._images(marker)
         conversation = replace(conversation_of(body, self._chat, images), cache_points=())
         prompt = await self._renderer.prepare(self._chat_format(), conversation)
+        self._note_thinking(request, body, prompt)
         return prompt.text, await images.fetched(self._fetches)
 
     async def counted(self, request: Request, body: ConversationRequest) -> dict[str, Any]:

@@ -82,11 +82,6 @@ class AnthropicToolChoice(RequestModel):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(RequestModel):
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Whole | None = Field(None, ge=0)
-
-
 class OutputConfig(RequestModel):
     """The form of the answer, and how much the model should think."""
 
@@ -102,7 +97,6 @@ class CountRequest(RequestModel):
     system: str | list[ContentBlock] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
-    thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None  # the older name of output_config.format
     cache_control: CacheControl | None = None  # of the last block of the last message
@@ -118,7 +112,7 @@ class MessagesRequest(CountRequest):
 
 
 _TRANSLATED = {
-    *("messages", "system", "tools", "tool_choice", "thinking", "stop_sequences"),
+    *("messages", "system", "tools", "tool_choice", "stop_sequences"),
     *("output_config", "output_format", "cache_control"),
 }
 _MARK: Json = {"cache_control": {"type": "ephemeral"}}  # in chat requests
@@ -148,15 +142,9 @@ def as_chat(request: CountRequest) -> tuple[Json, list[str]]:
                 body["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     elif choice is not None and choice.type in ("any", "tool"):
         ignored.append("tool_choice")
-    if request.thinking is not None:
-        thinks = request.thinking.type != "disabled"
-        known = body.get("chat_template_kwargs") or {}
-        body["chat_template_kwargs"] = {"enable_thinking": thinks, **known}
-        if thinks and request.thinking.budget_tokens is not None:
-            body["thinking_budget_tokens"] = request.thinking.budget_tokens
     config = request.output_config or OutputConfig()
     if config.effort is not None:
-        body["reasoning_effort"] = config.effort
+        body["output_config"] = {"effort": config.effort}
     form = _response_format(config.format, request.output_format)
     if form is not None and isinstance(request, MessagesRequest):
         body["response_format"] = form

@@ -22,7 +22,9 @@ from specoffload.chat.conversation import (
     Named,
     Tool,
     ToolChoice,
+    kwargs_forms,
 )
+from specoffload.chat.thinking import ThinkingWish, thinking_wish
 from specoffload.generation.generation import N_SEEDS, GenerateOptions
 from specoffload.server.api.chat_messages import template_message
 from specoffload.server.api.images import ConversationImages, MediaRules, text_with_images
@@ -100,7 +102,7 @@ def generate_options(
             if limit not in (None, request.max_completion_tokens):
                 idle.append("max_tokens")  # OpenAI's older name of max_completion_tokens
             limit = request.max_completion_tokens
-        if (budget := request.thinking_budget_tokens) is not None:
+        if (budget := _thinking_budget(request)) is not None:
             changes["reasoning_budget"] = None if budget < 0 else budget
         if request.n is not None:
             changes["n"] = request.n
@@ -108,6 +110,16 @@ def generate_options(
         changes["n_predict"] = None if limit == -1 else limit
     changes |= _probabilities(request, idle)
     return replace(defaults, **changes), tuple(idle)
+
+
+def _thinking_budget(request: ChatRequest) -> int | None:
+    """Return the most tokens of thinking. Raises BadRequest for two different numbers."""
+    own, other = request.thinking_budget_tokens, wish_of(request).budget_tokens
+    if own is not None and other not in (None, own):
+        raise BadRequest(
+            f"thinking_budget_tokens is {own}, and another field sets {other}: send one number"
+        )
+    return other if own is None else own
 
 
 def _probabilities(request: GenerationRequest, idle: list[str]) -> dict[str, Any]:
@@ -315,7 +327,6 @@ def conversation_of(
             messages.append(found)
     if not messages:
         raise BadRequest("messages is empty: at least one message is needed")
-    kwargs = {**settings.template_kwargs, **(request.chat_template_kwargs or {})}
     given_tools = request.tools or ()
     tools = [_function(at, tool) for at, tool in enumerate(given_tools)]
     points += [CachePoint("tool", at) for at, tool in enumerate(given_tools) if tool.cache_control]
@@ -328,16 +339,26 @@ def conversation_of(
         tuple(Tool(t.name, t.description, t.parameters or {}, bool(t.strict)) for t in tools),
         _choice(request.tool_choice, has_tools=bool(tools)),
         parallel_tool_calls=request.parallel_tool_calls is not False,
-        reasoning=settings.reasoning_with(
-            kwargs,
-            form=request.reasoning_format,
-            effort=request.reasoning_effort,
-        ),
-        template_kwargs=kwargs,
+        reasoning=settings.reasoning_for(wish_of(request), request.reasoning_format),
+        template_kwargs=settings.kwargs_with(request.chat_template_kwargs or {}),
         add_generation_prompt=request.add_generation_prompt is not False,
         continues=_continued(request, messages[-1], by_default=settings.continues),
         schema=schema,
         cache_points=tuple(points),
+    )
+
+
+def wish_of(request: ConversationRequest) -> ThinkingWish:
+    """Return what the request says about thinking, in any form. Raises BadRequest."""
+    kwargs = request.chat_template_kwargs or {}
+    names = (
+        *("enable_thinking", "think", "thinking"),
+        *("reasoning", "reasoning_effort", "include_reasoning"),
+    )
+    return thinking_wish(
+        {name: getattr(request, name) for name in names}
+        | {"output_config.effort": (request.output_config or {}).get("effort")}
+        | kwargs_forms("chat_template_kwargs", kwargs)
     )
 
 

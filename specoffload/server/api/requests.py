@@ -246,7 +246,14 @@ class ConversationRequest(RequestModel):
     tool_choice: str | ChatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    # `specoffload/chat/thinking.py` reads these forms.
+    reasoning_effort: Any = None
+    enable_thinking: Any = None
+    think: Any = None
+    thinking: Any = None
+    reasoning: Any = None
+    include_reasoning: Any = None
+    output_config: dict[str, Any] | None = None
     reasoning_format: ReasoningFormat | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | Literal["reasoning_content", "content"] | None = None

@@ -73,10 +73,6 @@ class TextOptions(RequestModel):
     format: dict[str, Any] | None = None
 
 
-class ReasoningRequest(RequestModel):
-    effort: str | None = None
-
-
 class ResponsesRequest(RequestModel):
     """/v1/responses. Other fields are copied unchanged into the chat request."""
 
@@ -87,7 +83,6 @@ class ResponsesRequest(RequestModel):
     tools: list[ResponsesTool] | None = None
     tool_choice: str | ResponsesToolChoice | None = None
     text: TextOptions | None = None
-    reasoning: ReasoningRequest | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     include: list[str] | None = None
@@ -106,7 +101,7 @@ SEALED_REASONING = "reasoning.encrypted_content"  # value of `include`
 _SEAL = "specoffload:"
 _STORED = ("previous_response_id", "conversation", "prompt", "background")
 _TRANSLATED = {
-    *("input", "instructions", "tools", "tool_choice", "text", "reasoning", "stream_options"),
+    *("input", "instructions", "tools", "tool_choice", "text", "stream_options"),
     *("max_output_tokens", "include", "truncation", "store", "max_tool_calls", *_STORED),
 }
 _ROLES = ("system", "developer", "user", "assistant")
@@ -132,8 +127,6 @@ def as_chat(request: ResponsesRequest) -> tuple[Json, list[str]]:
     body["messages"] = _messages(request, own, ignored)
     if request.max_output_tokens is not None:
         body["max_tokens"] = request.max_output_tokens
-    if request.reasoning is not None and request.reasoning.effort is not None:
-        body["reasoning_effort"] = request.reasoning.effort
     if request.text is not None and request.text.format is not None:
         body["response_format"] = _response_format(request.text.format)
     ignored += own.ignored

@@ -26,7 +26,6 @@ CALLED_BY_BASE = {
     "handle_error": "ThreadingTCPServer",
     "verify_request": "ThreadingTCPServer",
     "emit": "logging.Handler",
-    "parse": "Extension",
     "capture_signals": "uvicorn.Server",
     "eof_received": "H11Protocol",
     "send_400_response": "H11Protocol",
