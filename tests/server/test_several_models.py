@@ -220,7 +220,7 @@ def test_a_refusal_after_the_header_is_an_event(
     with http.stream("POST", server.url + path, json=body) as answer:
         lines = [line for line in answer.iter_lines() if line]
     told = json.loads(lines[-1].removeprefix("data: "))
-    said = told.get("message") or told["error"]["message"]
+    said = told.get("response", told)["error"]["message"]
     assert said.startswith("model name=one failed to load: fake.gguf is not a GGUF file")
     assert ("event: error" in lines) == (path != "/v1/completions")
 

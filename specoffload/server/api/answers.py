@@ -15,7 +15,6 @@ Json = dict[str, Any]
 
 to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": the model is working\n\n"
 MARK = "‡"  # the place of a text in the JSON of a `TextLine`
 
 

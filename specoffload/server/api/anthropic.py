@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import secrets
 from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
@@ -20,6 +19,14 @@ from specoffload.generation.generation import Piece
 from specoffload.server.api.answers import Json
 from specoffload.server.api.body import checked, ignore
 from specoffload.server.api.context import BodyRoute, ServerContext
+from specoffload.server.api.life_signs import (
+    Pings,
+    StreamStart,
+    message_head,
+    new_start,
+    opening_of_message,
+    start_of,
+)
 from specoffload.server.api.message_input import CountRequest, MessagesRequest, as_chat
 from specoffload.server.api.refusals import Api, error_body, problem_response
 from specoffload.server.api.requests import ChatRequest, ConversationRequest
@@ -40,24 +47,26 @@ _NO_THREADS = Problem(
 class AnthropicWording(EventWording):
     """Writes a message of content blocks, each started, extended by deltas and stopped."""
 
-    def __init__(self, parser: StreamParser, model: str, stops: Sequence[str] = ()) -> None:
-        """`stops`: the client's own stop sequences. A chat format may have others."""
+    def __init__(
+        self,
+        parser: StreamParser,
+        model: str,
+        stops: Sequence[str] = (),
+        start: StreamStart | None = None,
+        user_agent: str = "",
+    ) -> None:
+        """`stops`: the client's own stop sequences. A chat format may have others.
+
+        `start` is what the stream said before, None for a new stream. `user_agent` names the
+        client.
+        """
         self._blocks: list[Json] = []
         self._stops = frozenset(stops)
-        result = {
-            "id": "msg_" + secrets.token_hex(12),
-            "type": "message",
-            "role": "assistant",
-            "model": model,
-            "content": self._blocks,
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": {"input_tokens": 0, "output_tokens": 0},
-        }
-        super().__init__(parser, result)
+        self._start = start or new_start("msg_")
+        super().__init__(parser, message_head(self._start, model) | {"content": self._blocks})
+        self._pings = Pings(user_agent)
         self._arguments = ""  # arguments of the open call, as JSON text
         self._is_open = False  # True while the last block is not stopped
-        self._has_started = False
 
     def started(self, job: int, started: Started) -> None:
         self.result["usage"]["input_tokens"] = started.n_prompt_tokens
@@ -112,10 +121,10 @@ class AnthropicWording(EventWording):
 
     def opening_events(self) -> list[Json]:
         """Return the event that opens the stream; empty if the stream is open already."""
-        if self._has_started:
-            return []
-        self._has_started = True
-        return [{"type": "message_start", "message": {**self.result, "content": []}}]
+        return opening_of_message(self._start, self.result)
+
+    def signs(self) -> list[Json]:
+        return self._pings.next(self.opening_events)
 
     def _open(self, block: Json) -> list[Json]:
         events = self._close()
@@ -181,7 +190,13 @@ def anthropic_router(context: ServerContext) -> APIRouter:
         ignore(request, ignored)
         job, prompt = await context.question(request, checked(chat, ChatRequest))
 
-        wording = AnthropicWording(prompt.parser(), context.card.name, body.stop_sequences or ())
+        wording = AnthropicWording(
+            prompt.parser(),
+            context.card.name,
+            body.stop_sequences or (),
+            start_of(request.scope),
+            request.headers.get("user-agent", ""),
+        )
         return context.generate(request, [job], wording, stream=body.stream)
 
     @router.post("/v1/messages/count_tokens")

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from specoffload.generation.generation import GenerateOptions, Piece
 from specoffload.server.api.answers import Json, timings_of
 from specoffload.server.api.context import BodyRoute, ServerContext
+from specoffload.server.api.life_signs import native_sign
 from specoffload.server.api.parameters import settings_of
 from specoffload.server.api.probabilities import Placed, TokenPlaces, native_probabilities
 from specoffload.server.api.requests import InfillRequest, NativeRequest
@@ -90,6 +91,9 @@ class NativeWording(Wording):
 
     def started(self, job: int, started: Started) -> None:
         self._answers[job].n_prompt = started.n_prompt_tokens
+
+    def sign(self) -> bytes:
+        return native_sign(self._answers[0].n_prompt)
 
     def piece(self, job: int, piece: Piece) -> bytes:
         answer = self._answers[job]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,6 +26,15 @@ from specoffload.server.api.answers import (
     usage_of,
 )
 from specoffload.server.api.context import BodyRoute, ServerContext
+from specoffload.server.api.life_signs import (
+    CHAT_CHUNK,
+    TEXT_CHUNK,
+    StreamStart,
+    chunk_head,
+    chunk_sign,
+    new_start,
+    start_of,
+)
 from specoffload.server.api.parameters import MAX_ANSWERS
 from specoffload.server.api.probabilities import (
     ContentTokens,
@@ -59,7 +66,7 @@ def openai_router(context: ServerContext) -> APIRouter:
     async def chat(request: Request, body: ChatRequest) -> Response:
         """The model's next message, `n` times."""
         job, prompt = await context.question(request, body)
-        wording = ChatWording(prompt, context.card.name, body)
+        wording = ChatWording(prompt, context.card.name, body, start_of(request.scope))
         return context.generate(request, [job], wording, stream=body.stream)
 
     @router.post("/apply-template")
@@ -87,7 +94,8 @@ def openai_router(context: ServerContext) -> APIRouter:
         asked = replace(options, n=n)
         jobs = [_job(body, prompt, asked) for prompt in prompts]
         n_logprobs = body.logprobs or 0 if options.n_probs else None
-        wording = CompletionWording(context.card.name, len(prompts), body, n_logprobs)
+        start = start_of(request.scope)
+        wording = CompletionWording(context.card.name, len(prompts), body, n_logprobs, start)
         return context.generate(request, jobs, wording, stream=body.stream)
 
     return router
@@ -111,18 +119,21 @@ class _ChoicesWording(Wording):
     api = Api.OPENAI
 
     def __init__(
-        self, kind: str, prefix: str, model: str, body: ChatRequest | CompletionRequest
+        self,
+        kind: str,
+        start: StreamStart,
+        model: str,
+        body: ChatRequest | CompletionRequest,
     ) -> None:
-        self._head: Json = {
-            "id": prefix + secrets.token_hex(16),
-            "object": kind,
-            "created": int(time.time()),
-            "model": model,
-        }
+        self._start, self._kind, self._model = start, kind, model
+        self._head = chunk_head(start, kind, model)
         self._n = body.n or 1  # answers to each prompt
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._lasts: dict[int, Piece] = {}  # last pieces by number of the answer
         self._lines: dict[tuple[int, str], TextLine] = {}
+
+    def sign(self) -> bytes:
+        return chunk_sign(self._start, self._kind, self._model)
 
     def end(self) -> bytes:
         if not self._include_usage:
@@ -146,8 +157,15 @@ class _ChoicesWording(Wording):
 class ChatWording(_ChoicesWording):
     """Writes a chat.completion, or the chat.completion.chunk objects of a stream."""
 
-    def __init__(self, prompt: ChatPrompt, model: str, body: ChatRequest) -> None:
-        super().__init__("chat.completion.chunk", "chatcmpl-", model, body)
+    def __init__(
+        self,
+        prompt: ChatPrompt,
+        model: str,
+        body: ChatRequest,
+        start: StreamStart | None = None,
+    ) -> None:
+        """`start` is what the stream said before, None for a new stream."""
+        super().__init__(CHAT_CHUNK, start or new_start("chatcmpl-"), model, body)
         self._n_top = (body.top_logprobs or 0) if body.logprobs else None  # None: no logprobs
         self._answers = [ParsedAnswer(prompt.parser()) for _ in range(self._n)]
         self._content_tokens = [ContentTokens(prompt.form.span) for _ in range(self._n)]
@@ -282,10 +300,18 @@ class CompletionWording(_ChoicesWording):
     """Writes a text_completion, whole or in chunks: answers to the first prompt, then the next."""
 
     def __init__(
-        self, model: str, n_prompts: int, body: CompletionRequest, n_logprobs: int | None
+        self,
+        model: str,
+        n_prompts: int,
+        body: CompletionRequest,
+        n_logprobs: int | None,
+        start: StreamStart | None = None,
     ) -> None:
-        """`n_logprobs`: number of likely tokens to list for each token (None: no logprobs)."""
-        super().__init__("text_completion", "cmpl-", model, body)
+        """`n_logprobs`: number of likely tokens to list for each token (None: no logprobs).
+
+        `start` is what the stream said before, None for a new stream.
+        """
+        super().__init__(TEXT_CHUNK, start or new_start("cmpl-"), model, body)
         self._n_logprobs = n_logprobs
         self._answers = [_EchoedAnswer() for _ in range(n_prompts * self._n)]
         self._of_prompts: list[list[ChosenLogprob]] = [[] for _ in range(n_prompts)]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import secrets
-import time
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -19,6 +18,7 @@ from specoffload.generation.generation import Piece
 from specoffload.server.api.answers import Json
 from specoffload.server.api.body import checked, ignore
 from specoffload.server.api.context import BodyRoute, ServerContext
+from specoffload.server.api.life_signs import StreamStart, new_start, start_of
 from specoffload.server.api.refusals import Api, refusal_of
 from specoffload.server.api.requests import ChatRequest, ConversationRequest
 from specoffload.server.api.response_input import (
@@ -38,38 +38,21 @@ class ResponsesWording(EventWording):
     The event `response.created` opens the stream, before the first event of any other kind.
     """
 
-    def __init__(self, parser: StreamParser, request: ResponsesRequest, model: str) -> None:
-        given = request.model_dump(exclude_unset=True)
+    def __init__(
+        self,
+        parser: StreamParser,
+        request: ResponsesRequest,
+        model: str,
+        start: StreamStart | None = None,
+    ) -> None:
+        """`start` is what the stream said before, None for a new stream."""
         self._items: list[Json] = []
-        result = {
-            "id": "resp_" + secrets.token_hex(16),
-            "object": "response",
-            "created_at": int(time.time()),
-            "status": "in_progress",
-            "error": None,
-            "incomplete_details": None,
-            "instructions": request.instructions,
-            "max_output_tokens": request.max_output_tokens,
-            "metadata": given.get("metadata") or {},
-            "model": model,
-            "output": self._items,
-            "parallel_tool_calls": given.get("parallel_tool_calls", True),
-            "previous_response_id": None,
-            "reasoning": given.get("reasoning") or {},
-            "store": False,
-            "temperature": given.get("temperature"),
-            "text": given.get("text") or {"format": {"type": "text"}},
-            "tool_choice": given.get("tool_choice", "auto"),
-            "tools": given.get("tools") or [],
-            "top_p": given.get("top_p"),
-            "truncation": "disabled",
-            "usage": None,
-        }
-        super().__init__(parser, result)
+        self._start = start or new_start("resp_")
+        head = response_head(self._start, request.model_dump(exclude_unset=True), model)
+        super().__init__(parser, head | {"output": self._items})
         self._tools = request.own_tools
         self._seals_reasoning = SEALED_REASONING in (request.include or ())
         self._arguments = ""  # of the last item, if it calls a custom tool
-        self._n_events = 0
         self._is_open = False  # True while the last item is not done
 
     def add(self, delta: Delta) -> list[Json]:
@@ -116,19 +99,16 @@ class ResponsesWording(EventWording):
 
     def opening_events(self) -> list[Json]:
         """Return the events that open the stream; empty if the stream is open already."""
-        if self._n_events:
-            return []
-        return [
-            self._with_response("response.created"),
-            self._with_response("response.in_progress"),
-        ]
+        return [] if self._start.n_events else signs_of_response(self._start, self.result)
+
+    def signs(self) -> list[Json]:
+        return signs_of_response(self._start, self.result)
 
     def _event(self, kind: str, /, **fields: Any) -> Json:
-        self._n_events += 1
-        return {"type": kind, "sequence_number": self._n_events - 1, **fields}
+        return numbered(self._start, kind, **fields)
 
     def _with_response(self, kind: str) -> Json:
-        return self._event(kind, response=copy.deepcopy(self.result))
+        return with_response(self._start, kind, self.result)
 
     def _with_item(self, kind: str) -> Json:
         item = copy.deepcopy(self._items[-1])
@@ -209,6 +189,50 @@ class ResponsesWording(EventWording):
         return [*events, self._with_item("response.output_item.done")]
 
 
+def response_head(start: StreamStart, asked: Json, model: str) -> Json:
+    """Return a response without output. `asked` are the fields of its request that were sent."""
+    return {
+        "id": start.id,
+        "object": "response",
+        "created_at": start.created,
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "instructions": asked.get("instructions"),
+        "max_output_tokens": asked.get("max_output_tokens"),
+        "metadata": asked.get("metadata") or {},
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": asked.get("parallel_tool_calls", True),
+        "previous_response_id": None,
+        "reasoning": asked.get("reasoning") or {},
+        "store": False,
+        "temperature": asked.get("temperature"),
+        "text": asked.get("text") or {"format": {"type": "text"}},
+        "tool_choice": asked.get("tool_choice", "auto"),
+        "tools": asked.get("tools") or [],
+        "top_p": asked.get("top_p"),
+        "truncation": "disabled",
+        "usage": None,
+    }
+
+
+def numbered(start: StreamStart, kind: str, /, **fields: Any) -> Json:
+    """Return the stream's next event."""
+    start.n_events += 1
+    return {"type": kind, "sequence_number": start.n_events - 1, **fields}
+
+
+def with_response(start: StreamStart, kind: str, response: Json) -> Json:
+    return numbered(start, kind, response=copy.deepcopy(response))
+
+
+def signs_of_response(start: StreamStart, response: Json) -> list[Json]:
+    """Return the events that open a stream, or if it is open, one that adds nothing."""
+    kinds = [*["response.created"] * (not start.n_events), "response.in_progress"]
+    return [with_response(start, kind, response) for kind in kinds]
+
+
 def failure_of(problem: Problem) -> Json:
     """Return the error of a response that failed. Its codes are strings in all cases.
 
@@ -233,7 +257,8 @@ def responses_router(context: ServerContext) -> APIRouter:
         ignore(request, ignored)
         job, prompt = await context.question(request, checked(chat, ChatRequest))
 
-        wording = ResponsesWording(prompt.parser(), body, context.card.name)
+        start = start_of(request.scope)
+        wording = ResponsesWording(prompt.parser(), body, context.card.name, start)
         return context.generate(request, [job], wording, stream=body.stream)
 
     @router.post("/v1/responses/input_tokens")

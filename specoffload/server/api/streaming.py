@@ -21,13 +21,13 @@ from specoffload.chat.parser import StreamParser
 from specoffload.generation.generation import Piece
 from specoffload.generation.statistics import GenerationStats
 from specoffload.server.api.answers import (
-    KEEP_ALIVE,
     Json,
     ParsedAnswer,
     named_events,
     server_sent,
     to_json,
 )
+from specoffload.server.api.life_signs import SIGN_S
 from specoffload.server.api.refusals import Api, error_body, problem_response
 from specoffload.server.engine.client import (
     EngineClient,
@@ -52,9 +52,8 @@ _AGAIN_S = 0.2
 
 # The header of a stream is sent when the engine has accepted the prompt, because a refused one
 # gets its HTTP status. But proxies and clients must not time out while a request is queued.
-_HEADER_PATIENCE_S = 10.0
-_KEEP_ALIVE_S = 10.0
-_NEWS_S = 1.0  # least seconds between comments about the prompt's progress
+_HEADER_PATIENCE_S = SIGN_S
+_KEEP_ALIVE_S = SIGN_S
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -83,6 +82,10 @@ class Wording:
         They come once: after this call, and after the first piece, nothing is returned.
         """
         return b""
+
+    def sign(self) -> bytes:
+        """Return an event that says that the answer is still coming, and adds nothing to it."""
+        raise NotImplementedError
 
     def piece(self, job: int, piece: Piece) -> bytes:
         """Return the events of a piece, after those that open the stream if it is not open yet.
@@ -124,6 +127,10 @@ class EventWording(Wording):
     def opening_events(self) -> list[Json]:
         raise NotImplementedError
 
+    def signs(self) -> list[Json]:
+        """Return the events that `sign` writes."""
+        raise NotImplementedError
+
     def add(self, delta: Delta) -> list[Json]:
         raise NotImplementedError
 
@@ -135,6 +142,9 @@ class EventWording(Wording):
 
     def opening(self) -> bytes:
         return named_events(self.opening_events())
+
+    def sign(self) -> bytes:
+        return named_events(self.signs())
 
     def piece(self, job: int, piece: Piece) -> bytes:
         told = b"".join(named_events(self.add(delta)) for delta in self._answer.add(piece))
@@ -281,8 +291,7 @@ class GenerationResponse(Response):
         self._has_header = False
         self._has_failed = False
         self._is_writing = False  # True while new events have to wait
-        self._has_spoken = False  # True if something was written since the last timeout
-        self._wrote_at_s = monotonic()  # time of the last write through `send`
+        self._told_at_s = monotonic()  # time of the last event
         self._write_part: Callable[[bytes], bool] | None = None
         self._unwritten = b""  # bytes that `write_part` refused, because the client reads slowly
 
@@ -330,16 +339,15 @@ class GenerationResponse(Response):
 
     async def _tell(self, write: Callable[[bytes], Awaitable[None]]) -> None:
         while True:
+            patience_s = _KEEP_ALIVE_S if self._has_header else _HEADER_PATIENCE_S
+            left_s = max(0.0, self._told_at_s + patience_s - monotonic())
             try:
-                patience_s = _KEEP_ALIVE_S if self._has_header else _HEADER_PATIENCE_S
                 self._is_writing = False
-                heard = await self._group.next(patience_s)
+                heard = await self._group.next(left_s)
                 self._is_writing = True
             except TimeoutError:
                 self._is_writing = True
-                if not self._has_spoken:
-                    await write(KEEP_ALIVE)
-                self._has_spoken = False
+                await self._write_sign(write, patience_s)
                 continue
             if heard is None:
                 break
@@ -349,9 +357,19 @@ class GenerationResponse(Response):
                 self._group.written(heard.made_at_s)
             elif not self._has_header and self._group.has_started:
                 await write(self._wording.opening())
-            elif _is_part_of_prompt(heard.event) and monotonic() - self._wrote_at_s > _NEWS_S:
-                await write(KEEP_ALIVE)
+            else:
+                await self._write_sign(write, patience_s)
         await write(self._wording.end())
+
+    async def _write_sign(
+        self, write: Callable[[bytes], Awaitable[None]], patience_s: float
+    ) -> None:
+        """Write a sign of life if there was no event for `patience_s`.
+
+        Pieces of an answer may come without an event, for example while a call is incomplete.
+        """
+        if monotonic() - self._told_at_s >= patience_s:
+            await write(self._wording.sign())
 
     def _write_at_once(self, heard: Heard) -> bool:
         """Write a piece that only adds text as soon as it arrives. Most tokens go this way."""
@@ -360,8 +378,10 @@ class GenerationResponse(Response):
             return False
         if not event.text or event.finish_reason is not None:
             return False
-        self._has_spoken = True
-        self._unwritten += self._wording.piece(job, event)
+        told = self._wording.piece(job, event)
+        if told:
+            self._told_at_s = monotonic()
+        self._unwritten += told
         if self._unwritten and self._write_part(self._unwritten):
             self._unwritten = b""
             self._group.written(made_at_s)
@@ -381,9 +401,6 @@ class GenerationResponse(Response):
             await send(start)
             self._group.at_once = self._write_at_once  # later pieces need not wake this task
         data, self._unwritten = self._unwritten + data, b""
-        self._wrote_at_s = monotonic()
+        if data:
+            self._told_at_s = monotonic()
         await send({"type": "http.response.body", "body": data, "more_body": True})
-
-
-def _is_part_of_prompt(event: JobEvent) -> bool:
-    return isinstance(event, Piece) and event.finish_reason is None and not event.tokens

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import json
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,22 +33,23 @@ from specoffload.server.api.answers import Json, server_sent
 from specoffload.server.api.app import bare_app, create_app, describe, guard
 from specoffload.server.api.body import HeldBodies, invalid, read_json
 from specoffload.server.api.kept import STREAM_ID, KeptStreams, streams_router
+from specoffload.server.api.life_signs import SIGN_S
 from specoffload.server.api.refusals import problem_response
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.messages import Event, Problem, RequestFailed, unavailable
 from specoffload.server.log import add_words
 from specoffload.server.page import add_page
+from specoffload.server.router.early import EarlyStream
 from specoffload.server.router.pool import Entry, Model, ModelPool, Wish
 
 if TYPE_CHECKING:  # the API process has no engine
     from specoffload.session.session import Session
 
-_HEADER_PATIENCE_S = 10.0  # a stream's header is sent after this time, so that proxies wait
+_HEADER_PATIENCE_S = SIGN_S  # a stream's header is sent after this time, so that proxies wait
 _NEWS_S = 1.0  # seconds between comments about loading
 _EVENT_PATIENCE_S = 10.0
 _ON = ("true", "1")  # values of a query that switch something on
 _MOST_EVENTS = 1000  # events that a reader of /models/sse may be behind
-_NAMED_EVENTS = ("/v1/messages", "/v1/responses", "/responses")  # their streams name each event
 _SSE = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -415,7 +416,9 @@ class _Forward(Response):
         except RequestFailed as e:
             await problem_response(e.problem)(scope, receive, send)
             return
-        waiting = _Waiting(wish, body, is_stream=found.get("stream") is True)
+        is_stream = found.get("stream") is True
+        early = EarlyStream(scope, found, model.name) if is_stream else None
+        waiting = _Waiting(wish, body, early)
         stream_id = Headers(scope=scope).get(STREAM_ID)
         if stream_id is None or self._streams is None or found.get("stream") is not True:
             await waiting(scope, receive, send)
@@ -447,12 +450,13 @@ class _Forward(Response):
 class _Waiting:
     """A request that waits for its model, and is then answered by the model's application.
 
-    A stream gets its header and comments while it waits long. It then has status 200, so a later
-    refusal is an event.
+    A stream gets its header, signs of life, and comments with the progress while it waits long. It
+    then has status 200, so a later refusal is an event.
     """
 
-    def __init__(self, wish: Wish, body: bytes, *, is_stream: bool) -> None:
-        self._wish, self._body, self._is_stream = wish, body, is_stream
+    def __init__(self, wish: Wish, body: bytes, early: EarlyStream | None) -> None:
+        """`early` has the first events of a stream, None for other answers."""
+        self._wish, self._body, self._early = wish, body, early
         self._has_header = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -473,16 +477,17 @@ class _Waiting:
         try:
             self._wish.granted.result()
         except RequestFailed as e:
-            await problem_response(e.problem)(scope, receive, self._sender(scope, send))
+            await problem_response(e.problem)(scope, receive, self._sender(send))
             return
         served = self._wish.model.served
         assert served is not None  # a wish is granted by a model with an engine
         replayed = _replayed(self._body, receive)
-        await served.app(_inner(scope), replayed, self._sender(scope, send))
+        await served.app(_inner(scope), replayed, self._sender(send))
 
     async def _wait(self, left: asyncio.Future[None], send: Send) -> bool:
         """Wait until the model takes the request, or refuses it. False if the client left."""
         granted, began_s = self._wish.granted, time.monotonic()
+        told_at_s = -math.inf  # time of the last event
         while not granted.done():
             waited_s = time.monotonic() - began_s
             patience_s: float | None = (
@@ -490,23 +495,28 @@ class _Waiting:
             )
             await asyncio.wait(
                 {granted, left},
-                timeout=patience_s if self._is_stream else None,
+                timeout=None if self._early is None else patience_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if granted.done():
                 break
             if left.done():
                 return False
+            assert self._early is not None  # else only the two events above end the wait
             if not self._has_header:
                 self._has_header = True
                 await send({"type": "http.response.start", "status": 200, "headers": _SSE})
-            comment = f": {_waiting_words(self._wish.model)}\n\n".encode()
-            await send({"type": "http.response.body", "body": comment, "more_body": True})
+            told = f": {_waiting_words(self._wish.model)}\n\n".encode()
+            if time.monotonic() - told_at_s >= SIGN_S:
+                told_at_s = time.monotonic()
+                told += self._early.sign()
+            await send({"type": "http.response.body", "body": told, "more_body": True})
         return True
 
-    def _sender(self, scope: Scope, send: Send) -> Send:
+    def _sender(self, send: Send) -> Send:
         """Return `send`, or one for a stream whose header was sent while it waited."""
-        if not self._has_header:
+        early = self._early
+        if not self._has_header or early is None:
             return send
         is_error = False
         body = b""
@@ -521,7 +531,7 @@ class _Waiting:
                 return
             body += message.get("body", b"")
             if not message.get("more_body", False):
-                await send({**message, "body": _error_event(scope["path"], body)})
+                await send({**message, "body": early.failed(body)})
 
         return send_rest
 
@@ -561,12 +571,3 @@ def _waiting_words(model: Model) -> str:
     if loading is None:
         return f"{model.name} is {model.status}"
     return f"loading {model.name}: {loading.step} {loading.done:.0%}"
-
-
-def _error_event(path: str, body: bytes) -> bytes:
-    """Return the event of a stream that says what the body of an error says."""
-    if not path.startswith(_NAMED_EVENTS):
-        return b"data: " + body + b"\n\n"
-    found = json.loads(body)
-    told = found if found.get("type") == "error" else {"type": "error", **found.get("error", {})}
-    return b"event: error\ndata: " + json.dumps(told).encode() + b"\n\n"
