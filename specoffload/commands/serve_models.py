@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from offload.errors import DeviceFailed
 from specoffload import report
 from specoffload.commands.serve import ServedAs, open_session
 from specoffload.config.command_line import CommandLine, Given, read_command_line
@@ -18,9 +19,10 @@ from specoffload.config.resolution import Config
 from specoffload.errors import KNOWN, UsageError
 from specoffload.models.folder import models_of
 from specoffload.models.names import read_hub_name
+from specoffload.server.engine.supervisor import stamp_of
 from specoffload.server.log import LogSettings, ServerLog
-from specoffload.server.router.planning import limited, plan_all
-from specoffload.server.router.pool import DEFAULT_STOP_TIMEOUT_S, Entry
+from specoffload.server.router.model import DEFAULT_STOP_TIMEOUT_S, Entry
+from specoffload.server.router.planning import check_one, limited, plan_all
 from specoffload.server.router.sharing import Share, Sharing, share
 from specoffload.server.run import ModelParts, serve_models
 from specoffload.server.unwaited import never_wait_for_output
@@ -98,8 +100,20 @@ def serve_several(line: CommandLine, served_as: Callable[..., ServedAs]) -> None
             log.say(f"{name} fits beside no other model, so it is opened alone")
         return sharing
 
+    whole: dict[str, object] = {}  # stamps of files that could be opened, by model
+
+    def check(entry: Entry) -> None:
+        config = served_as(_line(entry)).config
+        stamps = [stamp_of(file) for file in (config.model, config.draft, config.mmproj) if file]
+        if whole.get(entry.name) == (entry, stamps):
+            return
+        problem = check_one(config)
+        if problem is not None:
+            raise (UsageError if problem.exit_code == 2 else DeviceFailed)(problem.message)
+        whole[entry.name] = entry, stamps
+
     try:
-        code = serve_models(catalogue.entries, parts_of, plan, serving, log=log)
+        code = serve_models(catalogue.entries, parts_of, plan, check, serving, log=log)
     except KNOWN as e:
         log.error(e)
         raise

@@ -41,7 +41,8 @@ from specoffload.server.log import RequestLog, ServerLog
 from specoffload.server.prefix import BelowPrefix, read_prefix
 from specoffload.server.renderer import Renderer
 from specoffload.server.router.app import create_router
-from specoffload.server.router.pool import Entry, ModelPool, RoutedEngine, Served
+from specoffload.server.router.model import Entry, RoutedEngine, Served
+from specoffload.server.router.pool import ModelPool
 from specoffload.server.router.sharing import Share, Sharing
 from specoffload.server.router.shelves import Shelves
 from specoffload.server.sockets import (
@@ -119,6 +120,7 @@ def serve_models(
     entries: Callable[[], Sequence[Entry]],
     parts_of: Callable[[Entry, Share | None, PromptShelf | None], ModelParts],
     plan: Callable[[Sequence[Entry]], Sharing],
+    check: Callable[[Entry], None],
     options: ServeOptions,
     *,
     log: ServerLog,
@@ -127,6 +129,7 @@ def serve_models(
 
     `entries` reads the list of models. `parts_of` is called in a thread when a model is first used,
     with its share of the memory, and the shelf for its prompts. `plan` decides these shares.
+    `check` raises if a model cannot be opened even alone.
     """
     shelves = Shelves(None if options.cache_ram_mib < 0 else options.cache_ram_mib << 20)
 
@@ -134,11 +137,6 @@ def serve_models(
         sharing = plan(entries)
         shelves.limit_bytes = sharing.shelf_bytes
         return sharing
-
-    def listed() -> Sequence[Entry]:
-        found = entries()
-        shelves.keep_only(found)
-        return found
 
     def parts(access: AccessRules, renderer: Renderer) -> tuple[FastAPI, ModelPool]:
         streams, media = KeptStreams(), media_rules(options)
@@ -167,9 +165,10 @@ def serve_models(
             return Served(engine, app)
 
         pool = ModelPool(
-            listed(),
+            entries(),
             make,
             plan=planned,
+            check=check,
             most=options.models_max,
             idle_s=options.idle_s if options.idle_s >= 0 else None,
             most_waiting=options.max_queue + 1,
@@ -177,7 +176,8 @@ def serve_models(
         )
         router = create_router(
             pool,
-            entries=listed,
+            entries=entries,
+            on_list=shelves.keep_only,
             access=access,
             streams=streams,
             has_page=options.ui != "none",

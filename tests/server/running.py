@@ -22,7 +22,8 @@ from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.health import RestartPolicy, Watchdog
 from specoffload.server.renderer import Renderer
 from specoffload.server.router.app import create_router
-from specoffload.server.router.pool import Entry, ModelPool, RoutedEngine, Served
+from specoffload.server.router.model import Entry, RoutedEngine, Served
+from specoffload.server.router.pool import ModelPool
 from specoffload.server.router.sharing import Share
 from specoffload.server.run import TlsFiles, listen, serve_until, url_of
 from specoffload.server.sockets import SocketLimits

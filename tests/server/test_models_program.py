@@ -109,6 +109,28 @@ def test_each_model_finds_its_prompts_again_in_ram(folder: Path) -> None:
             assert told["content"] == texts[name]
 
 
+def test_a_damaged_file_closes_no_model_and_a_new_file_is_found(folder: Path) -> None:
+    """The folder is looked at again for a name that is unknown."""
+    whole = demo_file("draft.gguf").read_bytes()
+    (folder / "junk.gguf").write_bytes(b"junk" * 999)
+    (folder / "short.gguf").write_bytes(whole[: len(whole) // 2])
+    with serving("--models-dir", str(folder), "--device", "cpu") as program:
+        assert answer(program.url, "small")["content"]
+        for name, words in (("junk", "is not a GGUF file"), ("short", "the file ends at byte")):
+            body = {"model": name, "prompt": "x", "n_predict": 2}
+            refused = http.post(program.url + "/completion", json=body, timeout=60)
+            assert refused.status_code == 500
+            assert words in refused.text
+            assert statuses(program.url) == dict.fromkeys(
+                ("junk", "large", "short"), "unloaded"
+            ) | {"small": "loaded"}
+        (folder / "added.gguf").write_bytes(whole)
+        assert answer(program.url, "added")["model"] == "added"
+        program.process.send_signal(signal.SIGTERM)
+        output, _ = program.process.communicate(timeout=30)
+    assert output.count("closing small") == 1, output
+
+
 @pytest.mark.parametrize(
     ("vram", "together"),
     [

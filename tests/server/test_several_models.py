@@ -19,7 +19,7 @@ from running import RunningModels, eventually, http
 
 from specoffload.server.access import AccessRules
 from specoffload.server.router import app as router_app
-from specoffload.server.router.pool import Entry
+from specoffload.server.router.model import Entry
 
 Start = Callable[..., RunningModels]
 
@@ -86,7 +86,9 @@ def test_errors_are_those_of_llama_server(start: Start) -> None:
     missing = http.post(url + "/v1/completions", json={"prompt": "x"})
     assert error_of(missing) == (400, "model name is missing from the request", kind)
     assert error_of(http.get(url + "/slots"))[1] == "model name is missing from the request"
-    assert error_of(say(server, "no")) == (400, "model 'no' not found", kind)
+    status, words, its_kind = error_of(say(server, "no"))
+    assert (status, its_kind) == (400, kind)
+    assert words.startswith("model 'no' not found; GET /v1/models lists")
     assert error_of(say(server, "one")) == (400, "model is not loaded", kind)
     for path, status, its_kind in (
         ("load", 404, "not_found_error"),
@@ -112,7 +114,7 @@ def test_errors_are_those_of_llama_server(start: Start) -> None:
     message = {"model": "no", "max_tokens": 3, "messages": [{"role": "user", "content": "x"}]}
     answer = http.post(url + "/v1/messages", json=message)
     assert answer.json()["type"] == "error"
-    assert answer.json()["error"]["message"] == "model: model 'no' not found"
+    assert answer.json()["error"]["message"].startswith("model: model 'no' not found")
 
 
 def test_requests_end_before_their_model_is_closed(start: Start) -> None:

@@ -40,7 +40,9 @@ from specoffload.server.engine.messages import Event, Problem, RequestFailed, un
 from specoffload.server.log import add_words
 from specoffload.server.page import add_page
 from specoffload.server.router.early import EarlyStream
-from specoffload.server.router.pool import Entry, Model, ModelPool, Wish
+from specoffload.server.router.listing import Listing
+from specoffload.server.router.model import Entry, Model, Wish
+from specoffload.server.router.pool import ModelPool
 
 if TYPE_CHECKING:  # the API process has no engine
     from specoffload.session.session import Session
@@ -48,6 +50,7 @@ if TYPE_CHECKING:  # the API process has no engine
 _HEADER_PATIENCE_S = SIGN_S  # a stream's header is sent after this time, so that proxies wait
 _NEWS_S = 1.0  # seconds between comments about loading
 _EVENT_PATIENCE_S = 10.0
+_HOW_TO_LIST = "GET /v1/models lists the models, and with ?reload=1 it reads the list again first"
 _ON = ("true", "1")  # values of a query that switch something on
 _MOST_EVENTS = 1000  # events that a reader of /models/sse may be behind
 _SSE = [
@@ -61,12 +64,13 @@ def create_router(
     pool: ModelPool,
     *,
     entries: Callable[[], Sequence[Entry]],
+    on_list: Callable[[Sequence[Entry]], None] = lambda entries: None,
     access: AccessRules | None = None,
     streams: KeptStreams | None = None,
     has_page: bool = True,
     autoload: bool = True,
 ) -> FastAPI:
-    """Return the application. `entries` reads the list of models again.
+    """Return the application. `entries` reads the list of models again, for `on_list` too.
 
     `streams` are those of the models' applications. Without `autoload`, requests for models that
     are not loaded are refused.
@@ -75,7 +79,8 @@ def create_router(
     guard(app, access or AccessRules())
     events = _Events(pool)
     streams = KeptStreams() if streams is None else streams
-    app.include_router(_status_router(pool, events, entries, autoload=autoload))
+    listing = Listing(pool, entries, on_list)
+    app.include_router(_status_router(pool, events, listing, autoload=autoload))
     app.include_router(streams_router(streams))
     if has_page:
         add_page(app)
@@ -85,7 +90,7 @@ def create_router(
     app.openapi = functools.cache(  # type: ignore[method-assign]
         lambda: _with(describe(of_models), describe(own_routes))
     )
-    app.mount("/", _Routed(pool, streams, of_models, autoload=autoload))
+    app.mount("/", _Routed(pool, listing, streams, of_models, autoload=autoload))
     return app
 
 
@@ -149,7 +154,7 @@ class _Events:
 def _status_router(
     pool: ModelPool,
     events: _Events,
-    entries: Callable[[], Sequence[Entry]],
+    listing: Listing,
     *,
     autoload: bool,
 ) -> APIRouter:
@@ -159,7 +164,7 @@ def _status_router(
     async def health(request: Request) -> Response:
         """200 while the server runs, with the progress of models that are being loaded."""
         if "model" in request.query_params:
-            return _Forward(pool, autoload=False, waits=False)
+            return _Forward(pool, listing, autoload=False, waits=False)
         loading = {m.name: _progress(m) for m in pool.models.values() if m.status == "loading"}
         return JSONResponse({"status": "ok"} | ({"loading": loading} if loading else {}))
 
@@ -177,7 +182,7 @@ def _status_router(
         is_known = has_key(request.scope)
         if request.query_params.get("reload") in _ON:
             _check_may_change(request)
-            await pool.replace(await asyncio.to_thread(entries))
+            await listing.read_again()
             events.tell({"model": "*", "event": "models_reload"})
         found = [_described(model, created, is_known=is_known) for model in pool.models.values()]
         return {"object": "list", "data": found}
@@ -191,7 +196,7 @@ def _status_router(
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         """One model with its state."""
-        found = pool.find(name)
+        found = await listing.find(name)
         if found is None:
             raise _not_found()
         return _described(found, created, is_known=True)
@@ -199,7 +204,7 @@ def _status_router(
     @router.post("/models/load")
     async def load(request: Request) -> dict[str, bool]:
         """Loads a model, as soon as there is room for it. Does not wait for that."""
-        found = pool.find(_name_in(await _body_of(request)))
+        found = await listing.find(_name_in(await _body_of(request)))
         if found is None:
             raise _not_found()
         if found.is_running:
@@ -231,7 +236,7 @@ def _status_router(
     async def props(request: Request) -> Response:
         """The router's own settings, or with `?model=` those of a model."""
         if "model" in request.query_params:
-            return _Forward(pool, autoload=autoload)
+            return _Forward(pool, listing, autoload=autoload)
         own: Json = {
             "role": "router",
             "max_instances": pool.most,
@@ -246,7 +251,7 @@ def _status_router(
     @router.get("/metrics")
     async def metrics() -> Response:
         """Prometheus' text of the model that `?model=` names. Does not load it."""
-        return _Forward(pool, autoload=False, waits=False)
+        return _Forward(pool, listing, autoload=False, waits=False)
 
     return router
 
@@ -355,12 +360,14 @@ class _Routed:
     def __init__(
         self,
         pool: ModelPool,
+        listing: Listing,
         streams: KeptStreams,
         routes: Sequence[BaseRoute],
         *,
         autoload: bool,
     ) -> None:
-        self._pool, self._streams, self._autoload = pool, streams, autoload
+        self._pool, self._listing, self._streams = pool, listing, streams
+        self._autoload = autoload
         self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -369,7 +376,7 @@ class _Routed:
         inner = _inner(scope)
         if all(route.matches(inner)[0] is Match.NONE for route in self._routes):
             raise HTTPException(404)
-        answer = _Forward(self._pool, self._streams, autoload=self._autoload)
+        answer = _Forward(self._pool, self._listing, self._streams, autoload=self._autoload)
         await answer(scope, receive, send)
 
 
@@ -379,6 +386,7 @@ class _Forward(Response):
     def __init__(
         self,
         pool: ModelPool,
+        listing: Listing,
         streams: KeptStreams | None = None,
         *,
         autoload: bool,
@@ -388,7 +396,7 @@ class _Forward(Response):
         application answers at once, whatever the state of its engine. `streams` keeps streams whose
         clients may come back, also while they wait."""
         super().__init__()
-        self._pool, self._streams = pool, streams
+        self._pool, self._listing, self._streams = pool, listing, streams
         self._autoload, self._waits = autoload, waits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -400,7 +408,7 @@ class _Forward(Response):
                 async with _bodies.read(_chunks(receive)) as data:
                     body = bytes(data)
                 found = read_json(bytearray(body)) if body else {}
-            model = self._model(_name_in(found) or query.get("model", [""])[0])
+            model = await self._model(_name_in(found) or query.get("model", [""])[0])
             autoload = self._autoload
             if asked := query.get("autoload"):
                 autoload = asked[0] in _ON
@@ -431,12 +439,13 @@ class _Forward(Response):
             return
         await kept(scope, receive, send)
 
-    def _model(self, name: str) -> Model:
+    async def _model(self, name: str) -> Model:
         if not name:
             raise invalid("model name is missing from the request")
-        model = self._pool.find(name)
+        model = await self._listing.find(name)
         if model is None:
-            raise invalid(f"model '{name[:80]}' not found", event=Event.UNKNOWN_MODEL)
+            words = f"model '{name[:80]}' not found; {_HOW_TO_LIST}"
+            raise invalid(words, event=Event.UNKNOWN_MODEL)
         return model
 
     async def _at_once(self, model: Model, scope: Scope, receive: Receive, send: Send) -> None:

@@ -15,9 +15,13 @@ from multiprocessing.connection import Connection
 from types import MappingProxyType
 from typing import NamedTuple
 
-from specoffload.config.options import PlanOptions
+import psutil
+
+from offload.errors import DeviceFailed
+from specoffload.config.options import PlanOptions, Ram
 from specoffload.config.resolution import Config
 from specoffload.server.engine.child import start_shielded
+from specoffload.server.engine.messages import Problem, problem_of
 from specoffload.server.engine.process import IGNORED_SIGNALS
 from specoffload.server.router.sharing import Needs, Room
 
@@ -166,6 +170,57 @@ def _planned_alone(config: Config) -> PlannedAlone:
     least_bytes = whole * least_level(works) // _LEVELS
     most_bytes = max(least_bytes, min(whole, round(whole * used)))
     return PlannedAlone(least_bytes, most_bytes, host_bytes, prompt_bytes, devices)
+
+
+def check_one(config: Config) -> Problem | None:
+    """Return why a model cannot be opened even alone, or None. Blocks until a process has ended.
+
+    The process reads the headers of the model's files, and plans it.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_check_one, args=(theirs, config), name="check", daemon=True)
+    start_shielded(process)
+    theirs.close()
+    found: Problem | None = problem_of(DeviceFailed("the process that reads the file died"))
+    with contextlib.suppress(EOFError, OSError):
+        found = ours.recv()
+    ours.close()
+    process.join()
+    return found
+
+
+def _check_one(line: Connection, config: Config) -> None:
+    for sig in IGNORED_SIGNALS:
+        signal.signal(sig, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
+    problem = None
+    try:
+        _plan_with_all_memory(config)
+    except Exception as e:
+        problem = problem_of(e)
+    line.send(problem)
+
+
+def _plan_with_all_memory(config: Config) -> None:
+    """Plan a model as if no other one held memory. Raises what planning raises."""
+    from offload.device import choose_devices
+    from offload.errors import DoesNotFit, WorkerUnavailable
+    from specoffload.opening.context_size import planned_with_context
+
+    try:
+        planned_with_context(config, PlanOptions())
+    except WorkerUnavailable:
+        return  # another model may use it
+    except DoesNotFit:
+        whole = Ram(psutil.virtual_memory().total)
+        try:
+            planned_with_context(config, PlanOptions(ram=whole))
+        except DoesNotFit as e:
+            choices = choose_devices(config.device)
+            room_bytes = sum(choice.device.memory_bytes()[1] for choice in choices if choice.on_gpu)
+            if not room_bytes or (e.least_bytes or 0) > room_bytes:
+                raise
 
 
 def limited(config: Config, each_device_bytes: Sequence[int]) -> Config:
