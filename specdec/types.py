@@ -418,10 +418,10 @@ class DraftRequest:
 
     `policy` decides how many tokens are drafted. `walks` has the walks begun so far, by name of
     drafter. `trees` makes trees of at most `n_nodes` nodes for the walks, if the target can verify
-    them in this step.
+    them in this step. Texts with different `salt`s do not draft for each other.
     """
 
-    __slots__ = ("history", "limit", "n_nodes", "policy", "sequence", "trees", "walks")
+    __slots__ = ("history", "limit", "n_nodes", "policy", "salt", "sequence", "trees", "walks")
 
     def __init__(
         self,
@@ -431,8 +431,9 @@ class DraftRequest:
         limit: int,
         trees: Trees | None = None,
         n_nodes: int = 0,
+        salt: int = 0,
     ) -> None:
-        self.sequence, self.history = sequence, history
+        self.sequence, self.history, self.salt = sequence, history, salt
         self.policy, self.limit = policy, limit
         self.trees, self.n_nodes = trees, n_nodes
         self.walks: dict[str, Walk] = {}
@@ -444,7 +445,7 @@ class DraftRequest:
 
     def reading(self, history: Sequence[int]) -> DraftRequest:
         """The same request for another text. Both requests share their walks."""
-        other = DraftRequest(self.sequence, history, self.policy, self.limit)
+        other = DraftRequest(self.sequence, history, self.policy, self.limit, salt=self.salt)
         other.walks = self.walks
         return other
 

@@ -54,6 +54,7 @@ class Checkpoint:
     serial: int = 0
     n_cuts: int = 0  # number of cuts before; a later cut may free cells that the checkpoint needs
     row: Rows | None = None  # the follower's row at this length, if known
+    is_asked: bool = False  # a request asked for it, so it is dropped after all others
 
 
 @dataclass

@@ -29,7 +29,7 @@ _SHAPE: dict[str, Any] = {
 def drop_pages(folder: Path) -> int:
     """Drop the kernel's cached pages of all files, and return their size in bytes."""
     n_bytes = 0
-    for path in folder.iterdir():
+    for path in folder.glob("*.prompt"):
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

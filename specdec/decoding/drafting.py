@@ -81,6 +81,7 @@ class ChainDrafting:
                 self._limit(member, member.n_left, len(member.history)),
                 self._trees_for(member) if trees and n_members == 1 else None,
                 self._n_nodes(member, len(member.history)),
+                member.salt,
             )
             for member in members
         ]

@@ -37,6 +37,7 @@ class BatchMember:
     # Lengths of the prompt's beginnings that are evaluated without what follows, ascending, so that
     # the caller can save the target's state there.
     stops: Sequence[int] = ()
+    salt: int = 0  # texts with another one do not draft for this one
 
 
 Rounds = Sequence[tuple[BatchMember, Round]]  # of one step

@@ -289,6 +289,8 @@ class _Hashed:
 class NgramMod(HistoryDrafter):
     """One flat table from the hash of `n_match` tokens to the next token, shared by all sequences.
 
+    The salt of a request is part of the hash.
+
     Hash collisions are not checked, since verification rejects wrong tokens. The table is reset
     after a streak of poor drafts, or if it is too full. Drafts have `n_min` to `n_max` tokens, or
     none. llama.cpp's `n_min` of 48 suits dense models. Here 1 is safe, since the policy prices
@@ -313,13 +315,14 @@ class NgramMod(HistoryDrafter):
 
     def _propose(self, asked: DraftRequest) -> Draft:
         n, history = self._n, asked.history
-        hashed = self._index(asked.sequence, history)
+        salt = asked.salt
+        hashed = self._index(asked.sequence, history, salt)
         if len(history) < n:
             return nothing(self.name, f"fewer than {n} tokens")
         tokens: list[int] = []
         most = min(self._n_max, asked.limit)
         while len(tokens) < most:
-            token = self._slots[(hashed ^ (hashed >> 29)) % self._n_slots]
+            token = self._slots[(hashed ^ (hashed >> 29) ^ salt) % self._n_slots]
             if token == _EMPTY:
                 break
             old = history[len(tokens) - n] if len(tokens) < n else tokens[-n]
@@ -331,7 +334,7 @@ class NgramMod(HistoryDrafter):
             return nothing(self.name, f"{len(tokens)} tokens known, at least {self._n_min} wanted")
         return self._offer(asked, tokens, [match_probability(n)] * len(tokens))
 
-    def _index(self, sequence: int, history: Sequence[int]) -> int:
+    def _index(self, sequence: int, history: Sequence[int], salt: int) -> int:
         """Add the new tokens of `history` to the table. Returns the hash of its last n tokens."""
         n, slots = self._n, self._slots
         indexed = self._indexed.of(sequence, history)
@@ -341,7 +344,7 @@ class NgramMod(HistoryDrafter):
             if i < n:
                 hashed = (hashed * _MULTIPLIER + token + 1) & _MASK
             else:
-                slot = (hashed ^ (hashed >> 29)) % self._n_slots
+                slot = (hashed ^ (hashed >> 29) ^ salt) % self._n_slots
                 if slots[slot] == _EMPTY:
                     self._n_used += 1
                 slots[slot] = token

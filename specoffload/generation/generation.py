@@ -35,6 +35,9 @@ class GenerateOptions(SamplingOptions):
     reasoning_limit: ReasoningLimit | None = None  # the budget, with the format's markers
     spm_infill: bool = False  # True: the suffix goes before the prefix in infill prompts
     cache_prompt: bool = True  # True: reuse first tokens that a slot or host memory holds
+    # Whose prompt it is, as hexadecimal digits: only requests with the same salt reuse it (vLLM's
+    # `cache_salt`).
+    cache_salt: str = ""
     id_slot: int = -1  # number of the slot to use; -1: the slot that holds most of the prompt
     # Numbers of the prompt's first tokens with which later prompts will begin, ascending. A memory
     # that cannot be cut keeps a checkpoint at each.

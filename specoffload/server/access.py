@@ -46,6 +46,7 @@ _OPEN_TO_OTHERS = stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP
 _MOST_NAME_CHARS = 64
 _CLIENT = "specoffload.client"
 _HAS_KEY = "specoffload.has_key"
+_KEY = "specoffload.key"
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -312,6 +313,7 @@ class Gate:
         name = client_name(key if len(rules.keys) > 1 else None, address)
         state = scope.setdefault("state", {})
         state[_CLIENT], state[_HAS_KEY] = name, not rules.keys or key is not None
+        state[_KEY] = rules.keys[key] if len(rules.keys) > 1 and key is not None else ""
         return _media_problem(headers)
 
 
@@ -380,3 +382,8 @@ def may_change(scope: Scope) -> bool:
         return set(sites) <= {"same-origin", "none"}
     by_key = "authorization" in headers or "x-api-key" in headers
     return by_key or not _is_browsers(headers)
+
+
+def own_key_of(scope: Mapping[str, Any]) -> str:
+    """Return the key of a request's client, or "" unless the server has several keys."""
+    return str(scope.get("state", {}).get(_KEY, ""))

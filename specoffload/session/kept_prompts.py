@@ -6,11 +6,12 @@ import logging
 
 from offload.engine import Engine
 from offload.ggml.native_build import library_build
-from offload.notes import Note, NoteKind
+from offload.notes import Note
 from offload.plan.host import PROMPTS
 from specoffload.config.resolution import Config
 from specoffload.generation.generation import OnProgress
 from specoffload.slots.batcher import Batcher
+from specoffload.slots.own_folder import foreign_writers
 from specoffload.slots.pool import PromptPlace
 from specoffload.slots.prompt_files import PromptFolder
 from specoffload.slots.prompt_shelf import PromptShelf
@@ -35,7 +36,7 @@ class KeptPrompts:
                 room.folder, room.size_bytes, _made_by(target), can_cut=can_cut
             )
         self._shelf = None if shelf is None else ShelvedPrompts(shelf, _made_by(target))
-        self._target = target
+        self._target, self._slots_folder = target, config.slot_save_path
         self.shelves = False  # True: prompts go to the shelf at the end
 
     @property
@@ -45,7 +46,12 @@ class KeptPrompts:
 
     @property
     def notes(self) -> tuple[Note, ...]:
-        return () if self.folder is None else (Note(NoteKind.PROMPTS, self.folder.words),)
+        kept = () if self.folder is None else self.folder.notes
+        if self._slots_folder is None:
+            return kept
+        harm = "put files there that a request to /slots loads"
+        warning = foreign_writers("--slot-save-path", self._slots_folder, harm)
+        return kept if warning is None else (*kept, warning)
 
     def take_back(self, batcher: Batcher) -> None:
         """Move the prompts of the last session from the shelf to the batcher's store."""

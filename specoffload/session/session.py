@@ -45,7 +45,7 @@ from specoffload.session.session_trace import SessionTrace
 from specoffload.session.startup_lines import startup_lines
 from specoffload.session.used_experts import UsedExperts
 from specoffload.slots.batcher import Batcher
-from specoffload.slots.prompt_files import made_folder
+from specoffload.slots.own_folder import made_folder
 from specoffload.slots.prompt_shelf import PromptShelf
 from specoffload.slots.request import Request
 from specoffload.slots.slot import change_slot

@@ -34,6 +34,8 @@ from specoffload.slots.slot import Slot
 from specoffload.slots.stopping import StopScanner
 from specoffload.speculation.speculation import Speculation
 
+_SALT_DIGITS = 16  # hexadecimal digits of a salt that drafters get
+
 
 class Batcher:
     """Runs requests in the slots of a target and its draft."""
@@ -233,7 +235,8 @@ class Batcher:
         fits = n_taken + len(request.history) + 1 <= self._sequences.n_ctx
         if not (is_free and fits and request.may_begin and self._sequences.may_stop):
             return False
-        held = (slot.tokens for slot in self.slots if not slot.is_busy)
+        salt = request.options.cache_salt
+        held = (slot.tokens if slot.salt == salt else [] for slot in self.slots if not slot.is_busy)
         n_common = max(common(tokens, request.history) for tokens in held)
         return self._share.is_worth_stopping(request.n_prompt - n_common, step_s)
 
@@ -344,7 +347,7 @@ class Batcher:
         return min(may_begin, key=lambda r: n_running[r.asked_with], default=None)
 
     def _enter(self, request: Request, slot: Slot) -> BatchMember:
-        n_cached = slot.reuse(request.history)
+        n_cached = slot.reuse(request.history, request.options.cache_salt)
         request.begin(self._counts(), n_cached, slot.number, slot.n_from_disk)
         self._n_used += 1
         slot.is_busy, slot.last_used = True, self._n_used
@@ -359,6 +362,7 @@ class Batcher:
             hear_prompt=request.hear_prompt,
             images=request.images,
             stops=request.options.keep_at if slot.goes_back_by_checkpoints else (),
+            salt=int(request.options.cache_salt[-_SALT_DIGITS:] or "0", 16),
         )
         request.slot, request.member = slot, member
         self._running[member] = request
@@ -403,6 +407,7 @@ class Batcher:
             reuses=request.options.cache_prompt and request.hear_prompt is None,
             is_alone=not self._running and len(self._waiting) == 1,
             drafts=drafts,
+            salt=request.options.cache_salt,
         )
 
     def _make_room(self, error: DoesNotFit) -> list[Request]:

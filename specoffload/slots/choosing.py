@@ -118,18 +118,24 @@ def common(held: Sequence[int], tokens: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class StoredPrompt:
-    """A saved sequence: its tokens, its state, and its checkpoints if its memory is recurrent."""
+    """A saved sequence: its tokens, its state, and the checkpoints of its memory.
+
+    `salt`: whose prompt it is (`GenerateOptions.cache_salt`).
+    """
 
     tokens: tuple[int, ...]
     state: bytes
     checkpoints: tuple[Checkpoint, ...] = ()
+    salt: str = ""
 
     @property
     def size_bytes(self) -> int:
         return len(self.state) + sum(len(c.state) for c in self.checkpoints)
 
-    def reusable(self, tokens: Sequence[int], *, can_cut: bool) -> int:
+    def reusable(self, tokens: Sequence[int], salt: str = "", *, can_cut: bool) -> int:
         """Return the number of a prompt's first tokens that need no evaluation with this state."""
+        if salt != self.salt:
+            return 0
         n = common(self.tokens, tokens)
         if can_cut or n == len(self.tokens):
             return n
@@ -171,20 +177,20 @@ class PromptStore:
     def add(
         self,
         tokens: Sequence[int],
-        checkpoints: tuple[Checkpoint, ...],
-        save: Callable[[], bytes],
+        save: Callable[[], StoredPrompt],
+        salt: str = "",
     ) -> None:
-        """Store the prompt `tokens` with the state that `save` returns.
+        """Store the prompt `tokens` of `salt`, which `save` returns.
 
         Does not call `save` if a stored prompt serves as well, or if the limit is 0 and evicted
         prompts go nowhere. If they go nowhere, raises DoesNotFit for a prompt that is larger than
         the whole store.
         """
-        if any(self._serves(p.tokens, tokens) for p in self._prompts):
+        if any(p.salt == salt and self._serves(p.tokens, tokens) for p in self._prompts):
             return
         if self._limit_bytes == 0 and self._on_evicted is None:
             return
-        prompt = StoredPrompt(tuple(tokens), save(), checkpoints)
+        prompt = save()
         if self._limit_bytes is not None and prompt.size_bytes > self._limit_bytes:
             if self._on_evicted is not None:
                 self._on_evicted(prompt)
@@ -193,7 +199,9 @@ class PromptStore:
                 f"its state takes {prompt.size_bytes / 2**20:.0f} MiB, and --cache-ram is "
                 f"{self._limit_bytes / 2**20:.0f} MiB"
             )
-        self._prompts = [p for p in self._prompts if not self._serves(tokens, p.tokens)]
+        self._prompts = [
+            p for p in self._prompts if p.salt != salt or not self._serves(tokens, p.tokens)
+        ]
         self._prompts.append(prompt)
         while self._limit_bytes is not None and self.size_bytes > self._limit_bytes:
             evicted = self._prompts.pop(0)
@@ -214,13 +222,14 @@ class PromptStore:
         """All stored prompts, the most recently used last."""
         return tuple(self._prompts)
 
-    def reusable(self, tokens: Sequence[int]) -> int:
+    def reusable(self, tokens: Sequence[int], salt: str = "") -> int:
         """Return the number of a prompt's first tokens that the best stored prompt covers."""
-        return max((p.reusable(tokens, can_cut=self._can_cut) for p in self._prompts), default=0)
+        found = (p.reusable(tokens, salt, can_cut=self._can_cut) for p in self._prompts)
+        return max(found, default=0)
 
-    def take(self, tokens: Sequence[int]) -> StoredPrompt:
+    def take(self, tokens: Sequence[int], salt: str = "") -> StoredPrompt:
         """Remove the stored prompt that `reusable` found, and return it."""
-        best = max(self._prompts, key=lambda p: p.reusable(tokens, can_cut=self._can_cut))
+        best = max(self._prompts, key=lambda p: p.reusable(tokens, salt, can_cut=self._can_cut))
         self._prompts.remove(best)
         return best
 

@@ -69,24 +69,25 @@ class SlotPool:
         reuses: bool,
         is_alone: bool,
         drafts: bool,
+        salt: str = "",
     ) -> Slot | None:
         """Return an idle slot prepared for the prompt `tokens`, or None if all are busy.
 
         The slot gets the longest beginning of the prompt that a slot, the store or the folder
         holds, if the request `reuses` prompts. `texts` has the texts of busy slots by number.
         `wanted` is the number of the only allowed slot (-1: any). `is_alone`: no other request runs
-        or waits. `drafts`: the request may draft.
+        or waits. `drafts`: the request may draft. Nothing with another `salt` is found.
         """
-        states, n_stored = self._states(tokens, texts), self.store.reusable(tokens)
+        states, n_stored = self._states(tokens, texts, salt), self.store.reusable(tokens, salt)
         if not reuses:
             states, n_stored = [s.without_reuse() for s in states], 0
-        choice, stored = self._chosen(states, tokens, n_stored, wanted, reads=reuses)
+        choice, stored = self._chosen(states, tokens, n_stored, wanted, salt, reads=reuses)
         if choice is None:
             return None
         slot = self._slots[choice.number]
         slot.n_from_disk = 0
         if choice.source is Source.STORE:
-            stored = self.store.take(tokens)
+            stored = self.store.take(tokens, salt)
         if choice.keep:
             self.keep(slot)
         if stored is not None or not reuses:
@@ -102,7 +103,7 @@ class SlotPool:
 
     def _chosen(
         self, states: Sequence[SlotState], tokens: Sequence[int], n_stored: int, wanted: int,
-        *, reads: bool,
+        salt: str, *, reads: bool,
     ) -> tuple[SlotChoice | None, StoredPrompt | None]:  # fmt: skip
         """Return the choice, and the prompt that was read if the choice is the disk.
 
@@ -111,7 +112,7 @@ class SlotPool:
         folder = self._folder
         if folder is not None and reads and not all([s.is_busy for s in states]):
             for _ in range(_MOST_READS):
-                found = folder.find(tokens)
+                found = folder.find(tokens, salt)
                 if found is None:
                     break
                 choice = choose(
@@ -154,7 +155,7 @@ class SlotPool:
             self.keep(idle)
             idle.clear()
         try:
-            slot.load(stored.tokens, stored.state, stored.checkpoints)
+            slot.load(stored)
         except DeviceFailed as e:
             n = len(stored.tokens)
             log.warning("a kept prompt of %d tokens is not loaded, but evaluated again: %s", n, e)
@@ -164,19 +165,21 @@ class SlotPool:
         idle = [slot for slot in self._slots if not slot.is_busy and slot.n_held]
         return min(idle, key=lambda s: s.last_used, default=None)
 
-    def _states(self, tokens: Sequence[int], texts: Mapping[int, Sequence[int]]) -> list[SlotState]:
+    def _states(
+        self, tokens: Sequence[int], texts: Mapping[int, Sequence[int]], salt: str
+    ) -> list[SlotState]:
         """Return the state of every slot for the prompt `tokens`, as `choose` needs it."""
         states = []
         for slot in self._slots:
             n_held = slot.n_held
             held = texts[slot.number][:n_held] if slot.is_busy else slot.tokens
-            n = common(held, tokens)
+            n = common(held, tokens) if slot.salt == salt else 0
             states.append(
                 SlotState(
                     number=slot.number,
                     is_busy=slot.is_busy,
                     n_held=n_held,
-                    n_reusable=0 if slot.is_busy else slot.reusable(tokens),
+                    n_reusable=0 if slot.is_busy else slot.reusable(tokens, salt),
                     n_shareable=n if self._sequences.can_share(slot.number, n) else 0,
                     last_used=slot.last_used,
                 )
@@ -190,7 +193,7 @@ class SlotPool:
         """
         try:
             with self._keeping():
-                self.store.add(slot.tokens, slot.checkpoints, slot.save)
+                self.store.add(slot.tokens, slot.saved, slot.salt)
         except (DeviceFailed, DoesNotFit, MemoryError) as e:
             if self._can_keep:
                 why = str(e) or "the memory is full"

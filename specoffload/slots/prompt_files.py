@@ -1,10 +1,11 @@
 """Keeps prompts in files, so that the next start finds them (--cache-disk).
 
 A prompt comes here when it leaves host memory (--cache-ram), and when the server stops. It has the
-form of prompt_format.py. It is written under another name and renamed, so it is whole or not there.
-A file that is damaged, half or foreign is logged once and deleted; its prompt is then evaluated
-again. Several servers may share a folder. Each finds the others' prompts of its own model and
-settings, which are in the names of files as a hash.
+form of prompt_format.py, sealed with the folder's secret (own_folder.py), so that nobody else can
+make a state that is loaded. It is written under another name and renamed, so it is whole or not
+there. A file that is damaged, half or foreign is logged once and deleted. Its prompt is then
+evaluated again. Several servers may share a folder. Each finds the others' prompts of its own model
+and settings, which are in the names of files as a hash.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import logging
 import os
 import shutil
 import stat
-import tempfile
 import threading
 import time
 from array import array
@@ -25,9 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from offload.errors import NotWritten
+from offload.notes import Note, NoteKind
 from specdec.whole_file import whole_file
 from specoffload.slots.choosing import StoredPrompt, common
+from specoffload.slots.own_folder import foreign_writers, made_folder, secret_of
 from specoffload.slots.prompt_format import (
     MOST_HEAD_BYTES,
     Head,
@@ -35,6 +36,7 @@ from specoffload.slots.prompt_format import (
     key_of,
     read_head,
     read_payload,
+    unsealed_key_of,
     write_prompt,
 )
 from specoffload.slots.prompt_index import BLOCK, PromptIndex, StoredFile, reusable, to_evict
@@ -47,18 +49,6 @@ _SPARE_BYTES = 1 << 30  # bytes that stay free on the disk
 _OLD_S = 3600.0  # age of an unfinished file that no server writes any more
 
 log = logging.getLogger("specoffload.slots")
-
-
-def made_folder(folder: Path) -> None:
-    """Make the folder for its owner alone, unless there is one. Raises NotWritten."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as e:
-        raise NotWritten(
-            f"--cache-disk: no prompts can be kept in {folder}: {e.strerror or e}"
-        ) from e
 
 
 @dataclass(frozen=True)
@@ -95,7 +85,9 @@ class PromptFolder:
         self._seen_ns = -1  # time of the folder's last change that the index knows
         self.n_written = self.n_read = 0
         made_folder(folder)
+        self._secret = secret_of(folder)
         self._drop_unfinished()
+        self._drop_unsealed(unsealed_key_of(made_by))
         self._look()
         self._writer: threading.Thread | None = None
 
@@ -105,23 +97,30 @@ class PromptFolder:
             return len(self._index)
 
     @property
-    def words(self) -> str:
+    def notes(self) -> tuple[Note, ...]:
+        """What a start says of the folder."""
         n = len(self)
         prompts = "1 prompt" if n == 1 else f"{n} prompts"
-        return (
+        kept = Note(
+            NoteKind.PROMPTS,
             f"prompts: kept in {self._folder}, in files that only their owner can read, up to "
-            f"{self._limit_bytes / 2**30:.1f} GiB; {prompts} of this model found (--cache-disk)"
+            f"{self._limit_bytes / 2**30:.1f} GiB; {prompts} of this model found (--cache-disk)",
         )
+        warning = foreign_writers("--cache-disk", self._folder, "delete the prompts in it")
+        return (kept,) if warning is None else (kept, warning)
 
     # -- finding and reading -----------------------------------------------------------------------
 
-    def find(self, tokens: Sequence[int]) -> FoundPrompt | None:
-        """Return the stored prompt that spares most evaluation of `tokens`, or None."""
+    def find(self, tokens: Sequence[int], salt: str = "") -> FoundPrompt | None:
+        """Return the stored prompt that spares most evaluation of `tokens`, or None.
+
+        Only prompts with the same `salt` count.
+        """
         if len(tokens) <= BLOCK:
             return None
         self._look()
         with self._lock:
-            candidates = self._index.candidates(tokens, _MOST_COMPARED)
+            candidates = self._index.candidates(tokens, _MOST_COMPARED, salt)
         found: FoundPrompt | None = None
         for entry in candidates:
             held = self._tokens_of(entry.name)
@@ -135,8 +134,8 @@ class PromptFolder:
         path = self._folder / name
         try:
             with _opened(path) as file:
-                head, tokens = _head_of(file, self._key)
-                prompt = read_payload(file, head, tokens)
+                head, tokens = self._head_of(file)
+                prompt = read_payload(file, head, tokens, self._secret)
             os.utime(path)  # this use counts for evictions, also for other servers
         except (OSError, Unusable, MemoryError) as e:
             self._unusable(name, e)
@@ -148,10 +147,14 @@ class PromptFolder:
         """Forget and delete a prompt that the library does not take."""
         self._unusable(name, Unusable(why))
 
+    def _head_of(self, file: BinaryIO) -> tuple[Head, array[int]]:
+        """Read the head and the tokens of a file. Raises what `read_head` raises."""
+        return read_head(file, self._key, os.fstat(file.fileno()).st_size, self._secret)
+
     def _tokens_of(self, name: str) -> array[int] | None:
         try:
             with _opened(self._folder / name) as file:
-                return _head_of(file, self._key)[1]
+                return self._head_of(file)[1]
         except (OSError, Unusable) as e:
             self._unusable(name, e)
             return None
@@ -187,7 +190,7 @@ class PromptFolder:
     def _learn(self, name: str) -> None:
         try:
             with _opened(self._folder / name) as file:
-                head, tokens = _head_of(file, self._key)
+                head, tokens = self._head_of(file)
         except (OSError, Unusable) as e:
             self._unusable(name, e)
             return
@@ -204,6 +207,19 @@ class PromptFolder:
             with contextlib.suppress(OSError):
                 if path.stat().st_mtime < long_ago_s:
                     path.unlink()
+
+    def _drop_unsealed(self, key: str) -> None:
+        """Delete this model's prompts of an earlier version, which had no seals."""
+        n = 0
+        for path in self._folder.glob(f"{key}-*{_SUFFIX}"):
+            with contextlib.suppress(OSError):
+                path.unlink()
+                n += 1
+        if n:
+            log.warning(
+                "prompts that an earlier version kept in %s without seals are deleted, and "
+                "evaluated again: %d", self._folder, n,
+            )  # fmt: skip
 
     # -- keeping -----------------------------------------------------------------------------------
 
@@ -271,10 +287,11 @@ class PromptFolder:
     ) -> None:
         """Write a prompt, unless a stored one serves as well. Delete those that it replaces."""
         tokens = prompt.tokens
-        digest = hashlib.sha256(array("i", tokens).tobytes()).hexdigest()[:16]
+        named = prompt.salt.encode() + array("i", tokens).tobytes()
+        digest = hashlib.sha256(named).hexdigest()[:16]
         path = self._folder / f"{self._key}-{digest}{_SUFFIX}"
         try:
-            if self._has(tokens, path.name):
+            if self._has(tokens, path.name, prompt.salt):
                 return
             self._make_room(prompt.size_bytes + len(tokens) * 4 + MOST_HEAD_BYTES)
             head = self._write(path, prompt, on_written)
@@ -285,18 +302,18 @@ class PromptFolder:
         self.n_written += 1
         with self._lock:
             self._index.add(head.entry(path.name), tokens)
-            shorter = self._index.beginnings(tokens) if self._can_cut else []
+            shorter = self._index.beginnings(tokens, prompt.salt) if self._can_cut else []
         for name in shorter:
             held = self._tokens_of(name)
             if held is not None and tuple(held) == tokens[: len(held)]:
                 self._delete(name)
 
-    def _has(self, tokens: tuple[int, ...], name: str) -> bool:
+    def _has(self, tokens: tuple[int, ...], name: str, salt: str) -> bool:
         """True if a stored prompt serves every text that this one does. Counts as its use."""
         with self._lock:
             names = [name] * (name in self._index)
             if self._can_cut:
-                names += self._index.extensions(tokens)[:_MOST_COMPARED]
+                names += self._index.extensions(tokens, salt)[:_MOST_COMPARED]
         for one in names:
             held = self._tokens_of(one)
             if held is not None and tuple(held[: len(tokens)]) == tokens:
@@ -334,7 +351,7 @@ class PromptFolder:
     def _write(self, path: Path, prompt: StoredPrompt, on_written: Callable[[float], None]) -> Head:
         with whole_file(path) as file:
             os.fchmod(file.fileno(), stat.S_IRUSR | stat.S_IWUSR)
-            return write_prompt(file, self._key, prompt, on_written)
+            return write_prompt(file, self._key, prompt, on_written, self._secret)
 
     def _failed(self, prompt: StoredPrompt, why: str) -> None:
         """Log the first of several failures in a row."""
@@ -357,8 +374,3 @@ def _opened(path: Path) -> BinaryIO:
         os.close(handle)
         raise Unusable("it is not a regular file")
     return os.fdopen(handle, "rb", buffering=0)
-
-
-def _head_of(file: BinaryIO, key: str) -> tuple[Head, array[int]]:
-    """Read the head and the tokens of a file. Raises what `read_head` raises."""
-    return read_head(file, key, os.fstat(file.fileno()).st_size)

@@ -1,13 +1,15 @@
 """The form in which a kept prompt is written to a file, on the disk or in RAM.
 
-    magic, size of the head | head (JSON), tokens, CRC-32 | state, checkpoints, CRC-32
+    magic, size of the head | head (JSON), tokens, seal | state, checkpoints, seal
 
-The head has a hash of all that the state depends on.
+The head has a hash of all that the state depends on. A seal is an HMAC of what precedes it, so only
+a program with the same secret can write or change a prompt.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import os
 import struct
@@ -15,7 +17,6 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
-from zlib import crc32
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
@@ -25,37 +26,69 @@ from specoffload.slots.choosing import StoredPrompt
 from specoffload.slots.prompt_index import Entry
 
 MOST_HEAD_BYTES = 1 << 20
-_FORMAT = 1
-_MAGIC = b"sopromp1"
+_FORMAT = 2
+_UNSEALED_FORMAT = 1  # had checksums, which anybody can write
+_MAGIC = b"sopromp2"
 _START = struct.Struct("<8sI")
-_CRC = struct.Struct("<I")
+_SEAL = "sha256"
+_SEAL_BYTES = 32
 _PIECE_BYTES = 16 << 20  # written between two reports of progress
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
+    """The description of a written checkpoint, which is its state and then its row."""
+
     length: int
     state_bytes: int
     row_floats: int  # 0: no row
+    is_asked: bool = False
+
+    @staticmethod
+    def of(checkpoint: Checkpoint) -> SavedCheckpoint:
+        row = checkpoint.row
+        n_floats = 0 if row is None else row.size
+        n_bytes = len(checkpoint.state)
+        return SavedCheckpoint(checkpoint.length, n_bytes, n_floats, checkpoint.is_asked)
+
+    @staticmethod
+    def parts(checkpoint: Checkpoint) -> Iterator[bytes]:
+        """Yield the bytes to write: `n_bytes` in all."""
+        yield checkpoint.state
+        if checkpoint.row is not None:
+            yield checkpoint.row.astype(np.float32).tobytes()
+
+    @property
+    def n_bytes(self) -> int:
+        return self.state_bytes + 4 * self.row_floats
+
+    def checkpoint(self, raw: bytes) -> Checkpoint:
+        """Return the checkpoint that was written as the bytes `raw`."""
+        state, floats = raw[: self.state_bytes], raw[self.state_bytes :]
+        row = np.frombuffer(floats, np.float32).reshape(1, -1) if self.row_floats else None
+        return Checkpoint(self.length, state, row=row, is_asked=self.is_asked)
 
 
 @dataclass(frozen=True)
 class Head:
-    """The beginning of a written prompt. `key` is `key_of` what the state depends on."""
+    """The beginning of a written prompt. `key` is `key_of` what the state depends on.
+
+    `salt`: whose prompt it is (`GenerateOptions.cache_salt`).
+    """
 
     key: str
     n_tokens: int
     state_bytes: int
     checkpoints: tuple[SavedCheckpoint, ...]
+    salt: str = ""
 
     @property
     def payload_bytes(self) -> int:
-        parts = (c.state_bytes + 4 * c.row_floats for c in self.checkpoints)
-        return self.state_bytes + sum(parts) + _CRC.size
+        return self.state_bytes + sum(c.n_bytes for c in self.checkpoints) + _SEAL_BYTES
 
     def entry(self, name: str) -> Entry:
         lengths = {c.length for c in self.checkpoints} | {self.n_tokens}
-        return Entry(name, self.n_tokens, tuple(sorted(lengths)))
+        return Entry(name, self.n_tokens, tuple(sorted(lengths)), self.salt)
 
 
 _HEADS: TypeAdapter[Head] = TypeAdapter(Head)
@@ -67,39 +100,54 @@ class Unusable(Exception):
 
 def key_of(made_by: Mapping[str, str]) -> str:
     """Return a hash of all that a state depends on, by name, and of this format."""
-    named = json.dumps({**made_by, "format": _FORMAT}, sort_keys=True)
+    return _hash_of(made_by, _FORMAT)
+
+
+def unsealed_key_of(made_by: Mapping[str, str]) -> str:
+    """Return what `key_of` was in the format before, whose prompts are not read any more."""
+    return _hash_of(made_by, _UNSEALED_FORMAT)
+
+
+def _hash_of(made_by: Mapping[str, str], version: int) -> str:
+    named = json.dumps({**made_by, "format": version}, sort_keys=True)
     return hashlib.sha256(named.encode()).hexdigest()[:16]
 
 
 def write_prompt(
-    file: BinaryIO, key: str, prompt: StoredPrompt, on_written: Callable[[float], None]
+    file: BinaryIO,
+    key: str,
+    prompt: StoredPrompt,
+    on_written: Callable[[float], None],
+    secret: bytes = b"",
 ) -> Head:
     """Write a prompt at the file's position. `on_written` gets the share that is written.
 
+    `secret` makes the seals. Without one they are checksums, for files that nobody else can open.
     Raises OSError.
     """
-    saved = tuple(
-        SavedCheckpoint(c.length, len(c.state), 0 if c.row is None else c.row.size)
-        for c in prompt.checkpoints
-    )
-    head = Head(key, len(prompt.tokens), len(prompt.state), saved)
-    raw = _HEADS.dump_json(head)
-    begin = _START.pack(_MAGIC, len(raw)) + raw + array("i", prompt.tokens).tobytes()
-    parts: list[bytes] = [prompt.state]
+    saved = tuple(map(SavedCheckpoint.of, prompt.checkpoints))
+    head = Head(key, len(prompt.tokens), len(prompt.state), saved, prompt.salt)
+    begin = _begin_of(head, array("i", prompt.tokens))
+    seal = hmac.new(secret, begin, _SEAL)
+    file.write(begin + seal.digest())
+    parts = [prompt.state]
     for checkpoint in prompt.checkpoints:
-        parts.append(checkpoint.state)
-        if checkpoint.row is not None:
-            parts.append(checkpoint.row.astype(np.float32).tobytes())
-    file.write(begin + _CRC.pack(crc32(begin)))
-    found = done = 0
+        parts += SavedCheckpoint.parts(checkpoint)
+    done = 0
     for piece in _pieces(parts):
-        found = crc32(piece, found)
+        seal.update(piece)
         file.write(piece)
         done += len(piece)
         on_written(done / head.payload_bytes)
-    file.write(_CRC.pack(found))
+    file.write(seal.digest())
     on_written(1.0)
     return head
+
+
+def _begin_of(head: Head, tokens: array[int]) -> bytes:
+    """Return what precedes the first seal."""
+    raw = _HEADS.dump_json(head)
+    return _START.pack(_MAGIC, len(raw)) + raw + tokens.tobytes()
 
 
 def _pieces(parts: Sequence[bytes]) -> Iterator[memoryview]:
@@ -121,11 +169,13 @@ def _exactly(file: BinaryIO, n_bytes: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def read_head(file: BinaryIO, key: str, size_bytes: int) -> tuple[Head, array[int]]:
+def read_head(
+    file: BinaryIO, key: str, size_bytes: int, secret: bytes = b""
+) -> tuple[Head, array[int]]:
     """Read the head and the tokens of a prompt at the file's position, of `size_bytes` in all.
 
-    `file` is not buffered. Raises OSError, and Unusable for a prompt that is not whole or has
-    another key.
+    `file` is not buffered. Raises OSError, and Unusable for a prompt that is not whole, has another
+    key, or was sealed with another secret.
     """
     start = _exactly(file, _START.size)
     magic, n_bytes = _START.unpack(start)
@@ -136,30 +186,36 @@ def read_head(file: BinaryIO, key: str, size_bytes: int) -> tuple[Head, array[in
         head = _HEADS.validate_json(raw)
     except ValidationError:
         raise Unusable("its head is damaged") from None
-    sizes = (head.n_tokens, head.state_bytes, *(c.state_bytes for c in head.checkpoints))
-    begin_bytes = _START.size + n_bytes + 4 * head.n_tokens + _CRC.size
-    if min(sizes) < 0 or size_bytes != begin_bytes + head.payload_bytes:
+    counts = (count for c in head.checkpoints for count in (c.state_bytes, c.row_floats))
+    begin_bytes = _START.size + n_bytes + 4 * head.n_tokens + _SEAL_BYTES
+    if (
+        min((head.n_tokens, head.state_bytes, *counts)) < 0
+        or size_bytes != begin_bytes + head.payload_bytes
+    ):
         raise Unusable("its size differs from what its head says")
     text = _exactly(file, 4 * head.n_tokens)
-    (expected,) = _CRC.unpack(_exactly(file, _CRC.size))
-    if crc32(text, crc32(start + raw)) != expected or head.key != key:
-        raise Unusable("its head is damaged, or of another model")
+    expected = _exactly(file, _SEAL_BYTES)
+    found = hmac.digest(secret, start + raw + text, _SEAL)
+    if not hmac.compare_digest(found, expected) or head.key != key:
+        raise Unusable("its head is damaged, of another model, or sealed by somebody else")
     tokens = array("i")
     tokens.frombytes(text)
     return head, tokens
 
 
-def read_payload(file: BinaryIO, head: Head, tokens: array[int]) -> StoredPrompt:
+def read_payload(
+    file: BinaryIO, head: Head, tokens: array[int], secret: bytes = b""
+) -> StoredPrompt:
     """Read the state and the checkpoints after the head. Raises OSError, Unusable, MemoryError."""
+    begin = _begin_of(head, tokens)
+    seal = hmac.new(secret, begin, _SEAL)
     state = _exactly(file, head.state_bytes)
-    found = crc32(state)
+    seal.update(state)
     checkpoints = []
     for saved in head.checkpoints:
-        part, raw_row = _exactly(file, saved.state_bytes), _exactly(file, 4 * saved.row_floats)
-        found = crc32(raw_row, crc32(part, found))
-        row = np.frombuffer(raw_row, np.float32).reshape(1, -1) if saved.row_floats else None
-        checkpoints.append(Checkpoint(saved.length, part, row=row))
-    (expected,) = _CRC.unpack(_exactly(file, _CRC.size))
-    if found != expected:
-        raise Unusable("its checksum does not match")
-    return StoredPrompt(tuple(tokens), state, tuple(checkpoints))
+        raw = _exactly(file, saved.n_bytes)
+        seal.update(raw)
+        checkpoints.append(saved.checkpoint(raw))
+    if not hmac.compare_digest(seal.digest(), _exactly(file, _SEAL_BYTES)):
+        raise Unusable("its seal does not match: it is damaged, or somebody else changed it")
+    return StoredPrompt(tuple(tokens), state, tuple(checkpoints), head.salt)

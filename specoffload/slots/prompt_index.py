@@ -16,9 +16,12 @@ BLOCK = 128  # tokens of a block; a shorter beginning is not found
 _HASH_BYTES = 8
 
 
-def chain(tokens: Sequence[int]) -> list[bytes]:
-    """Return a hash for each whole block of `tokens`: of the block and all blocks before it."""
-    raw, found, last = memoryview(array("i", tokens)).cast("B"), [], b""
+def chain(tokens: Sequence[int], salt: str = "") -> list[bytes]:
+    """Return a hash for each whole block of `tokens`: of the block and all blocks before it.
+
+    The first hash is also of the `salt`, so prompts with different salts have no hash in common.
+    """
+    raw, found, last = memoryview(array("i", tokens)).cast("B"), [], salt.encode()
     step = BLOCK * array("i").itemsize
     for end in range(step, len(raw) + 1, step):
         last = blake2b(last + raw[end - step : end], digest_size=_HASH_BYTES).digest()
@@ -37,6 +40,7 @@ class Entry:
     name: str
     n_tokens: int
     usable: tuple[int, ...]
+    salt: str = ""  # whose prompt it is
 
 
 def reusable(entry: Entry, n_common: int, *, can_cut: bool) -> int:
@@ -71,7 +75,7 @@ class PromptIndex:
 
     def add(self, entry: Entry, tokens: Sequence[int]) -> None:
         self.remove(entry.name)
-        hashes = chain(tokens)
+        hashes = chain(tokens, entry.salt)
         self._entries[entry.name], self._chains[entry.name] = entry, hashes
         for one in hashes:
             self._names.setdefault(one, set()).add(entry.name)
@@ -84,13 +88,13 @@ class PromptIndex:
             if not self._names[one]:
                 del self._names[one]
 
-    def candidates(self, tokens: Sequence[int], most: int) -> list[Entry]:
+    def candidates(self, tokens: Sequence[int], most: int, salt: str = "") -> list[Entry]:
         """Return prompts that begin like the prompt `tokens`, whose tokens are worth a comparison.
 
         Whole blocks are known to be equal. The prompts are the `most` that may spare most
         evaluation if the next block is equal, too, and the `most` that spare most if it is not.
         """
-        alike = self._alike(tokens[:-1])  # the last token is always evaluated
+        alike = self._alike(tokens[:-1], salt)  # the last token is always evaluated
         ways = []
         for more in (BLOCK - 1, 0):
             spared = {
@@ -100,32 +104,35 @@ class PromptIndex:
             ways += sorted(alike, key=lambda name: (-spared[name], name))[:most]
         return [self._entries[name] for name in dict.fromkeys(ways)]
 
-    def beginnings(self, tokens: Sequence[int]) -> list[str]:
+    def beginnings(self, tokens: Sequence[int], salt: str = "") -> list[str]:
         """Return the names of shorter prompts that `tokens` may begin with, by whole blocks."""
         found = []
-        for name, n in self._alike(tokens).items():
+        for name, n in self._alike(tokens, salt).items():
             n_tokens = self._entries[name].n_tokens
             if n_tokens < len(tokens) and n == n_tokens // BLOCK:
                 found.append(name)
         return found
 
-    def extensions(self, tokens: Sequence[int]) -> list[str]:
+    def extensions(self, tokens: Sequence[int], salt: str = "") -> list[str]:
         """Return the names of prompts that may begin with all of `tokens`, by whole blocks."""
         n_blocks = len(tokens) // BLOCK
         return [
             name
-            for name, n in self._alike(tokens).items()
+            for name, n in self._alike(tokens, salt).items()
             if n == n_blocks and self._entries[name].n_tokens >= len(tokens)
         ]
 
-    def _alike(self, tokens: Sequence[int]) -> dict[str, int]:
-        """Return the number of equal first blocks by the name of a prompt, if there is one."""
+    def _alike(self, tokens: Sequence[int], salt: str) -> dict[str, int]:
+        """Return the number of equal first blocks by the name of a prompt, if there is one.
+
+        Prompts with another salt are left out, also if a hash is equal by chance.
+        """
         n_blocks: dict[str, int] = {}
-        for i, one in enumerate(chain(tokens), 1):
+        for i, one in enumerate(chain(tokens, salt), 1):
             here = self._names.get(one)
             if here is None:
                 break
-            n_blocks |= dict.fromkeys(here, i)
+            n_blocks |= {name: i for name in here if self._entries[name].salt == salt}
         return n_blocks
 
 

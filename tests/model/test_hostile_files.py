@@ -190,13 +190,8 @@ path = Path(sys.argv[1])
 """
 TEXT = "from specdec.whole_file import write_text; write_text(path, 'x' * 1000)"
 SLOT = """
-from unittest.mock import Mock
-from specoffload.slots.slot import write_sequence
-held = Mock()
-held.length.return_value = 3
-held.save.return_value = bytes(1000)
-held.made_by = {}
-write_sequence(path, held, 0, [1, 2, 3])
+from specoffload.slots.slot_files import StoredPrompt, write_sequence
+write_sequence(path, StoredPrompt((1, 2, 3), bytes(1000)), {})
 """
 TRACE = """
 from offload.trace.trace import Trace, LANES

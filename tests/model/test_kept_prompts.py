@@ -121,7 +121,7 @@ def test_a_damaged_file_is_one_line_and_an_evaluation(
         (again,) = together(session, [text], OPTIONS)
     assert (again.stats.n_from_disk, again.tokens) == (0, first.tokens)
     (line,) = [r.getMessage() for r in caplog.records if file.name in r.getMessage()]
-    assert "its checksum does not match" in line
+    assert "its seal does not match" in line
 
 
 def test_drafts_of_a_draft_model_go_on_after_a_restart(models: Path, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from mtp_parts import (
 from own_layer_steps import steps_of
 from resolved import config_of
 from splits import at_random
+from test_sequences_elsewhere import in_file
 
 from lab.synth.mtp import ARCHITECTURES, MIXTURES, SEVERAL, write_mtp
 from offload.engine import EngineOptions, open_engine
@@ -40,7 +41,7 @@ from specdec.options import OF_TEXT
 from specdec.types import Round
 from specoffload.opening.drafters import with_usable_drafters
 from specoffload.session.session import Session
-from specoffload.slots.slot import read_sequence, write_sequence
+from specoffload.slots.slot_files import read_sequence
 
 
 def options_of(way: str, path: Path, n_sequences: int = 1) -> EngineOptions:
@@ -322,19 +323,21 @@ def test_a_saved_text_drafts_what_a_fresh_one_does(
         assert draft(0) == wanted
         saved = sequences.save(0)
         assert len(saved) <= sequences.saved_bytes(0) + 16
-        n_bytes = write_sequence(own, sequences, 0, text[:-1])
+        n_bytes = in_file(own, sequences, text[:-1])
         for source in (saved, own):
             sequences.extend(1, [1, 2, 3], 0)
             if isinstance(source, Path):
-                assert read_sequence(source, sequences, 1) == (text[:-1], n_bytes)
+                found, n_read = read_sequence(source, sequences, 1)
+                assert (list(found.tokens), n_read) == (text[:-1], n_bytes)
             else:
                 sequences.load(1, source, text[:-1])
             assert draft(1) == wanted
             assert layers.n_unknown_rows == 0
             sequences.rewind(1, 0)
         assert read_sequence(own, plain.sequences, 0)[1] == n_bytes, "the layers' part is skipped"
-        n_plain = write_sequence(without, plain.sequences, 0, text[:-1])
-        assert read_sequence(without, sequences, 1) == (text[:-1], n_plain)
+        n_plain = in_file(without, plain.sequences, text[:-1])
+        found, n_read = read_sequence(without, sequences, 1)
+        assert (list(found.tokens), n_read) == (text[:-1], n_plain)
         draft(1)
         assert layers.n_unknown_rows == 1
         tokens = (ctypes.c_int32 * 512)()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import llama_cpp.llama_cpp as native
@@ -21,7 +21,8 @@ from lab.synth import write_preset
 from offload.engine import EngineOptions, open_engine
 from offload.errors import BadRequest, DeviceFailed
 from offload.sequences.sequences import Sequences
-from specoffload.slots.slot import read_sequence, write_sequence
+from specoffload.slots.choosing import StoredPrompt
+from specoffload.slots.slot_files import read_sequence, write_sequence
 
 KINDS = ("mistral-large", "deepseek-v3", "gpt-oss", "mamba2", "qwen3next")
 RECURRENT = ("mamba2", "qwen3next")
@@ -46,6 +47,11 @@ def sequences(request: pytest.FixtureRequest, models: Path) -> Iterator[Sequence
 def empty(sequences: Sequences) -> None:
     for sequence in range(4):
         sequences.rewind(sequence, 0)
+
+
+def in_file(path: Path, sequences: Sequences, tokens: Sequence[int]) -> int:
+    """Write sequence 0, which holds `tokens`. Returns the bytes written."""
+    return write_sequence(path, StoredPrompt(tuple(tokens), sequences.save(0)), sequences.made_by)
 
 
 def continued(sequences: Sequences, sequence: int) -> NDArray[np.float32]:
@@ -95,7 +101,7 @@ def test_a_sequence_comes_back_from_a_file_that_the_library_would_write(
 ) -> None:
     sequences.extend(0, TEXT, 0)
     path, theirs = tmp_path / "conversation", tmp_path / "theirs"
-    n_bytes = write_sequence(path, sequences, 0, TEXT)
+    n_bytes = in_file(path, sequences, TEXT)
     assert n_bytes == path.stat().st_size
     tokens = (ctypes.c_int32 * len(TEXT))(*TEXT)
     native.llama_state_seq_save_file(
@@ -104,10 +110,11 @@ def test_a_sequence_comes_back_from_a_file_that_the_library_would_write(
     # After the library's bytes comes our trailer, which the library does not read.
     trailer = path.read_bytes().removeprefix(theirs.read_bytes())
     assert len(trailer) < n_bytes
-    named = json.dumps(dict(sequences.made_by)).encode()
-    assert trailer.startswith(named)
+    named = json.loads(trailer[:-16])
+    assert named == {"made_by": dict(sequences.made_by), "checkpoints": [], "salt": ""}
     wanted = continued(sequences, 0)
-    assert read_sequence(path, sequences, 2) == (TEXT, n_bytes)
+    found, n_read = read_sequence(path, sequences, 2)
+    assert (list(found.tokens), n_read) == (TEXT, n_bytes)
     np.testing.assert_array_equal(continued(sequences, 2), wanted)
 
 
@@ -116,7 +123,7 @@ def test_a_file_cut_anywhere_leaves_the_sequence_empty(
 ) -> None:
     path = tmp_path / "conversation"
     sequences.extend(0, TEXT, 0)
-    n_bytes = write_sequence(path, sequences, 0, TEXT)
+    n_bytes = in_file(path, sequences, TEXT)
     raw = path.read_bytes()
     for n in sorted({*range(0, 300, 7), *range(300, n_bytes, n_bytes // 40), n_bytes - 1}):
         path.write_bytes(raw[:n])
@@ -144,7 +151,7 @@ def test_what_is_no_saved_sequence_is_refused(sequences: Sequences, tmp_path: Pa
 def test_a_file_larger_than_any_sequence_is_not_read(sequences: Sequences, tmp_path: Path) -> None:
     sequences.extend(0, [3] * sequences.n_ctx, 0)
     whole = tmp_path / "whole"
-    n_bytes = write_sequence(whole, sequences, 0, [3] * sequences.n_ctx)
+    n_bytes = in_file(whole, sequences, [3] * sequences.n_ctx)
     sequences.rewind(0, 0)
     assert read_sequence(whole, sequences, 1)[1] == n_bytes, "a full context comes back"
     sequences.rewind(1, 0)

@@ -44,6 +44,7 @@ from specoffload.server.api.requests import (
     GenerationRequest,
 )
 from specoffload.server.api.streaming import GenerationResponse, TicketGroup, Wording
+from specoffload.server.cache_salt import salt_of
 from specoffload.server.engine.calls import count_tokens
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.messages import (
@@ -133,7 +134,7 @@ class ServerContext:
         self.check_model(body.model)
         options, idle = generate_options(body, self.defaults)
         ignore(request, [*ignored_names(body), *idle])
-        return options
+        return replace(options, cache_salt=salt_of(request.scope, body.cache_salt))
 
     def check_model(self, name: str | None) -> None:
         """Raise RequestFailed (404) if `name` is another model's and --strict-model is set.

@@ -243,6 +243,7 @@ def settings_of(options: GenerateOptions) -> dict[str, Any]:
         "prompt_logprobs",
         "spm_infill",
         "keep_at",
+        "cache_salt",
     ):  # options that no request may set
         del values[name]
     values["max_tokens"] = values["n_predict"]

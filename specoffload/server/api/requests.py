@@ -79,6 +79,7 @@ class GenerationRequest(_SamplingFields):
     seed: Whole | None = None
     stop: str | _Texts | None = None
     cache_prompt: bool | None = None
+    cache_salt: str | None = None  # as vLLM's: only requests with the same one reuse the prompt
     id_slot: Whole | None = Field(None, ge=-1)
     draft_max: Whole | None = Field(None, ge=0)
     draft_min: Whole | None = Field(None, ge=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from specoffload.slots.choosing import (
     SlotChoice,
     SlotState,
     Source,
+    StoredPrompt,
     choose,
     common,
 )
@@ -133,8 +135,8 @@ def test_the_last_token_of_a_prompt_is_never_common(held: list[int], tokens: lis
 # -- host memory ----------------------------------------------------------------------------------
 
 
-def kept(store: PromptStore, tokens: list[int], size: int = 10) -> None:
-    store.add(tokens, (), lambda: bytes(size))
+def kept(store: PromptStore, tokens: list[int], size: int = 10, **more: Any) -> None:
+    store.add(tokens, lambda: StoredPrompt(tuple(tokens), bytes(size), **more))
 
 
 def test_the_least_recently_stored_goes_when_the_limit_is_reached() -> None:
@@ -155,11 +157,11 @@ def test_without_a_limit_all_stay_and_with_none_nothing_is_even_saved() -> None:
         kept(store, [first] * 20)
     assert len(store) == 50
 
-    def never() -> bytes:
+    def never() -> StoredPrompt:
         raise AssertionError("nothing is to be saved")
 
     off = PromptStore(0, can_cut=True)
-    off.add([1] * 20, (), never)
+    off.add([1] * 20, never)
     assert len(off) == 0
 
 
@@ -182,9 +184,19 @@ def test_a_recurrent_state_serves_whole_or_from_its_checkpoints() -> None:
     assert store.reusable([1, 2, 3, 9]) == 3
     assert store.reusable([1, 2, 9]) == 0
     checkpoints = (Checkpoint(2, b"two"), Checkpoint(4, b"four"))
-    store.add([5, 6, 7, 8, 9], checkpoints, lambda: b"all")
+    kept(store, [5, 6, 7, 8, 9], checkpoints=checkpoints)
     assert store.reusable([5, 6, 7, 0]) == 2
     assert store.take([5, 6, 7, 0]).checkpoints == checkpoints
+
+
+def test_a_prompt_serves_only_requests_with_its_salt() -> None:
+    store = PromptStore(None, can_cut=True)
+    kept(store, [1, 2, 3], salt="mine")
+    store.add([1, 2], lambda: StoredPrompt((1, 2), b"theirs", salt="theirs"), "theirs")
+    assert len(store) == 2, "the longer one has another salt"
+    asked = {salt: store.reusable([1, 2, 3, 9], salt) for salt in ("", "mine", "theirs")}
+    assert asked == {"": 0, "mine": 3, "theirs": 2}
+    assert store.take([1, 2, 3, 9], "theirs").state == b"theirs"
 
 
 # -- files ----------------------------------------------------------------------------------------
@@ -214,12 +226,12 @@ def test_a_much_longer_beginning_on_the_disk_is_read() -> None:
 def test_prompts_without_room_in_memory_are_handed_on() -> None:
     gone: list[tuple[int, ...]] = []
     store = PromptStore(100, can_cut=True, on_evicted=lambda prompt: gone.append(prompt.tokens))
-    store.add([1, 2], (), lambda: b"x" * 60)
-    store.add([3, 4], (), lambda: b"x" * 60)
+    kept(store, [1, 2], size=60)
+    kept(store, [3, 4], size=60)
     assert gone == [(1, 2)]
-    store.add([5, 6], (), lambda: b"x" * 101)
+    kept(store, [5, 6], size=101)
     assert gone == [(1, 2), (5, 6)], "larger than the whole store"
     assert [prompt.tokens for prompt in store.prompts] == [(3, 4)]
     none = PromptStore(0, can_cut=True, on_evicted=lambda prompt: gone.append(prompt.tokens))
-    none.add([7], (), lambda: b"x")
+    kept(none, [7], size=1)
     assert (gone[-1], len(none)) == ((7,), 0)

@@ -8,6 +8,7 @@ import os
 import signal
 import stat
 import time
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,10 +18,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload.errors import NotWritten
+from offload.notes import NoteKind, kind_of
 from offload.sequences.sequences import Checkpoint
 from specoffload.slots import prompt_files
 from specoffload.slots.choosing import StoredPrompt
+from specoffload.slots.own_folder import foreign_writers, secret_of
 from specoffload.slots.prompt_files import LEAST_TOKENS, PromptFolder
+from specoffload.slots.prompt_format import key_of, unsealed_key_of, write_prompt
 
 MADE_BY = {"model (hash)": "abc", "library": "1"}
 
@@ -64,7 +69,7 @@ def test_the_next_start_finds_what_was_kept(tmp_path: Path, can_cut: bool) -> No
     kept(tmp_path, one, two, can_cut=can_cut)
     again = folder(tmp_path, can_cut=can_cut)
     assert len(again) == 2
-    assert "2 prompts" in again.words
+    assert any("2 prompts" in note for note in again.notes)
     found = again.find([*one.tokens, 5, 6])
     assert found is not None
     assert found.n_tokens == 600
@@ -78,8 +83,98 @@ def test_the_next_start_finds_what_was_kept(tmp_path: Path, can_cut: bool) -> No
 def test_only_the_owner_can_read_the_files(tmp_path: Path) -> None:
     kept(tmp_path / "new", prompt(1))
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
-    (file,) = (tmp_path / "new").iterdir()
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    files = list((tmp_path / "new").iterdir())
+    assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [
+        0o600,
+        0o600,
+    ]  # with its secret
+
+
+def test_a_prompt_that_somebody_else_wrote_is_not_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A checksum would not reveal it: the file is whole, and of this model."""
+    one, other = prompt(1), prompt(2)
+    kept(tmp_path, one)
+    (path,) = tmp_path.glob("*.prompt")
+    for secret in (b"", b"a guess"):
+        with path.open("wb") as file:
+            write_prompt(file, key_of(MADE_BY), other, lambda _: None, secret)
+        assert len(folder(tmp_path)) == 0
+        assert "sealed by somebody else" in caplog.messages[-1]
+    kept(tmp_path, one, other)
+    paths = sorted(tmp_path.glob("*.prompt"))
+    whole = [path.read_bytes() for path in paths]
+    begin_bytes = len(whole[0]) - 5000 - 32  # all but the state and the last seal
+    paths[0].write_bytes(whole[0][:begin_bytes] + whole[1][begin_bytes:])
+    again = folder(tmp_path)
+    found = {again.find([*p.tokens, 5]).name: p for p in (one, other)}  # type: ignore[union-attr]
+    assert again.read(paths[0].name) is None, "a payload belongs to its own head"
+    assert same(again.read(paths[1].name), found[paths[1].name])
+
+
+def test_the_secret_of_a_folder_is_its_users_own(tmp_path: Path) -> None:
+    secret = secret_of(tmp_path)
+    assert len(secret) == 32
+    assert secret_of(tmp_path) == secret
+    (path,) = tmp_path.glob(".seal-*")
+    path.chmod(0o640)
+    with pytest.raises(NotWritten, match=r"--cache-disk: .*other users may read or change \.seal-"):
+        secret_of(tmp_path)
+    path.chmod(0o600)
+    os.link(path, tmp_path / "second")
+    with pytest.raises(NotWritten, match="is not this user's own file"):
+        secret_of(tmp_path)
+    path.unlink()
+    path.symlink_to(tmp_path / "second")
+    with pytest.raises(NotWritten, match="Too many levels|symbolic"):
+        secret_of(tmp_path)
+    path.unlink()
+    path.write_bytes(b"short")
+    path.chmod(0o600)
+    with pytest.raises(NotWritten, match=r"\.seal-[0-9]+ has no 32 bytes: delete it"):
+        secret_of(tmp_path)
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o707, 0o777, 0o1777])
+def test_a_folder_that_others_may_write_to_is_told_of(tmp_path: Path, mode: int) -> None:
+    place = tmp_path / "prompts"
+    place.mkdir()
+    place.chmod(mode)
+    warnings = [n for n in folder(place).notes if kind_of(n) is NoteKind.WARNING]
+    assert len(warnings) == bool(mode & 0o002)
+    for words in warnings:
+        assert words == (
+            f"warning: other users may write to {place} and delete the prompts in it: chmod 700 "
+            f"{place}"
+        )
+    assert foreign_writers("--slot-save-path", tmp_path / "missing", "x") is None
+
+
+def test_prompts_without_seals_are_deleted_with_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for n in range(3):
+        (tmp_path / f"{unsealed_key_of(MADE_BY)}-{n:016x}.prompt").write_bytes(b"sopromp1")
+    (tmp_path / f"{'0' * 16}-{'1' * 16}.prompt").write_bytes(b"of another model")
+    assert len(folder(tmp_path)) == 0
+    (line,) = caplog.messages
+    assert "without seals are deleted, and evaluated again: 3" in line
+    assert len(list(tmp_path.glob("*.prompt"))) == 1
+
+
+def test_prompts_with_different_salts_do_not_know_of_each_other(tmp_path: Path) -> None:
+    plain, mine = prompt(1), replace(prompt(1), salt="mine", state=b"another")
+    kept(tmp_path, plain, mine, replace(plain, tokens=(*plain.tokens, 7), salt="yours"))
+    again = folder(tmp_path)
+    assert len(again) == 3, "a longer text with another salt replaces none"
+    for salt, wanted in (("", plain), ("mine", mine)):
+        found = again.find([*plain.tokens, 5], salt)
+        assert found is not None
+        read = again.read(found.name)
+        assert read is not None
+        assert (read.salt, read.state) == (salt, wanted.state)
+    assert again.find([*plain.tokens, 5], "no one's") is None
 
 
 def test_short_prompts_are_not_kept(tmp_path: Path) -> None:
@@ -120,7 +215,7 @@ def test_a_damaged_file_is_never_a_wrong_prompt(
 ) -> None:
     path, one = tmp_path_factory.mktemp("damaged"), prompt(1, marks=(301,))
     kept(path, one)
-    (file,) = path.iterdir()
+    (file,) = path.glob("*.prompt")
     raw = bytearray(file.read_bytes())
     where = int(at * len(raw))
     if cut:
@@ -131,7 +226,7 @@ def test_a_damaged_file_is_never_a_wrong_prompt(
     again = folder(path)
     found = again.find([*one.tokens, 5])
     assert found is None or again.read(found.name) is None
-    assert not list(path.iterdir()), "it is deleted, so it is told of once"
+    assert not list(path.glob("*.prompt")), "it is deleted, so it is told of once"
     assert again.find([*one.tokens, 5]) is None
 
 
@@ -139,7 +234,7 @@ def test_a_damaged_file_is_one_line_of_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept(tmp_path, prompt(1))
-    (file,) = tmp_path.iterdir()
+    (file,) = tmp_path.glob("*.prompt*")
     file.write_bytes(file.read_bytes()[:-1])
     for _ in range(2):
         folder(tmp_path)
@@ -150,7 +245,7 @@ def test_a_damaged_file_is_one_line_of_the_log(
 
 def test_links_pipes_and_folders_are_not_followed(tmp_path: Path) -> None:
     kept(tmp_path, prompt(1))
-    (file,) = tmp_path.iterdir()
+    (file,) = tmp_path.glob("*.prompt*")
     names = [file.name.replace("-", f"-{i}") for i in range(3)]
     (tmp_path / names[0]).symlink_to("/dev/zero")
     os.mkfifo(tmp_path / names[1])
@@ -164,13 +259,15 @@ def test_the_limit_holds_and_the_oldest_prompts_go(tmp_path: Path) -> None:
     for i, one in enumerate(many):
         opened.keep(one)
         opened.settle()
-        for file in tmp_path.iterdir():  # times of files differ by as much as a clock's tick
+        for file in tmp_path.glob(
+            "*.prompt*"
+        ):  # times of files differ by as much as a clock's tick
             if file.stat().st_mtime > 1000:
                 os.utime(file, (i, i))
         first = opened.find([*many[0].tokens, 5])
         assert first is not None
         assert opened.read(first.name) is not None, "it was used, so it stays"
-        assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 3 << 20
+        assert sum(file.stat().st_size for file in tmp_path.glob("*.prompt*")) <= 3 << 20
     left = {i for i, one in enumerate(many) if opened.find([*one.tokens, 5]) is not None}
     assert 0 in left
     assert 7 in left
@@ -208,7 +305,7 @@ def test_a_disk_that_takes_no_byte_more_loses_only_the_new_prompt(
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
     assert any("is not kept on the disk" in r.getMessage() for r in caplog.records)
-    assert len(list(tmp_path.iterdir())) == len(folder(tmp_path)) == 1
+    assert len(list(tmp_path.glob("*.prompt*"))) == len(folder(tmp_path)) == 1
 
 
 def test_two_servers_share_a_folder(tmp_path: Path) -> None:
@@ -219,7 +316,7 @@ def test_two_servers_share_a_folder(tmp_path: Path) -> None:
     found = b.find([*one.tokens, 5])
     assert found is not None
     assert same(b.read(found.name), one)
-    for file in tmp_path.iterdir():
+    for file in tmp_path.glob("*.prompt*"):
         file.unlink()
     assert b.read(found.name) is None
     assert a.find([*one.tokens, 5]) is None

@@ -20,7 +20,7 @@ from specdec.drafters.translate import TranslatedDrafter, Vocabulary
 from specdec.errors import BadOption
 from specdec.policies.rules import Fixed
 from specdec.policies.throughput import Throughput
-from specdec.types import Decision, Draft, Drafter, Round
+from specdec.types import Decision, Draft, Drafter, DraftRequest, Round
 
 
 def words(n: int) -> Vocabulary:
@@ -375,3 +375,11 @@ def test_drafters_that_spend_steps_are_timed_apart() -> None:
     assert [other.step_s != 0 for other in draft.others] == [True]
     alone = proposed(ChainDrafter([], Proposes("mtp", [2], 0.9, 1)), 0, [0], Fixed(2), 2)
     assert alone.step_s == 0
+
+
+def test_texts_of_another_salt_are_not_in_the_table() -> None:
+    drafter, text = NgramMod(3, 1, 4, 1 << 12), [5, 6, 7, 8, 9, 10]
+    for salt, sequence, wanted in ((7, 0, ()), (7, 1, (8, 9, 10)), (0, 2, ()), (1 << 60, 3, ())):
+        history = text if not sequence else text[:3]
+        request = DraftRequest(sequence, history, Fixed(4), 4, salt=salt)
+        assert drafter.propose([request])[0].tokens == wanted, salt
