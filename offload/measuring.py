@@ -348,9 +348,9 @@ class TextWalk:
         target.rewind(sequence, 0)
         if depth:
             target.extend(sequence, text[:depth], 0)
-        # Snapshots of the last decode cannot rewind this far.
-        recurrent = depth and not target.can_rewind
-        self._checkpoint = target.checkpoint(sequence) if recurrent else None
+        # Snapshots of the last decode cannot rewind this far, and sliding windows forget.
+        needs_state = depth and target.goes_back_by_checkpoints
+        self._checkpoint = target.checkpoint(sequence) if needs_state else None
         self._at = depth if depth + span <= len(text) else 0
 
     def time_s(self, n: int, clock: Clock = perf_counter, n_logits: int | None = None) -> float:

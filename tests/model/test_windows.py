@@ -11,6 +11,7 @@ import pytest
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions, open_engine
 from offload.errors import BadRequest
+from offload.measuring import TextWalk
 from specoffload.slots.slot import Slot
 
 WINDOW = 64  # tokens, in the tiny model
@@ -96,3 +97,11 @@ def test_a_latent_cache_has_one_type(tiny_moe: Path) -> None:
         tiny_moe, EngineOptions(device="sim", n_ctx=256, type_k="q8_0", type_v="q8_0")
     ) as engine:
         assert np.isfinite(engine.sequences.extend(0, tokens(20))).all()
+
+
+def test_a_measured_text_goes_back_behind_the_window(engine: Engine) -> None:
+    """A measurement decodes more tokens than the memory of the windows holds, and starts again."""
+    walk = TextWalk(engine.sequences, 0, tokens(900), 16, 500)
+    for _ in range(30):
+        walk.time_s(40)
+        assert 16 < engine.sequences.length(0) <= 516
