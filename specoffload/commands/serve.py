@@ -78,8 +78,16 @@ def serve_config(
         open_session, config, report.is_verbose(), report.library_log_level(), settings
     )
     workers = config.remote.workers if config.uses_workers else ()
+    name = report.plain(config.alias or config.model.stem)
     try:
-        code = serve(factory, serving, chat=chat, defaults=defaults, workers=workers, log=log)
+        code = serve(
+            *(factory, serving),
+            chat=chat,
+            defaults=defaults,
+            workers=workers,
+            name=name,
+            log=log,
+        )
     except KNOWN as e:
         log.error(e)
         raise

@@ -68,11 +68,13 @@ def serve(
     chat: ChatSettings | None = None,
     defaults: GenerateOptions | None = None,
     workers: Sequence[Address] = (),
+    name: str = "",
     log: ServerLog,
 ) -> int:
     """Serve until Ctrl-C (returns 130), SIGTERM (returns 0), or the terminal closes (returns 129).
 
-    `factory` runs in the engine process and must be picklable. Port 0 picks a free port. `log` gets
+    `factory` runs in the engine process and must be picklable. `name` is the model's, which
+    /v1/models tells while the model is loaded. Port 0 picks a free port. `log` gets
     lines for the operator, among them `listening on http://HOST:PORT` and one for each request. It
     is opened again at SIGHUP. After one of the signals, running requests have
     `options.shutdown_timeout_s` seconds to end; a second Ctrl-C ends them at once.
@@ -95,6 +97,7 @@ def serve(
             has_metrics=options.metrics,
             strict_model=options.strict_model,
             media=media_rules(options),
+            name=name,
         )
         return app, engine
 

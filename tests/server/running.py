@@ -51,6 +51,7 @@ class Running:
         watchdog: Watchdog | None = None,
         defaults: GenerateOptions | None = None,
         prefix: str = "",
+        name: str = "",
         tls: TlsFiles | None = None,
     ) -> None:
         self._place: dict[str, Any] = {"prefix": prefix, "tls": tls}
@@ -65,6 +66,7 @@ class Running:
             "strict_model": strict_model,
             "chat": chat,
             "defaults": defaults,
+            "name": name,
         }
         self._thread = threading.Thread(target=self._run, name="server")
         self._thread.start()

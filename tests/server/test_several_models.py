@@ -224,7 +224,10 @@ def test_a_refusal_after_the_header_is_an_event(
     told = json.loads(lines[-1].removeprefix("data: "))
     said = told.get("response", told)["error"]["message"]
     assert said.startswith("model name=one failed to load: fake.gguf is not a GGUF file")
-    assert ("event: error" in lines) == (path != "/v1/completions")
+    events = {"/v1/messages": "event: error", "/v1/responses": "event: response.failed"}
+    assert [line for line in lines if line.startswith("event")][-1:] == [
+        *filter(None, [events.get(path)])
+    ]
 
 
 def test_a_kept_stream_goes_on_if_its_client_left_while_it_waited(start: Start) -> None:

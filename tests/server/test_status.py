@@ -27,8 +27,8 @@ def test_while_the_model_loads_health_is_503_and_requests_are_refused(
         }  # fmt: skip
     eventually(lambda: http.get(server.url + "/health").json().get("progress") == 0.25)
     assert http.get(server.url + "/health").json()["step"] == "reading weights"
-    for path in ("/v1/models", "/props"):
-        assert http.get(server.url + path).status_code == 503
+    assert http.get(server.url + "/props").status_code == 503
+    assert http.get(server.url + "/v1/models").status_code == 503, "the name is not known"
     response = http.post(server.url + "/v1/completions", json={"prompt": "x"})
     assert response.status_code == 503
     assert int(response.headers["retry-after"]) >= 1
@@ -43,6 +43,25 @@ def test_while_the_model_loads_health_is_503_and_requests_are_refused(
     (line,) = [line for line in server.lines if "#" in line]
     assert " tokens, " in line
     assert " t/s · prompt " in line
+
+
+def test_the_list_of_models_does_not_wait_for_the_model(start_server: StartServer) -> None:
+    """Clients such as Home Assistant set up from it, and a large model loads for minutes."""
+    server = start_server(FakeFactory(load_s=0.7), healthy=False, name="fake")
+    for path in ("/v1/models", "/models"):
+        early = http.get(server.url + path)
+        assert early.status_code == 200
+        (model,) = early.json()["data"]
+        assert (model["id"], model["object"], model["meta"]) == ("fake", "model", None)
+        assert early.json()["models"][0]["model"] == "fake"
+    one = http.get(server.url + "/v1/models/fake")
+    assert (one.status_code, one.json()) == (200, model)
+    assert http.get(server.url + "/v1/models/other").status_code == 404
+    assert http.get(server.url + "/health").status_code == 503
+    server.wait_until_healthy()
+    (late,) = http.get(server.url + "/v1/models").json()["data"]
+    assert late["meta"]["n_ctx"] == 512
+    assert {**late, "meta": None} == model
 
 
 def test_props_tell_context_slots_template_and_notes(start_server: StartServer) -> None:

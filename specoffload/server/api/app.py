@@ -75,13 +75,15 @@ def create_app(
     chat: ChatSettings | None = None,
     renderer: Renderer | None = None,
     streams: KeptStreams | None = None,
+    name: str = "",
 ) -> FastAPI:
     """Return the application. The caller starts and closes `engine` and `renderer`.
 
     `defaults` and `chat` have the values of fields that a request leaves out. `has_page` puts the
     chat page at `/`. `has_metrics` opens /metrics. `strict_model` refuses requests that name
     another model. `media` says which images requests may name.
-    `streams` are those of a server of several models, which then also has their routes.
+    `streams` are those of a server of several models, which then also has their routes. `name` is
+    the model's, if it is known before the model is loaded.
     """
     app = bare_app()
     if streams is None:  # otherwise the router has asked for the key
@@ -94,6 +96,7 @@ def create_app(
         strict_model=strict_model,
         media=media,
         streams=streams,
+        name=name,
     )
     app.state.context = context
     app.include_router(status_router(context, has_metrics=has_metrics))

@@ -85,11 +85,14 @@ class ServerContext:
         strict_model: bool = False,
         streams: KeptStreams | None = None,
         media: MediaRules | None = None,
+        name: str = "",
     ) -> None:
+        """`name` is the model's, if it is known before the model is loaded."""
         self.engine = engine
         self.defaults = defaults
         self.streams = KeptStreams() if streams is None else streams
         self.created = int(time.time())  # Unix seconds
+        self._name = name
         self._renderer = renderer
         self._chat = chat
         self._bodies = HeldBodies()
@@ -106,6 +109,11 @@ class ServerContext:
             loading = unavailable("Loading model", event=Event.LOADING)
             raise RequestFailed(self.engine.unavailable() or loading)
         return self.engine.card
+
+    @property
+    def name(self) -> str:
+        """The model's name. Raises RequestFailed (503) if it is not known yet."""
+        return self._name if self.engine.card is None and self._name else self.card.name
 
     # ---- requests
 

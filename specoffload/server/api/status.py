@@ -60,35 +60,36 @@ def status_router(context: ServerContext, *, has_metrics: bool) -> APIRouter:
         router.add_api_route(path, health, methods=["HEAD"], include_in_schema=False)
 
     def described() -> Json:
-        card = context.card
+        card = engine.card
+        meta = card and {
+            "n_vocab": card.n_vocab,
+            "n_ctx": card.n_ctx,
+            "n_params": card.n_params,
+            "size": card.size_bytes,
+            "architecture": card.architecture,
+        }
         return {
-            "id": card.name,
+            "id": context.name,
             "object": "model",
             "created": context.created,
             "owned_by": "specoffload",
-            "meta": {
-                "n_vocab": card.n_vocab,
-                "n_ctx": card.n_ctx,
-                "n_params": card.n_params,
-                "size": card.size_bytes,
-                "architecture": card.architecture,
-            },
+            "meta": meta,  # None while the model is loaded the first time, as in llama-server
         }
 
     @router.get("/v1/models")
     @router.get("/models")
     async def models() -> dict[str, Any]:
         """The model that is served, in OpenAI's list and in llama-server's older one."""
-        name = context.card.name
-        capabilities = ["completion", *["multimodal"] * context.card.reads_images]
+        name, reads_images = context.name, bool(engine.card and engine.card.reads_images)
+        capabilities = ["completion", *["multimodal"] * reads_images]
         older = {"name": name, "model": name, "type": "model", "capabilities": capabilities}
         return {"object": "list", "data": [described()], "models": [older]}
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         """The model that is served."""
-        if name != context.card.name:
-            known = context.card.name
+        known = context.name
+        if name != known:
             message = f"no model {name[:80]!r} here: this server has {known!r}"
             kind, event = "not_found_error", Event.UNKNOWN_MODEL
             raise RequestFailed(Problem("NotFound", message, 404, kind, event=event))
