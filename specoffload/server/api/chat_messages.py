@@ -32,9 +32,12 @@ def template_message(
 ) -> tuple[dict[str, Any] | None, list[int | None]]:
     """Return a message as templates take it, and its cache points as `CachePoint.n_chars`.
 
-    The message is None if nothing of it is for the model. Raises BadRequest.
+    The message is None if nothing of it is for the model. `is_last`: it is the question. Raises
+    BadRequest.
     """
     where = f"messages[{at}]"
+    if message.content is None and message.role not in ("assistant", "tool") and not is_last:
+        return None, []
     calls = [_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(_calls(message))]
     if calls and message.role != "assistant":
         raise BadRequest(f"{where}: only the assistant has tool_calls")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -74,6 +75,31 @@ def thoughts_of(part: Mapping[str, Any]) -> str | None:
     if str(part.get("type")).partition(".")[0] not in _THINKING_TYPES:
         return None
     return next(filter(None, (_flat(part.get(name)) for name in _THOUGHTS)), None)
+
+
+def text_or_parts(value: Any) -> Any:
+    """Return a tool's result as it is if it is text, parts or null. Return other JSON as text."""
+    is_parts = isinstance(value, list) and all(
+        isinstance(part, dict) and isinstance(part.get("type"), str) for part in value
+    )
+    return value if value is None or isinstance(value, str) or is_parts else _json(value)
+
+
+def arguments_text(value: Any) -> Any:
+    """Return a call's arguments as JSON text. Text and null stay as they are.
+
+    An empty list is an empty object, because PHP writes both as [] (prism-php #659).
+    """
+    return value if value is None or isinstance(value, str) else _json(value or {})
+
+
+def object_of(value: Any) -> Any:
+    """Return an empty list as the empty object that a program in PHP means with it."""
+    return {} if value == [] else value
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def place_and_type(where: str, part_type: str) -> str:

@@ -5,19 +5,21 @@ https://docs.anthropic.com/en/api/messages
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from offload.errors import BadRequest
 from specoffload.server.api.answers import Json
 from specoffload.server.api.foreign_parts import (
     SetAside,
+    arguments_text,
     is_left_out,
+    object_of,
     place_and_type,
     readable_text,
+    text_or_parts,
 )
 from specoffload.server.api.omitted import omitted_kind
 from specoffload.server.api.request_model import RequestModel
@@ -37,12 +39,19 @@ class ContentBlock(SetAside):
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: Annotated[str | None, BeforeValidator(arguments_text)] = None  # JSON text
     tool_use_id: str | None = None
     content: str | list[ContentBlock] | None = None
     is_error: bool | None = None
     source: ImageSource | None = None
     cache_control: CacheControl | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_result_as_text(cls, found: Any) -> Any:
+        if not isinstance(found, dict) or found.get("type") != "tool_result":
+            return found
+        return {**found, "content": text_or_parts(found.get("content"))}
 
     @property
     def is_marked(self) -> bool:
@@ -71,7 +80,7 @@ class AnthropicTool(RequestModel):
     name: str | None = None
     type: str | None = None
     description: str | None = None
-    input_schema: dict[str, Any] | None = None
+    input_schema: Annotated[dict[str, Any] | None, BeforeValidator(object_of)] = None
     strict: bool | None = None
     cache_control: CacheControl | None = None
 
@@ -250,7 +259,7 @@ def _assistant(where: str, blocks: Sequence[ContentBlock]) -> Json:
         if block.type == "tool_use":
             if not block.id or not block.name:
                 raise BadRequest(f"{where}.content[{at}]: tool_use needs an id and a name")
-            arguments = json.dumps(block.input or {}, ensure_ascii=False)
+            arguments = block.input or "{}"
             function = {"name": block.name, "arguments": arguments}
             calls.append({"id": block.id, "type": "function", "function": function})
         elif block.type == "thinking":

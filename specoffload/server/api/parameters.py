@@ -401,7 +401,9 @@ def _function(at: int, tool: ToolParameter) -> Function:
 
 def _choice(choice: str | ChatToolChoice | None, *, has_tools: bool) -> ToolChoice:
     if isinstance(choice, ChatToolChoice):
-        return _named_choice(choice)
+        if choice.type not in _CHOICES:
+            return _named_choice(choice)
+        choice = choice.type
     if choice is None:
         return "auto" if has_tools else "none"
     if choice in _CHOICES:
@@ -410,8 +412,8 @@ def _choice(choice: str | ChatToolChoice | None, *, has_tools: bool) -> ToolChoi
 
 
 def _named_choice(choice: ChatToolChoice) -> ToolChoice:
-    if choice.type == "function" and choice.function is not None:
-        return Named(choice.function.name)
+    if choice.type in ("function", "tool") and (choice.function or choice.name):
+        return Named(choice.function.name if choice.function else choice.name or "")
     if choice.type == "allowed_tools" and choice.allowed_tools is not None:
         names = []
         for at, tool in enumerate(choice.allowed_tools.tools):

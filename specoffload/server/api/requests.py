@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, create_model
+from pydantic import BeforeValidator, Field, WithJsonSchema, create_model, model_validator
 
 from specoffload.chat.conversation import ReasoningFormat
 from specoffload.config.flag import FLOAT, INT, SWITCH
 from specoffload.config.sampling_flags import SAMPLING
-from specoffload.server.api.foreign_parts import SetAside
+from specoffload.server.api.foreign_parts import SetAside, arguments_text, object_of, text_or_parts
 from specoffload.server.api.request_model import RequestModel
 
 MOST_CHOICES = 64  # answers of one chat request
@@ -156,9 +156,12 @@ class TextPart(SetAside):
     cache_control: CacheControl | None = None
 
 
+_Object = Annotated[dict[str, Any], BeforeValidator(object_of)]
+
+
 class FunctionCall(RequestModel):
     name: str
-    arguments: str | dict[str, Any] | None = None
+    arguments: Annotated[str | None, BeforeValidator(arguments_text)] = None
 
 
 class CustomCall(RequestModel):
@@ -176,6 +179,9 @@ class ToolCall(RequestModel):
 
 
 class ChatMessage(RequestModel):
+    """A message. The older role `function` and field `function_call` are read as `tool` and as a
+    call. A tool's result that is neither text nor parts becomes JSON text."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
@@ -187,18 +193,46 @@ class ChatMessage(RequestModel):
     tool_call_id: str | None = None
     cache_control: CacheControl | None = None  # the whole message
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_older_names(cls, found: Any) -> Any:
+        if not isinstance(found, dict):
+            return found
+        message = dict(found)
+        call = message.get("function_call")
+        if message.get("role") == "assistant" and call and not message.get("tool_calls"):
+            message["tool_calls"] = [{"function": message.pop("function_call")}]
+        if message.get("role") == "function":
+            message["role"] = "tool"
+        if message.get("role") == "tool":
+            message["content"] = text_or_parts(message.get("content"))
+        return message
+
 
 class Function(RequestModel):
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: _Object | None = None
     strict: bool | None = None
 
 
 class ToolParameter(RequestModel):
+    """A tool: a function in an object of its own, or flat as in the Responses API (Cursor)."""
+
     type: str
     function: Function | None = None
     cache_control: CacheControl | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nested(cls, found: Any) -> Any:
+        if not isinstance(found, dict) or found.get("type") != "function":
+            return found
+        if found.get("function") is not None or "name" not in found:
+            return found
+        own = {name: value for name, value in found.items() if name in Function.model_fields}
+        others = {name: value for name, value in found.items() if name not in own}
+        return {**others, "function": own}
 
 
 def function_tool(
@@ -231,9 +265,14 @@ class AllowedTools(RequestModel):
 
 
 class ChatToolChoice(RequestModel):
-    """A function that must be called, or the tools that may be called (`allowed_tools`)."""
+    """A function that must be called, or the tools that may be called (`allowed_tools`).
+
+    `type` may also be auto, none, required or any, as Anthropic's clients write it. `name` is the
+    function's if the Responses API's form is used.
+    """
 
     type: str
+    name: str | None = None
     function: FunctionName | None = None
     allowed_tools: AllowedTools | None = None
 

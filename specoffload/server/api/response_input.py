@@ -10,15 +10,17 @@ import base64
 from functools import cached_property
 from typing import Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from offload.errors import BadRequest
 from specoffload.server.api.answers import Json
 from specoffload.server.api.foreign_parts import (
     SetAside,
+    arguments_text,
     is_left_out,
     place_and_type,
     readable_text,
+    text_or_parts,
 )
 from specoffload.server.api.omitted import omitted_kind
 from specoffload.server.api.request_model import RequestModel
@@ -57,6 +59,7 @@ class InputItem(SetAside):
     )
 
     type: str | None = None
+    id: str | None = None
     role: str | None = None
     content: str | list[ItemPart] | None = None
     call_id: str | None = None
@@ -66,6 +69,20 @@ class InputItem(SetAside):
     input: str | None = None  # of a call to a custom tool
     output: str | list[ItemPart] | None = None
     summary: list[ItemPart] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_json_as_text(cls, found: Any) -> Any:
+        if not isinstance(found, dict):
+            return found
+        item = dict(found)
+        if item.get("type") in _CALLS:
+            item["arguments"] = arguments_text(item.get("arguments"))
+            item["call_id"] = item.get("call_id") or item.get("id")
+        elif item.get("type") in _RESULTS:
+            item["output"] = text_or_parts(item.get("output"))
+        return item
+
     encrypted_content: str | None = None  # of reasoning, as `sealed` writes it
 
 

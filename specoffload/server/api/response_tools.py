@@ -12,10 +12,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, model_validator
 
 from offload.errors import BadRequest
 from specoffload.server.api.answers import Json
+from specoffload.server.api.foreign_parts import object_of
 from specoffload.server.api.request_model import RequestModel
 from specoffload.server.api.requests import function_tool
 
@@ -38,10 +41,19 @@ class ResponsesTool(RequestModel):
     type: str
     name: str | None = None
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[dict[str, Any] | None, BeforeValidator(object_of)] = None
     strict: bool | None = None
     format: CustomFormat | None = None  # of a custom tool's text
     tools: list[ResponsesTool] | None = None  # of a namespace
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flat(cls, found: Any) -> Any:
+        """Return a function in the form of chats, an object of its own, as a flat one."""
+        inner = found.get("function") if isinstance(found, dict) else None
+        if not isinstance(inner, dict) or "name" in found:
+            return found
+        return {**inner, **{name: value for name, value in found.items() if name != "function"}}
 
 
 class ResponsesToolChoice(RequestModel):
