@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import threading
@@ -52,6 +53,18 @@ def text_of(answer: httpx.Response) -> str:
 def error_of(answer: httpx.Response) -> tuple[int, str, str]:
     error = answer.json()["error"]
     return answer.status_code, error["message"], error["type"]
+
+
+def test_a_compressed_body_finds_its_model(start: Start) -> None:
+    server = start()
+    body = {"model": "two", "prompt": "[say]hello[/say]", "max_tokens": 64}
+    data = gzip.compress(json.dumps(body).encode())
+    url = server.url + "/v1/completions"
+    answer = http.post(url, content=data, headers={"Content-Encoding": "gzip"})
+    assert text_of(answer) == "hello"
+    damaged = http.post(url, content=data[:-9], headers={"Content-Encoding": "gzip"})
+    assert error_of(damaged)[0] == 400
+    assert http.post(url, content=data, headers={"Content-Encoding": "br"}).status_code == 415
 
 
 def test_a_request_opens_its_model_and_closes_the_other(start: Start) -> None:

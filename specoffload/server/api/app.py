@@ -21,7 +21,7 @@ from specoffload import __version__
 from specoffload.chat.conversation import ChatSettings
 from specoffload.errors import KNOWN
 from specoffload.generation.generation import AskedOptions, GenerateOptions
-from specoffload.server.access import AccessRules, Gate
+from specoffload.server.access import AccessRules, Gate, origin_pattern
 from specoffload.server.api.anthropic import anthropic_router
 from specoffload.server.api.body import fault
 from specoffload.server.api.brief import embeddings_router, slots_router, text_router
@@ -33,6 +33,7 @@ from specoffload.server.api.openai import openai_router
 from specoffload.server.api.refusals import problem_response
 from specoffload.server.api.responses import responses_router
 from specoffload.server.api.status import status_router
+from specoffload.server.decoding import Decoding
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.messages import Problem, RequestFailed, problem_of
 from specoffload.server.page import add_page
@@ -123,12 +124,14 @@ def bare_app() -> FastAPI:
 
 
 def guard(app: FastAPI, access: AccessRules) -> None:
-    """Let the application refuse requests by `access`."""
+    """Let the application refuse requests by `access`, and decode the bodies of others."""
+    app.add_middleware(Decoding)
     app.add_middleware(Gate, rules=access)
     if access.origins:  # the middleware that is added last sees a request first
         app.add_middleware(
             CORSMiddleware,
             allow_origins=access.origins,
+            allow_origin_regex=origin_pattern(access.origins),
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=["*"],

@@ -84,11 +84,17 @@ _Body = TypeVar("_Body", bound=BaseModel)
 
 MOST_BYTES = 64 * 2**20  # of a body
 MOST_BYTES_AT_ONCE = 2 * MOST_BYTES  # all bodies that are held may have as many together
+SMALL_BODY_BYTES = 256 * 2**10  # a body of this size finds room also where large ones take it all
+BYTES_FOR_SMALL_BODIES = 32 * 2**20  # what small bodies may have in addition
 _RETRY_AFTER_S = 2
 
 
 class HeldBodies:
-    """Reads bodies, and counts the bytes of all that are held, also while they arrive."""
+    """Reads bodies, and counts the bytes of all that are held, also while they arrive.
+
+    A body is in memory until its request is answered: as text in its job, and as a message to the
+    engine. So whoever answers holds it that long.
+    """
 
     def __init__(self) -> None:
         self.n_bytes = 0
@@ -112,8 +118,12 @@ class HeldBodies:
                 self.n_bytes += len(chunk)
                 if len(data) > limit_bytes:
                     raise _too_large(limit_bytes, n_ctx)
-                if self.n_bytes > MOST_BYTES_AT_ONCE:
-                    words = f"bodies of over {MOST_BYTES_AT_ONCE} bytes are being read"
+                extra_bytes = BYTES_FOR_SMALL_BODIES if len(data) <= SMALL_BODY_BYTES else 0
+                if self.n_bytes > MOST_BYTES_AT_ONCE + extra_bytes:
+                    words = (
+                        f"requests whose bodies have over {MOST_BYTES_AT_ONCE} bytes together are "
+                        "not answered yet: try again later"
+                    )
                     raise RequestFailed(unavailable(words, _RETRY_AFTER_S, Event.QUEUE_FULL))
             yield data
         finally:

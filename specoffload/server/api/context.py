@@ -7,13 +7,14 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
-from starlette.types import Scope
+from starlette.types import Receive, Scope, Send
 
 from specoffload.chat.conversation import ChatSettings
 from specoffload.chat.format import ChatFormat, ChatPrompt
@@ -64,6 +65,7 @@ from specoffload.session.images import PromptImages
 _OVERHEAD_BYTES = 2**20  # room for tools, schemas, and the JSON around a prompt
 _MOST_LOGGED = 1000
 _MOST_NAME_CHARS = 80
+_HELD = "specoffload.held"  # key in a request's scope: what is held until it is answered
 
 log = logging.getLogger("specoffload.server")
 
@@ -120,8 +122,9 @@ class ServerContext:
     async def json_of(self, request: Request) -> dict[str, Any]:
         """Read the request's body and return it as a JSON object.
 
-        Raises RequestFailed: 413 for a body over the limit, 503 while too many bytes of bodies are
-        being read, and 400 for anything but a JSON object.
+        The body counts as held until the request is answered. Raises RequestFailed: 413 for a body
+        over the limit, 503 while too many bytes of bodies are held, and 400 for anything but a
+        JSON object.
         """
         # Text may take twice as many bytes when JSON escapes it.
         n_ctx, limit_bytes = self.card.n_ctx, MOST_BYTES
@@ -132,6 +135,7 @@ class ServerContext:
             limit_bytes = longest_bytes
         reading = self._bodies.read(request.stream(), limit_bytes, n_ctx if is_by_context else None)
         async with reading as data:
+            request.scope[_HELD].enter_context(self._bodies.hold(len(data)))
             return read_json(data)
 
     def options(self, request: Request, body: GenerationRequest) -> GenerateOptions:
@@ -273,6 +277,11 @@ class ServerContext:
 
 class BodyRoute(APIRoute):
     """A route whose body is read by `ServerContext.json_of`, before FastAPI checks it."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request. What is held for it is let go when the answer is complete."""
+        with ExitStack() as held:
+            await super().handle({**scope, _HELD: held}, receive, send)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()

@@ -20,6 +20,7 @@ async def parts(*sizes: int) -> AsyncIterator[bytes]:
 
 def test_parts_of_several_bodies_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body, "MOST_BYTES_AT_ONCE", 100)
+    monkeypatch.setattr(body, "SMALL_BODY_BYTES", 9)
     held = HeldBodies()
     go_on = asyncio.Event()
 
@@ -45,6 +46,26 @@ def test_parts_of_several_bodies_count_together(monkeypatch: pytest.MonkeyPatch)
             assert (len(data), held.n_bytes) == (30, 90)
         go_on.set()
         assert await first == 70
+        assert held.n_bytes == 0
+
+    asyncio.run(run())
+
+
+def test_small_bodies_find_room_where_large_ones_take_it_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(body, "MOST_BYTES_AT_ONCE", 100)
+    monkeypatch.setattr(body, "SMALL_BODY_BYTES", 9)
+    monkeypatch.setattr(body, "BYTES_FOR_SMALL_BODIES", 15)
+
+    async def run() -> None:
+        held = HeldBodies()
+        with held.hold(100):
+            async with held.read(parts(9)):
+                for sizes in ((9,), (5, 5)):  # no room for two small ones, and none for a large one
+                    with pytest.raises(RequestFailed):
+                        async with held.read(parts(*sizes)):
+                            pass
         assert held.n_bytes == 0
 
     asyncio.run(run())
