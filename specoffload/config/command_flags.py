@@ -188,8 +188,9 @@ _SERVE_FLAGS = (
     _serve(
         "cors_origins", "--cors-origins LLAMA_ARG_CORS_ORIGINS", TEXT,
         "Origins of web pages that may use the server, separated by commas.", rare=True,
-        more="`*` allows every page. A proxy's public origin belongs here too, because a server on "
-        "loopback otherwise answers only requests to 127.0.0.1, ::1 and localhost.",
+        more="`*` allows every page, `moz-extension://*` every page of that scheme. A proxy's "
+        "public origin belongs here too, because a server on loopback otherwise answers only "
+        "requests to 127.0.0.1, ::1 and localhost.",
     ),
     _serve(
         "ssl_key_file", "--ssl-key-file LLAMA_ARG_SSL_KEY_FILE", PATH,

@@ -41,6 +41,12 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 _PORT = re.compile("(?::[0-9]*)?")
 # Names as browsers send them: the part of RFC 3986's reg-name that DNS and hosts files use.
 _NAME = re.compile(r"[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*\.?")
+_SCHEME = re.compile("[A-Za-z][A-Za-z0-9+.-]{0,31}")
+_PROGRAM_HOST = re.compile("[A-Za-z0-9._~-]{1,255}(?::[0-9]{1,5})?")  # such as an extension's id
+_EVERY_HOST = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,31})://\*")
+# URLs of these have default ports and hosts in lower case. No pages of others than http's ask.
+_SCHEMES_WITH_PORTS = frozenset({*_DEFAULT_PORTS, "ftp", "ws", "wss"})
+_WITHOUT_HOST = ("null", "file://")
 _NUMERIC = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _OPEN_TO_OTHERS = stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP
 _MOST_NAME_CHARS = 64
@@ -160,21 +166,59 @@ def _read_host(name: str) -> _Address | str | None:
         return name if _NAME.fullmatch(name) and not _NUMERIC.fullmatch(last) else None
 
 
+def _program_origin(text: str) -> str | None:
+    """Return the origin of a program's or an extension's pages as browsers send it, or None.
+
+    It is of a scheme other than http and https, such as `app://obsidian.md`, whose host browsers
+    take as it is written, `file://`, or `null`. `null` is sent for files, and by framed pages of
+    any website.
+    """
+    if text.lower() in _WITHOUT_HOST:
+        return text.lower()
+    scheme, _, host = text.partition("://")
+    is_own = _SCHEME.fullmatch(scheme) is not None and scheme.lower() not in _SCHEMES_WITH_PORTS
+    return f"{scheme.lower()}://{host}" if is_own and _PROGRAM_HOST.fullmatch(host) else None
+
+
 def read_origins(text: str | None) -> tuple[str, ...]:
     """Return the origins of --cors-origins as browsers send them.
 
-    Browsers send origins in lower case and without the default port. `text` separates the origins
-    by commas; `*` is any origin. Raises UsageError for an invalid origin.
+    Browsers send origins of websites in lower case and without the default port. `text` separates
+    the origins by commas; `*` is any origin, and `moz-extension://*` any origin of that scheme.
+    Raises UsageError for an invalid origin.
     """
     found = []
     for part in filter(None, (part.strip() for part in (text or "").split(","))):
-        origin = _read_origin(part.removesuffix("/"))
-        if part != ANY_ORIGIN and (origin is None or origin.port == 0):
+        website = _read_origin(part.removesuffix("/"))
+        if website is not None and website.port != 0:
+            found.append(str(website))
+            continue
+        scheme = _EVERY_HOST.fullmatch(part)
+        if part == ANY_ORIGIN:
+            own: str | None = part
+        elif scheme is not None and scheme[1].lower() not in _SCHEMES_WITH_PORTS:
+            own = part.lower()
+        else:
+            own = _program_origin(part) or _program_origin(part.removesuffix("/"))
+        if own is None:
             raise UsageError(
-                f"--cors-origins {part}: an origin looks like https://chat.example.org"
+                f"--cors-origins {part}: an origin looks like https://chat.example.org, or "
+                "app://obsidian.md for a program, or moz-extension://* for all of a scheme"
             )
-        found.append(part if origin is None else str(origin))
+        found.append(own)
     return tuple(found)
+
+
+def origin_pattern(origins: Iterable[str]) -> str | None:
+    """Return a regular expression for the origins of schemes named as `moz-extension://*`."""
+    schemes = [found[1] for origin in origins if (found := _EVERY_HOST.fullmatch(origin))]
+    return f"(?:{'|'.join(map(re.escape, schemes))})://[^/]+" if schemes else None
+
+
+def _is_named(page: str, origins: Collection[str]) -> bool:
+    """True if one of `origins` is `page`, an origin as browsers send it, or all of its scheme."""
+    scheme, _, host = page.partition("://")
+    return page in origins or (bool(host) and f"{scheme}://*" in origins)
 
 
 def refusal(
@@ -216,7 +260,10 @@ def refusal(
         return None
     page = _read_origin(page_origins[0])
     public = _read_origin(f"{scheme}://{public_host}") if public_host else None
-    if page is not None and (page in (own, public) or str(page) in origins):
+    if page is not None and page in (own, public):
+        return None
+    name = str(page) if page is not None else _program_origin(page_origins[0])
+    if name is not None and _is_named(name, origins):
         return None
     return (
         "pages of another origin may not use this server: name theirs with --cors-origins; if the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from urllib.parse import urlsplit
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from running import Running, StartServer, http
 
 from specoffload.errors import UsageError
-from specoffload.server.access import AccessRules, held_key, read_origins, refusal
+from specoffload.server.access import AccessRules, held_key, origin_pattern, read_origins, refusal
 from specoffload.server.forwarded import Forwarded, read_forwarded
 
 EVIL = "http://evil.example"
@@ -120,6 +121,53 @@ def test_a_proxys_public_name_is_served_when_it_is_named() -> None:
     assert _refusal("chat.example.org:443", public, public) is None
     for other in ("other.example.org", "chat.example.org:80", "evil@chat.example.org"):
         assert _refusal(other, public, public) is not None
+
+
+PROGRAMS = [
+    "app://obsidian.md", "chrome-extension://jfgfiigpkhlkbnfnbobbkinehhfdhndo", "tauri://localhost",
+    "moz-extension://6f2b1c2e-0000-4000-8000-1234567890ab", "vscode-webview://1a2b", "file://",
+    "safari-web-extension://E1F2A3B4-0000-4000-8000-1234567890AB", "capacitor://localhost", "null",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("origin", PROGRAMS)
+def test_pages_of_programs_and_extensions_are_served_once_they_are_named(origin: str) -> None:
+    assert _refusal("127.0.0.1", origin) is not None
+    assert read_origins(f"{origin}/" if "://" in origin else origin) == (origin,)
+    assert _refusal("127.0.0.1", origin, "https://other.example", origin) is None
+    assert _refusal("127.0.0.1", origin + "x", origin) is not None
+    assert _refusal("127.0.0.1", EVIL, origin) is not None
+
+
+def test_all_pages_of_a_scheme_are_served_if_it_is_named_with_a_star() -> None:
+    named = "moz-extension://*", "app://obsidian.md"
+    assert _refusal("127.0.0.1", "moz-extension://6f2b1c2e", *named) is None
+    for other in ("moz-extension://", "moz-extension://a/b", "app://other", "null", EVIL):
+        assert _refusal("127.0.0.1", other, *named) is not None, other
+    pattern = re.compile(origin_pattern(read_origins(",".join(named))) or "")
+    assert pattern.fullmatch("moz-extension://6f2b1c2e")
+    assert not pattern.fullmatch("app://obsidian.md")
+    assert origin_pattern(read_origins("app://obsidian.md")) is None
+
+
+@pytest.mark.parametrize(
+    "wrong", ["http://*", "app://", "app://a/b", "app://a_%", "Null x", "://a"]
+)
+def test_what_no_page_sends_is_no_origin(wrong: str) -> None:
+    with pytest.raises(UsageError, match="looks like"):
+        read_origins(wrong)
+
+
+def test_a_preflight_of_an_extension_is_answered(start_server: StartServer) -> None:
+    origins = read_origins("app://obsidian.md,moz-extension://*")
+    server = start_server(access=AccessRules(origins=origins))
+    wish = {"Access-Control-Request-Method": "POST"}
+    for origin, allowed in (
+        ("app://obsidian.md", True), ("moz-extension://12-ab", True), ("app://evil", False)
+    ):  # fmt: skip
+        answer = http.options(server.url + "/v1/models", headers={"Origin": origin, **wish})
+        told = answer.headers.get("access-control-allow-origin")
+        assert told == (origin if allowed else None)
 
 
 def test_origins_are_read_as_browsers_write_them() -> None:
