@@ -164,11 +164,16 @@ class _Strict(h11.Connection):
     """Refuses requests of which two servers in a row could find different ends (RFC 9112, 6.1)."""
 
     refusal: tuple[int, str] | None = None  # status and sentence of the last refused request
+    method = b""  # of the request that is to be answered
+
+    def start_next_cycle(self) -> None:
+        self.method = b""
+        super().start_next_cycle()
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         event = super().next_event()
         if isinstance(event, h11.Request):
-            self.refusal = _refusal_of(event)
+            self.refusal, self.method = _refusal_of(event), event.method
             if self.refusal is not None:
                 raise h11.RemoteProtocolError(self.refusal[1])
         return event
@@ -377,6 +382,7 @@ class Connection(H11Protocol):
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body)):
-            self.transport.write(self.conn.send(event) or b"")
+        self.transport.write(self.conn.send(h11.Response(status_code=status, headers=headers)))
+        if self.conn.method != b"HEAD":  # whose answer has the header alone
+            self.transport.write(self.conn.send(h11.Data(data=body)) or b"")
         self.transport.close()

@@ -61,6 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("media")
     (folder / "image.png").write_bytes(IMAGE)
     (folder / "out").symlink_to("/etc")
+    (folder / "loop").symlink_to("loop")
     return folder
 
 
@@ -185,6 +186,10 @@ def test_images_in_results_of_tools_are_read(program: Program) -> None:
         ("file:///etc/passwd", "has no file"),
         ("file://../image.png", "has no file"),
         ("file://out/passwd", "has no file"),
+        ("file://loop", "has no file"),
+        ("file://image.png\0", "has no file"),
+        ("file://" + "x" * 5000, "has no file"),
+        ("file://\ud800", "has no file"),
     ],
 )
 def test_a_bad_image_gets_a_400_and_the_server_goes_on(

@@ -207,6 +207,19 @@ def test_a_request_with_two_possible_ends_is_refused_and_its_connection_closed(
         assert b"connection: close" in answer.lower()
 
 
+@pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"])
+def test_a_refused_head_gets_a_header_alone_and_no_traceback(
+    server: Running, caplog: pytest.LogCaptureFixture, before: bytes
+) -> None:
+    with _connect(server) as client:
+        client.sendall(before + b"HEAD / HTTP/2.0\r\nHost: localhost\r\n\r\n")
+        answer = _rest(client)
+    head, _, body = answer[answer.rindex(b"HTTP/1.1 ") :].partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 505")
+    assert body == b""
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 def test_the_log_says_the_same_thing_once_in_a_while_and_how_often() -> None:
     now = 100.0
     often = OncePerWhile(60.0, lambda: now)

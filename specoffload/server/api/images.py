@@ -149,8 +149,12 @@ class ConversationImages:
                 f"{where}: file:// URLs are not allowed unless --media-path is specified"
             )
         folder = self._rules.folder.resolve()
-        path = (folder / name.lstrip("/")).resolve()
-        if not path.is_relative_to(folder) or not path.is_file():
+        try:
+            path = (folder / name.lstrip("/")).resolve()
+            is_there = path.is_relative_to(folder) and path.is_file()
+        except (OSError, ValueError, RuntimeError):  # too long, a NUL, a loop of links
+            is_there = False
+        if not is_there:
             raise BadRequest(f"{where}: the folder of --media-path has no file {name[:200]!r}")
         try:
             with path.open("rb") as file:
