@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specoffload.chat.conversation import ChatSettings
 from specoffload.chat.format import ChatFormat, ChatPrompt
@@ -275,13 +275,23 @@ class ServerContext:
         return self.streams.keep(stream_id, begin) if stream and stream_id else begin()
 
 
+class _Holding:
+    """Answers a request, and lets go of what is held for it when the answer is complete."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with ExitStack() as held:
+            await self._app({**scope, _HELD: held}, receive, send)
+
+
 class BodyRoute(APIRoute):
     """A route whose body is read by `ServerContext.json_of`, before FastAPI checks it."""
 
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request. What is held for it is let go when the answer is complete."""
-        with ExitStack() as held:
-            await super().handle({**scope, _HELD: held}, receive, send)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.app = _Holding(self.app)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
