@@ -32,6 +32,7 @@ DECODER = Path(__file__).with_name("decoder.cpp")
 _PIN = f"llama-cpp-python=={PACKAGE_VERSION}"
 _FLAGS = ("-O2", "-fPIC", "-w", "-DNDEBUG", "-DLLAMA_SHARED", "-DGGML_SHARED")
 _CPP = ("-std=c++17",)
+_STB = "stb/stb_image.h"  # what the decoder needs of the archive
 # Folders of the source archive that libmtmd needs, below vendor/llama.cpp.
 _NEEDED = (
     *("include/", "src/llama-ext.h", "ggml/include/", "ggml/src/", "tools/mtmd/"),
@@ -63,18 +64,26 @@ def image_library(on_progress: OnProgress = lambda *_: None) -> ImageLibrary:
     """
     compiler = _compiler()
     folder = _cache() / _key(compiler)
-    found = ImageLibrary(folder, folder / "decode-image")
+    version = hashlib.sha256(DECODER.read_bytes()).hexdigest()[:8]
+    found = ImageLibrary(folder, folder / f"decode-image-{version}")
     if _is_made(found):
         return found
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder / "lock"):
-        if not _is_made(found):
-            _make(found, compiler, on_progress)
+        if not _has_library(folder):
+            _make_library(folder, compiler, on_progress)
+        if not found.decoder.exists():
+            _run([*compiler, *_FLAGS, *_CPP, f"-I{folder}"], DECODER, found.decoder)
+            on_progress(COMPILING, 1.0)
     return found
 
 
 def _is_made(found: ImageLibrary) -> bool:
-    return (found.folder / "libmtmd.so").exists() and found.decoder.exists()
+    return _has_library(found.folder) and found.decoder.exists()
+
+
+def _has_library(folder: Path) -> bool:
+    return (folder / "libmtmd.so").exists() and (folder / _STB).exists()
 
 
 def _cache() -> Path:
@@ -90,11 +99,12 @@ def _compiler() -> list[str]:
 
 
 def _key(compiler: list[str]) -> str:
-    """Return a name for the folder of this library, this compiler and this source."""
+    """Return a name for the folder of this library and this compiler.
+
+    The decoder's source is not in it, so that a new decoder does not compile libmtmd again.
+    """
     parts = [library_build(), str(_libraries()), platform.machine(), *_FLAGS, *_CPP, *compiler]
-    digest = hashlib.sha256("\n".join(parts).encode())
-    digest.update(DECODER.read_bytes())
-    return digest.hexdigest()[:16]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def _libraries() -> Path:
@@ -102,7 +112,7 @@ def _libraries() -> Path:
     package = package_folder()
     if package is None:
         raise LibraryMismatch("llama-cpp-python is not installed")
-    return package / "lib"
+    return (package / "lib").resolve()  # two paths to one folder need one libmtmd
 
 
 @contextmanager
@@ -113,12 +123,15 @@ def _alone(path: Path) -> Iterator[None]:
         yield
 
 
-def _make(found: ImageLibrary, compiler: list[str], on_progress: OnProgress) -> None:
-    source = found.folder / "source"
+def _make_library(folder: Path, compiler: list[str], on_progress: OnProgress) -> None:
+    """Make libmtmd.so in `folder`, and keep the header that the decoder needs."""
+    source = folder / "source"
     if not source.exists():
         on_progress(FETCHING, 0.0)
-        _unpack(_archive(found.folder), source)
-    objects = found.folder / "objects"
+        _unpack(_archive(folder), source)
+    (folder / _STB).parent.mkdir(exist_ok=True)
+    shutil.copyfile(source / "vendor" / _STB, folder / _STB)
+    objects = folder / "objects"
     objects.mkdir(exist_ok=True)
     wanted = {objects / f"{path.stem}.o": path for path in _sources(source)}
     missing = [target for target in wanted if not target.exists()]
@@ -143,12 +156,10 @@ def _make(found: ImageLibrary, compiler: list[str], on_progress: OnProgress) -> 
             raise
     libraries = _libraries()
     link = [*compiler, "-shared", *map(str, wanted), f"-L{libraries}", f"-Wl,-rpath,{libraries}"]
-    _run([*link, "-Wl,--no-undefined", "-pthread"], None, found.folder / "libmtmd.so",
+    _run([*link, "-Wl,--no-undefined", "-pthread"], None, folder / "libmtmd.so",
          ["-lllama", "-lggml", "-lggml-base"])  # fmt: skip
-    _run([*compiler, *_FLAGS, *_CPP, *include], DECODER, found.decoder)
     shutil.rmtree(source, ignore_errors=True)
     shutil.rmtree(objects, ignore_errors=True)
-    on_progress(COMPILING, 1.0)
 
 
 def _sources(source: Path) -> list[Path]:
