@@ -82,17 +82,26 @@ class Engine(ModelText):
     def __repr__(self) -> str:
         return f"Engine({self.facts.path.name} on {self.choice.name}, {self.sequences.n_ctx} cells)"
 
-    def image_prompt(self, parts: Sequence[str | bytes], *, add_special: bool) -> ImagePrompt:
-        """Return the tokens of texts and image files in turn, for a prompt.
+    @property
+    def image_decoder(self) -> Path | None:
+        """The program that decodes image files, None without a projector."""
+        return None if self._images is None or self.projector is None else self._images.decoder
 
-        Raises BadRequest for a file that is no image, and NotSupported without a projector.
+    def image_prompt(
+        self, parts: Sequence[str | bytes | Bitmap], *, add_special: bool
+    ) -> ImagePrompt:
+        """Return the tokens of texts and images in turn, for a prompt.
+
+        Images are files, which are decoded here, or bitmaps. With a bitmap without pixels, the
+        tokens can only be counted. Raises BadRequest for a file that is no image, and NotSupported
+        without a projector.
         """
-        if self.projector is None or self._images is None:
+        if self.projector is None or self.image_decoder is None:
             raise NotSupported(NO_IMAGES)
         files = [part for part in parts if isinstance(part, bytes)]
-        bitmaps = iter(decoded_files(files, self._images.decoder))
+        bitmaps = iter(decoded_files(files, self.image_decoder) if files else ())
         return self.projector.prompt(
-            [part if isinstance(part, str) else next(bitmaps) for part in parts],
+            [next(bitmaps) if isinstance(part, bytes) else part for part in parts],
             self.options.n_ubatch,
             add_special=add_special,
         )

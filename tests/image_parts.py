@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 
 from lab.synth import write_preset
 from lab.synth.projector import ProjectorKind, write_projector
@@ -71,3 +73,14 @@ def png(width: int, height: int, seed: int | None = 0) -> bytes:
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
         for kind, data in chunks
     )
+
+
+def slow_jpeg(n_scans: int = 20_000, width_px: int = 3000) -> bytes:
+    """A small progressive JPEG file whose scans are all empty but the first ones.
+
+    A decoder looks at the whole picture once for each scan.
+    """
+    file = io.BytesIO()
+    PIL.Image.new("RGB", (width_px, width_px)).save(file, "JPEG", progressive=True)
+    more_of_dc = bytes([0xFF, 0xDA, 0, 8, 1, 1, 0, 0, 0, 0x10])  # refines the first values
+    return file.getvalue().removesuffix(b"\xff\xd9") + n_scans * more_of_dc + b"\xff\xd9"

@@ -1,17 +1,23 @@
-"""Decodes image files in a process of its own, because clients send them.
+"""Has image files decoded by a process of its own (`decoder.cpp`), because clients send them.
 
-A file may be damaged on purpose, or small and yet of gigabytes once it is decoded. The program
-(decoder.cpp) limits its own memory and time. If it dies, one request is refused.
+A file may be damaged on purpose, or small and yet of gigabytes once it is decoded. The process
+limits its memory, and the processor time of all files together. If it dies, one image is refused.
 """
 
 from __future__ import annotations
 
 import hashlib
-import signal
+import mmap
+import struct
 import subprocess
-from collections.abc import Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
 
 from offload.errors import BadRequest
 
@@ -20,72 +26,158 @@ MOST_FILE_BYTES = 32 << 20
 NO_IMAGES = (
     "image input is not supported - hint: if this is unexpected, you may need to provide the mmproj"
 )
-# The images of a prompt may have this many pixels together. A pixel takes 3 bytes.
-_MOST_PIXELS = 200_000_000
-_TIME_LIMIT_S = 30.0
+_TIME_LIMIT_S = 120.0  # for a decoder that gets too little of the processor
+_LENGTH = struct.Struct("<Q")
+
+# Files that cannot be read, by a part of their beginning and its place.
+_KNOWN_FILES: tuple[tuple[int, bytes, str], ...] = (
+    (8, b"WEBP", "a WebP file"),
+    (8, b"WAVE", "a sound file"),
+    (4, b"ftypheic", "a HEIC file"),
+    (4, b"ftypheix", "a HEIC file"),
+    (4, b"ftypmif1", "a HEIC file"),
+    (4, b"ftypavif", "an AVIF file"),
+    (4, b"ftyp", "a video"),
+    (0, b"II*\0", "a TIFF file"),
+    (0, b"MM\0*", "a TIFF file"),
+    (0, b"8BPS", "a Photoshop file"),
+    (0, b"%PDF", "a PDF file"),
+    (0, b"\0\0\1\0", "an icon file"),
+    (0, b"<svg", "an SVG file"),
+    (0, b"<?xml", "an SVG or XML file"),
+    (0, b"<!DOCTYPE", "an HTML page"),
+    (0, b"<html", "an HTML page"),
+    (0, b"ID3", "a sound file"),
+    (0, b"fLaC", "a sound file"),
+    (0, b"OggS", "a sound file"),
+)
+
+
+@dataclass(frozen=True)
+class StoredPixels:
+    """Where a file has the pixels of an image, for another process that may open it."""
+
+    path: str
+    start: int  # bytes
 
 
 @dataclass(frozen=True)
 class Bitmap:
-    """The pixels of an image, RGB, row by row. `identity` is the SHA-256 of its file."""
+    """An image: RGB pixels, row by row. `identity` is the SHA-256 of its file.
+
+    With `pixels` None, only the size is known, which is enough to count its tokens.
+    """
 
     width: int
     height: int
-    pixels: bytes
+    pixels: StoredPixels | bytes | None
     identity: bytes
+
+    @property
+    def n_bytes(self) -> int:
+        return 3 * self.width * self.height
+
+    def read(self) -> NDArray[np.uint8] | None:
+        """Return the pixels, mapped from their file if they are in one.
+
+        Raises BadRequest if the file is gone or too short.
+        """
+        if self.pixels is None:
+            return None
+        if isinstance(self.pixels, bytes):
+            return np.frombuffer(self.pixels, np.uint8)
+        try:
+            with open(self.pixels.path, "rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            return np.frombuffer(mapped, np.uint8, self.n_bytes, self.pixels.start)
+        except (OSError, ValueError) as e:
+            raise BadRequest(f"the pixels of an image are gone ({e}): send it again") from e
+
+
+Found = Bitmap | BadRequest
+"""What became of a file. The error's sentence goes on after "the image cannot be read:"."""
+
+
+def why_not(file: bytes) -> str:
+    """Return why a file is not given to the decoder, "" if it is."""
+    if not file:
+        return "it is empty"
+    if len(file) > MOST_FILE_BYTES:
+        return f"it has {len(file)} bytes, and at most {MOST_FILE_BYTES} are read"
+    start = file[:64].lstrip() if file[:1].isspace() else file[:64]
+    for at, mark, kind in _KNOWN_FILES:
+        if start.startswith(mark, at):
+            return f"it is {kind}: send a PNG, JPEG, GIF or BMP file"
+    if len(file) > 1 and file[0] == 0xFF and file[1] & 0xE0 == 0xE0 and file[1] != 0xFF:
+        # The beginning of an MPEG frame. JPEG files begin with FF D8.
+        return "it is a sound file: send a PNG, JPEG, GIF or BMP file"
+    return ""
+
+
+def decoder_command(decoder: Path, pixels: int | None) -> list[str]:
+    """Return the decoder's command. `pixels` is an open descriptor; None: only sizes."""
+    return [str(decoder), *(["sizes"] if pixels is None else ["pixels", str(pixels)])]
+
+
+def decoder_input(files: Iterable[bytes]) -> list[bytes]:
+    """Return what the decoder reads for the files that it gets, in parts."""
+    parts = []
+    for file in files:
+        if not why_not(file):
+            parts += [_LENGTH.pack(len(file)), file]
+    return parts
+
+
+def found_in(said: bytes, files: Sequence[bytes], pixels_path: str | None = None) -> list[Found]:
+    """Return what the decoder said about each of `files`.
+
+    `pixels_path` names the file with the pixels, from another process. None: only sizes are known.
+    A decoder that ended early has read no more files.
+    """
+    lines = iter(said.decode("utf-8", "replace").splitlines())
+    found: list[Found] = []
+    start = 0
+    for file in files:
+        words = why_not(file)
+        if words:
+            found.append(BadRequest(words))
+            continue
+        line = next(lines, "! its decoder failed")
+        if line.startswith("! "):
+            found.append(BadRequest(line.removeprefix("! ")))
+            continue
+        width, height = map(int, line.split())
+        at = None if pixels_path is None else StoredPixels(pixels_path, start)
+        bitmap = Bitmap(width, height, at, hashlib.sha256(file).digest())
+        start += bitmap.n_bytes
+        found.append(bitmap)
+    return found
 
 
 def decoded_files(files: Sequence[bytes], decoder: Path) -> list[Bitmap]:
     """Return the images of `files`. Raises BadRequest, which names the image by its number."""
-    bitmaps: list[Bitmap] = []
-    n_pixels = 0
-    for number, file in enumerate(files, 1):
-        try:
-            bitmap = _decoded(file, decoder)
-        except BadRequest as e:
-            raise BadRequest(f"image {number} of {len(files)} cannot be read: {e}") from e
-        n_pixels += bitmap.width * bitmap.height
-        if n_pixels > _MOST_PIXELS:
-            raise BadRequest(
-                f"the {len(files)} images have more than {_MOST_PIXELS} pixels together: send "
-                "fewer or smaller ones"
-            )
-        bitmaps.append(bitmap)
-    return bitmaps
+    with tempfile.TemporaryFile() as pixels:
+        found = found_in(_said(files, decoder, pixels), files, f"/proc/self/fd/{pixels.fileno()}")
+        bitmaps = []
+        for number, image in enumerate(found, 1):
+            if isinstance(image, BadRequest):
+                words = f"image {number} of {len(files)} cannot be read: {image}"
+                raise BadRequest(words) from image
+            pixels_of_image = image.read()
+            assert pixels_of_image is not None
+            bitmaps.append(replace(image, pixels=pixels_of_image.tobytes()))
+        return bitmaps
 
 
-def _is_sound(file: bytes) -> bool:
-    """True for the beginning of a WAV, MP3 or FLAC file, as libmtmd tells them."""
-    is_wav = file[:4] == b"RIFF" and file[8:12] == b"WAVE"
-    has_sync = len(file) > 1 and file[0] == 0xFF and file[1] & 0xE0 == 0xE0  # of an MPEG frame
-    return is_wav or has_sync or file.startswith((b"ID3", b"fLaC"))
-
-
-def _decoded(file: bytes, decoder: Path) -> Bitmap:
-    if not file:
-        raise BadRequest("it is empty")
-    if len(file) > MOST_FILE_BYTES:
-        raise BadRequest(f"it has {len(file)} bytes, and at most {MOST_FILE_BYTES} are read")
-    if file[:4] == b"RIFF" and file[8:12] == b"WEBP":
-        raise BadRequest("it is a WebP file: send a PNG, JPEG, GIF or BMP file")
-    if _is_sound(file):
-        raise BadRequest("it is a sound file, and this server reads only images")
+def _said(files: Sequence[bytes], decoder: Path, pixels: BinaryIO) -> bytes:
+    descriptor = pixels.fileno()
     try:
-        done = subprocess.run(
-            [str(decoder)], input=file, capture_output=True, check=False, timeout=_TIME_LIMIT_S
-        )
+        return subprocess.run(
+            decoder_command(decoder, descriptor), input=b"".join(decoder_input(files)),
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False,
+            timeout=_TIME_LIMIT_S, pass_fds=(descriptor,),
+        ).stdout  # fmt: skip
     except subprocess.TimeoutExpired as e:
-        raise BadRequest(f"decoding it takes over {_TIME_LIMIT_S:g} s") from e
+        raise BadRequest(f"decoding the images takes over {_TIME_LIMIT_S:g} s") from e
     except OSError as e:
-        raise BadRequest(f"its decoder does not start ({e})") from e
-    if done.returncode < 0:
-        name = signal.Signals(-done.returncode).name
-        raise BadRequest(f"its decoder died of {name}, as the file is damaged or too large")
-    head, _, pixels = done.stdout.partition(b"\n")
-    if done.returncode != 0:
-        reason = done.stderr.decode("utf-8", "replace").strip() or "its decoder failed"
-        raise BadRequest(reason)
-    width, height = map(int, head.split())
-    if len(pixels) != 3 * width * height:
-        raise BadRequest("its decoder gave fewer pixels than it has")
-    return Bitmap(width, height, pixels, hashlib.sha256(file).digest())
+        raise BadRequest(f"the decoder of images does not start ({e})") from e

@@ -106,11 +106,12 @@ class Projector:
     ) -> ImagePrompt:
         """Return the tokens of texts and images in turn, with the marks that the model expects.
 
-        Special tokens in the texts are read as such. Raises BadRequest for an image that the
-        projector refuses, and DoesNotFit if an image has to fit a ubatch and does not. Another
-        thread may call this during a decode.
+        Special tokens in the texts are read as such. If an image lacks its pixels, the tokens can
+        only be counted. Raises BadRequest for an image that the projector refuses, and DoesNotFit
+        if an image has to fit a ubatch and does not. Another thread may call this during a decode.
         """
         lib = self._lib
+        has_pixels = all(isinstance(part, str) or part.pixels is not None for part in parts)
         texts = [part.encode() if isinstance(part, str) else b"" for part in parts]
         inputs = (lib.mtmd_input_part * len(parts))()
         structs = []  # the library keeps pointers to them until it returns
@@ -123,8 +124,9 @@ class Projector:
                     structs.append(struct)
                     inputs[at].text = C.pointer(struct)
                     continue
-                data = C.cast(C.c_char_p(part.pixels), C.POINTER(C.c_uint8))
-                bitmap = lib.mtmd_bitmap_init(part.width, part.height, data)
+                pixels = part.read()
+                data = None if pixels is None else pixels.ctypes.data_as(C.POINTER(C.c_uint8))
+                bitmap = lib.mtmd_bitmap_init(part.width, part.height, data)  # copies the pixels
                 bitmaps.append(bitmap)
                 lib.mtmd_bitmap_set_id(bitmap, part.identity.hex().encode())
                 inputs[at].bitmap = bitmap
@@ -134,16 +136,17 @@ class Projector:
                 self._handle, chunks, pointers, len(parts), add_special
             ):
                 raise BadRequest(f"the projector refuses an image ({log.take_reason()})")
-            return self._prompt_of(chunks, n_ubatch)
+            return self._prompt_of(chunks, n_ubatch, has_pixels=has_pixels)
         finally:
             lib.mtmd_input_chunks_free(chunks)
             for bitmap in bitmaps:
                 lib.mtmd_bitmap_free(bitmap)
 
-    def _prompt_of(self, chunks: Any, n_ubatch: int) -> ImagePrompt:
+    def _prompt_of(self, chunks: Any, n_ubatch: int, *, has_pixels: bool) -> ImagePrompt:
         lib = self._lib
         tokens: list[int] = []
         images: list[Image] = []
+        n_images = 0
         for at in range(lib.mtmd_input_chunks_size(chunks)):
             chunk = lib.mtmd_input_chunks_get(chunks, at)
             kind, n = lib.mtmd_input_chunk_get_type(chunk), C.c_size_t()
@@ -153,13 +156,16 @@ class Projector:
                 continue
             if kind != _IMAGE:
                 raise BadRequest("only images are supported, no sound")
-            image = self._image(chunk, len(images), n_ubatch)
-            tokens += image.tokens
-            images.append(image)
+            numbers, is_causal = self._numbers(chunk, n_images, n_ubatch)
+            n_images += 1
+            tokens += numbers
+            if has_pixels:
+                images.append(self._image(chunk, numbers, is_causal=is_causal))
         return ImagePrompt(tokens, images)
 
-    def _image(self, chunk: Any, nth: int, n_ubatch: int) -> Image:
-        """Return the image of `chunk`, the prompt's `nth`, which may be kept longer than it."""
+    def _numbers(self, chunk: Any, nth: int, n_ubatch: int) -> tuple[list[int], bool]:
+        """Return the numbers of the prompt's `nth` image, and whether its places see only those
+        before them. Raises BadRequest or DoesNotFit."""
         lib = self._lib
         n = int(lib.mtmd_input_chunk_get_n_tokens(chunk))
         n_positions = int(lib.mtmd_input_chunk_get_n_pos(chunk))
@@ -175,7 +181,11 @@ class Projector:
         identity = b"|".join(
             (lib.mtmd_input_chunk_get_id(chunk), str(nth).encode(), self._file_key)
         )
-        tokens = place_tokens(n, n_positions, identity)
+        return place_tokens(n, n_positions, identity), is_causal
+
+    def _image(self, chunk: Any, tokens: list[int], *, is_causal: bool) -> Image:
+        """Return the image of `chunk`, which may be kept longer than it."""
+        lib = self._lib
         key = tuple(tokens[:_KEY_TOKENS])
         known = self._known.get(key)
         if known is not None:

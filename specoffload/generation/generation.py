@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from offload.notes import Note
@@ -136,4 +137,9 @@ class ModelCard:
     keeps_prompts: bool = False  # closing writes prompts to the disk, which may take a while
     shelves_prompts: bool = False  # closing can keep prompts in RAM for the model's next start
     path: str = ""  # the model's file
-    reads_images: bool = False  # True: it has a projector (--mmproj)
+    image_decoder: Path | None = None  # decodes images for its projector; None: it has none
+
+    @property
+    def reads_images(self) -> bool:
+        """True if the model has a projector (--mmproj)."""
+        return self.image_decoder is not None

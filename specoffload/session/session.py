@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from offload.engine import Engine
 from offload.errors import BadRequest, DoesNotFit, NotSupported
 from offload.ggml.sampler import grammar_tokens
+from offload.images.decoding import Bitmap
 from offload.images.mtmd import ImagePrompt
 from offload.notes import Note, kind_of
 from offload.plan.host import DRAFT_MODEL
@@ -241,7 +242,7 @@ class Session:
             n_parallel=self.config.parallel,
             keeps_prompts=self._prompts.folder is not None,
             shelves_prompts=self._prompts.can_shelve,
-            reads_images=self.target.projector is not None,
+            image_decoder=self.target.image_decoder,
         )
 
     @property
@@ -252,8 +253,10 @@ class Session:
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         return self.target.tokenize(text, add_special=add_special, parse_special=parse_special)
 
-    def image_prompt(self, parts: Sequence[str | bytes], *, add_special: bool) -> ImagePrompt:
-        """Return the tokens of texts and image files in turn.
+    def image_prompt(
+        self, parts: Sequence[str | bytes | Bitmap], *, add_special: bool
+    ) -> ImagePrompt:
+        """Return the tokens of texts and images, or their files, in turn.
 
         Raises BadRequest for a file that is no image or if an image comes last, and NotSupported
         without a projector. Another thread may call this during a step.

@@ -7,6 +7,8 @@ import ctypes as C
 import io
 import json
 import re
+import resource
+import struct
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,11 +19,12 @@ from typing import Any
 
 import numpy as np
 import PIL.Image
+import PIL.ImageOps
 import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from image_parts import KINDS, model_with_projector, png
+from image_parts import KINDS, model_with_projector, png, slow_jpeg
 from numpy.typing import NDArray
 from resolved import config_of
 from typer.testing import CliRunner
@@ -390,6 +393,16 @@ HOSTILE = {
     "mp3": (b"ID3\3" + bytes(50), "a sound file"),
     "mp3 without a tag": (b"\xff\xfb\x90\0" + bytes(50), "a sound file"),
     "flac": (b"fLaC" + bytes(50), "a sound file"),
+    "photoshop": (b"8BPS\0\1" + bytes(30), "a Photoshop file"),
+    "tga": (
+        bytes((0, 0, 2)) + bytes(9) + struct.pack("<HHBB", 2, 2, 24, 0) + bytes(12),
+        "no image",
+    ),
+    "tiff": (b"II*\0" + bytes(30), "a TIFF file"),
+    "heic": (b"\0\0\0\x18ftypheic" + bytes(30), "a HEIC file"),
+    "svg": (b" <svg xmlns='http://www.w3.org/2000/svg'/>", "an SVG file"),
+    "html": (b"<!DOCTYPE html><html>404</html>", "an HTML page"),
+    "pnm": (b"P6\n2 2\n255\n" + bytes(12), "no image of a known type"),
     "noise": (np.random.default_rng(0).bytes(5000), "no image of a known type"),
     "jpeg noise": (b"\xff\xd8\xff\xe0" + np.random.default_rng(0).bytes(5000), "no image|damaged"),
     "gif noise": (b"GIF89a\x10\0\x10\0" + np.random.default_rng(0).bytes(5000), "damaged|no image"),
@@ -404,6 +417,49 @@ def test_a_hostile_file_gets_one_sentence(name: str) -> None:
         decoded_files([png(10, 10), file], image_library().decoder)
     assert str(refused.value).startswith("image 2 of 2 cannot be read: ")
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+@pytest.mark.parametrize("orientation", range(10))
+def test_photos_are_turned_as_their_exif_data_says(kind: str, orientation: int) -> None:
+    """Pillow turns the same file. 0 and 9 are no orientations."""
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 9, 3), np.uint8)
+    exif, file = PIL.Image.Exif(), io.BytesIO()
+    exif[0x0112] = orientation
+    shown = PIL.Image.fromarray(pixels).resize((90, 50))
+    shown.save(file, kind, exif=exif, **({"quality": 95} if kind == "JPEG" else {}))
+    (bitmap,) = decoded_files([file.getvalue()], image_library().decoder)
+    wanted = PIL.ImageOps.exif_transpose(PIL.Image.open(file)).convert("RGB")
+    assert (bitmap.width, bitmap.height) == wanted.size
+    found = np.frombuffer(bitmap.pixels, np.uint8).reshape(bitmap.height, bitmap.width, 3)
+    difference = np.abs(found.astype(int) - np.asarray(wanted).astype(int))
+    assert difference.max() <= (6 if kind == "JPEG" else 0)
+
+
+@given(st.binary(max_size=200), st.booleans())
+@settings(deadline=None, max_examples=50)
+def test_any_exif_data_leaves_an_image_readable(data: bytes, is_little: bool) -> None:
+    start = b"II*\0\x08\0\0\0" if is_little else b"MM\0*\0\0\0\x08"
+    exif = b"\xff\xe1" + struct.pack(">H", 2 + 6 + 8 + len(data)) + b"Exif\0\0" + start + data
+    file = io.BytesIO()
+    PIL.Image.new("RGB", (8, 6)).save(file, "JPEG")
+    jpeg = file.getvalue()
+    (bitmap,) = decoded_files([jpeg[:2] + exif + jpeg[2:]], image_library().decoder)
+    assert {bitmap.width, bitmap.height} == {8, 6}
+
+
+def test_all_images_of_a_call_share_one_limit_of_time_and_one_of_pixels() -> None:
+    def refused(*files: bytes) -> str:
+        with pytest.raises(BadRequest) as refused:
+            decoded_files(files, image_library().decoder)
+        return str(refused.value)
+
+    before_s = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+    assert refused(*[slow_jpeg(20_000)] * 5).startswith("image 1 of 5 cannot be read: decoding it")
+    used_s = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - before_s
+    assert used_s < 14  # not 5 times 5 s
+    words = refused(*[png(7000, 7000, None)] * 5)
+    assert words.startswith("image 5 of 5 cannot be read: the images of a request may have")
 
 
 def test_pixels_are_those_of_the_file() -> None:

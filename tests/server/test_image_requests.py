@@ -256,7 +256,6 @@ def test_a_request_may_have_many_images_but_not_any_number() -> None:
     markers = {images.take("messages[0]", URL) for _ in range(MOST_IMAGES)}
     assert len(markers) == 1
     found = asyncio.run(images.fetched(asyncio.Semaphore()))
-    assert found is not None
-    assert found.files == (IMAGE,) * MOST_IMAGES
+    assert [image.file for image in found] == [IMAGE] * MOST_IMAGES
     with pytest.raises(BadRequest, match=f"may have {MOST_IMAGES} images"):
         images.take("messages[0]", URL)

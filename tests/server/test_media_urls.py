@@ -182,13 +182,13 @@ def test_any_text_is_an_address_or_refused(text: str) -> None:
         assert " " not in place.target
 
 
-def collected(*urls: str, rules: MediaRules) -> list[bytes]:
-    async def all_of() -> list[bytes]:
+def collected(*urls: str, rules: MediaRules) -> list[bytes | BadRequest]:
+    async def all_of() -> list[bytes | BadRequest]:
         images = ConversationImages(rules, are_read=True)
         for at, url in enumerate(urls):
             images.take(f"messages[{at}]", url)
         found = await images.fetched(asyncio.Semaphore(MOST_FETCHES))
-        return [] if found is None else list(found.files)
+        return [image.file for image in found]
 
     return asyncio.run(all_of())
 

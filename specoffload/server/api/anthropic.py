@@ -31,7 +31,6 @@ from specoffload.server.api.message_input import CountRequest, MessagesRequest, 
 from specoffload.server.api.refusals import Api, error_body, problem_response
 from specoffload.server.api.requests import ChatRequest, ConversationRequest
 from specoffload.server.api.streaming import EventWording
-from specoffload.server.engine import calls
 from specoffload.server.engine.messages import Problem, Started
 
 # Anthropic's clients then send the whole conversation, as before there were threads.
@@ -204,8 +203,7 @@ def anthropic_router(context: ServerContext) -> APIRouter:
         """The number of tokens that a conversation takes as a prompt."""
         chat, ignored = as_chat(body)
         ignore(request, ignored)
-        text, images = await context.rendered(request, checked(chat, ConversationRequest))
-        n_tokens = await context.engine.call(calls.count_tokens, text, images)
+        n_tokens = await context.n_tokens(request, checked(chat, ConversationRequest))
         return JSONResponse({"input_tokens": n_tokens})
 
     return router

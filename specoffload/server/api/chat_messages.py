@@ -28,12 +28,17 @@ _TEXT_TYPES = ("text", "input_text", "output_text", "refusal")
 
 
 def template_message(
-    at: int, message: ChatMessage, images: ConversationImages, *, is_last: bool = False
+    at: int,
+    message: ChatMessage,
+    images: ConversationImages,
+    *,
+    is_last: bool = False,
+    is_old: bool = False,
 ) -> tuple[dict[str, Any] | None, list[int | None]]:
     """Return a message as templates take it, and its cache points as `CachePoint.n_chars`.
 
-    The message is None if nothing of it is for the model. `is_last`: it is the question. Raises
-    BadRequest.
+    The message is None if nothing of it is for the model. `is_last`: it is the question. `is_old`:
+    it was answered, so a client sends it with each later request. Raises BadRequest.
     """
     where = f"messages[{at}]"
     if message.content is None and message.role not in ("assistant", "tool") and not is_last:
@@ -47,7 +52,7 @@ def template_message(
         "reasoning_content": _thoughts(message),
         "tool_call_id": message.tool_call_id,
     }
-    content, ends = _content(where, message, images)
+    content, ends = _content(where, message, images, is_old=is_old)
     n_billing = billing_chars(message.role, content)
     if n_billing:
         content = content[n_billing:]
@@ -143,7 +148,9 @@ def _thoughts(message: ChatMessage) -> str | None:
     return None
 
 
-def _content(where: str, message: ChatMessage, images: ConversationImages) -> tuple[str, list[int]]:
+def _content(
+    where: str, message: ChatMessage, images: ConversationImages, *, is_old: bool
+) -> tuple[str, list[int]]:
     """Return a message's text, and the numbers of its characters before the cache points in it."""
     if message.content is None:
         # An answer may have calls or reasoning alone, and a tool may return nothing.
@@ -153,14 +160,24 @@ def _content(where: str, message: ChatMessage, images: ConversationImages) -> tu
     if isinstance(message.content, str):
         return message.content, []
     content, ends = "", []
+    name = _image_name(where, message, is_old=is_old)
     for part in message.content:
-        content += _text(where, message.role, part, images)
+        content += _text(where, message.role, part, images, name)
         if part.cache_control is not None:
             ends.append(len(content))
     return content, ends
 
 
-def _text(where: str, role: str, part: TextPart, images: ConversationImages) -> str:
+def _image_name(where: str, message: ChatMessage, *, is_old: bool) -> str:
+    """Return what an image of the message is called if it is left out; "" if it has to be read."""
+    if message.role == "tool":
+        return f"image in the result of {message.tool_call_id or 'a call'}"
+    return f"image in {where}" if is_old and message.role in ("user", "assistant") else ""
+
+
+def _text(
+    where: str, role: str, part: TextPart, images: ConversationImages, image_name: str
+) -> str:
     """Return the text of a part, or the marker of an image; empty if the part is left out.
 
     Raises BadRequest for images, sounds, videos and files that cannot be read, except in results
@@ -170,7 +187,8 @@ def _text(where: str, role: str, part: TextPart, images: ConversationImages) -> 
         return part.text or part.refusal or ""
     if part.type == "image_url" and (images.are_read or role != "tool"):
         given = part.image_url
-        return images.take(where, given.url if isinstance(given, ImageUrl) else given)
+        url = given.url if isinstance(given, ImageUrl) else given
+        return images.take(where, url, image_name)
     if part.foreign is not None:
         if role == "assistant" and thoughts_of(part.foreign) is not None:
             return ""

@@ -16,6 +16,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from offload.errors import BadRequest
 from specoffload.chat.conversation import ChatSettings
 from specoffload.chat.format import ChatFormat, ChatPrompt
 from specoffload.chat.tool_schemas import SchemaNote
@@ -31,7 +32,20 @@ from specoffload.server.api.body import (
     read_json,
 )
 from specoffload.server.api.chat_messages import left_out_places, omitted_parts
-from specoffload.server.api.images import MOST_FETCHES, ConversationImages, MediaRules
+from specoffload.server.api.image_reading import (
+    ImageReader,
+    ImageText,
+    needed_images,
+    until_left,
+)
+from specoffload.server.api.images import (
+    MOST_FETCHES,
+    MOST_IMAGES,
+    OMITTED,
+    ConversationImages,
+    MediaRules,
+    TakenImage,
+)
 from specoffload.server.api.kept import STREAM_ID, KeptStreams
 from specoffload.server.api.parameters import (
     conversation_of,
@@ -55,6 +69,7 @@ from specoffload.server.engine.messages import (
     Problem,
     Prompt,
     RequestFailed,
+    TextWithImages,
     unavailable,
 )
 from specoffload.server.log import add_words
@@ -102,6 +117,7 @@ class ServerContext:
         self._strict_model = strict_model
         self.media = media or MediaRules()
         self._fetches = asyncio.Semaphore(MOST_FETCHES)
+        self._reader = ImageReader(engine)
         self._logged: set[str] = set()  # notes that were logged
 
     @property
@@ -177,15 +193,57 @@ class ServerContext:
         self._log_once(prompt.notes)
         self._note_omitted(request, body)
         asked = answer_options(prompt, options)
-        found = await images.fetched(self._fetches)
-        return ChatJob(prompt.text, asked, found, prompt.cache_ends), prompt
+        text = ImageText(prompt.text, images.marker, prompt.cache_ends)
+        taken = await images.fetched(self._fetches)
+        ((text, found),) = await self._images_read(request, [(text, taken)], add_special=False)
+        self._note_left_out(request, [*images.left_out, *text.left_out])
+        return ChatJob(text.text, asked, found, text.ends), prompt
 
     def _images(self, marker: str | None = None) -> ConversationImages:
         return ConversationImages(self.media, are_read=self.card.reads_images, marker=marker)
 
-    def prompts(self, given: object) -> list[Prompt]:
-        """Return the prompts in the field `prompt`. Raises BadRequest."""
-        return prompts_of(given, media=self.media, are_read=self.card.reads_images)
+    async def prompts(self, request: Request, given: object) -> list[Prompt]:
+        """Return the prompts in the field `prompt`, and read their images. Raises BadRequest."""
+        prompts = prompts_of(given, media=self.media, are_read=self.card.reads_images)
+        asked = [prompt for prompt in prompts if isinstance(prompt, TextWithImages)]
+        if sum(len(prompt.images.files) for prompt in asked) > MOST_IMAGES:
+            raise BadRequest(f"the prompts of a request may have {MOST_IMAGES} images together")
+        wanted = [
+            (ImageText(prompt.text, prompt.images.marker), needed_images(prompt.images))
+            for prompt in asked
+        ]
+        read = iter(await self._images_read(request, wanted, add_special=True))
+        return [
+            TextWithImages(prompt.text, next(read)[1] or prompt.images)
+            if isinstance(prompt, TextWithImages)
+            else prompt
+            for prompt in prompts
+        ]
+
+    async def _images_read(
+        self,
+        request: Request,
+        wanted: Sequence[tuple[ImageText, Sequence[TakenImage]]],
+        *,
+        add_special: bool,
+    ) -> list[tuple[ImageText, PromptImages | None]]:
+        decoder = self.card.image_decoder
+        if decoder is None or not any(images for _, images in wanted):
+            return [(text, None) for text, _ in wanted]
+        reader, client = self._reader, client_of(request)
+        read = reader.read(wanted, decoder, client, add_special=add_special)
+        return await until_left(request.receive, read)
+
+    def _note_left_out(self, request: Request, names: Sequence[str]) -> None:
+        """Tell client and operator which images could not be read and are left out."""
+        if not names:
+            return
+        ignore(request, names)
+        add_words(request.scope, f"images left out: {len(names)}")
+        self._log_once(
+            ["an image of a tool or of an earlier turn cannot be read: the model gets "
+             f"{OMITTED} in its place"]
+        )  # fmt: skip
 
     def _note_thinking(
         self, request: Request, body: ConversationRequest, prompt: ChatPrompt
@@ -227,7 +285,7 @@ class ServerContext:
 
     async def rendered(
         self, request: Request, body: ConversationRequest, marker: str | None = None
-    ) -> tuple[str, PromptImages | None]:
+    ) -> tuple[str, ConversationImages]:
         """Return the prompt text of a conversation, and its images. Raises BadRequest.
 
         `marker` stands for each image. Without it, each call makes a new one.
@@ -239,11 +297,21 @@ class ServerContext:
         conversation = replace(conversation_of(body, self._chat, images), cache_points=())
         prompt = await self._renderer.prepare(self._chat_format(), conversation)
         self._note_thinking(request, body, prompt)
-        return prompt.text, await images.fetched(self._fetches)
+        return prompt.text, images
+
+    async def n_tokens(self, request: Request, body: ConversationRequest) -> int:
+        """Return the number of a conversation's tokens. Images are counted, and not decoded."""
+        rendered, images = await self.rendered(request, body)
+        taken = await images.fetched(self._fetches)
+        text, sized = ImageText(rendered, images.marker), None
+        if taken and self.card.image_decoder is not None:
+            text, sized = await self._reader.sized(text, taken, self.card.image_decoder)
+        self._note_left_out(request, [*images.left_out, *text.left_out])
+        return int(await self.engine.call(count_tokens, text.text, sized))
 
     async def counted(self, request: Request, body: ConversationRequest) -> dict[str, Any]:
         """Return the number of a conversation's tokens in the form of OpenAI's /responses API."""
-        n_tokens = await self.engine.call(count_tokens, *await self.rendered(request, body))
+        n_tokens = await self.n_tokens(request, body)
         return {"object": "response.input_tokens", "input_tokens": n_tokens}
 
     def _chat_format(self) -> ChatFormat:

@@ -1,7 +1,9 @@
 """Takes the images out of a request. A marker in the text stands for each of them.
 
-Files are only collected and fetched here. The engine's process has them decoded
-(`offload/images/decoding.py`).
+Files are only collected and fetched here. `api/image_reading.py` has them decoded.
+
+An image of the last turn has to be read. A program sends the images of earlier turns and of its
+tools with each later request, so one that cannot be read is left out, and named in the answer.
 """
 
 from __future__ import annotations
@@ -10,10 +12,11 @@ import asyncio
 import base64
 import binascii
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 from offload.errors import BadRequest
 from offload.images.decoding import MOST_FILE_BYTES, NO_IMAGES
@@ -24,6 +27,10 @@ from specoffload.session.images import PromptImages
 
 MOST_IMAGES = 64  # in one request
 MOST_FETCHES = 4  # files that are fetched at once, for all requests
+OMITTED = "[image omitted]"  # what the model reads in place of an image that is left out
+_OMITTED_STEP = 16  # by how many images of a history at a time are left out
+_ANY_TYPE = ("", "application/octet-stream", "binary/octet-stream")  # of a data URL
+_URL_SAFE = str.maketrans("-_", "+/")
 _FETCHING_S = 30.0  # all files of a request have to be fetched within this time
 # llama-server's words
 _NO_MEDIA = "Multimodal data provided, but model does not support multimodal requests."
@@ -73,7 +80,7 @@ def text_with_images(
             f"files, and the marker is {rules.marker} (media_marker of /props)"
         )
     places = (f"{where}.multimodal_data[{at}]" for at in range(len(data)))
-    files = tuple(_decoded(place, file) for place, file in zip(places, data, strict=True))
+    files = tuple(from_base64(place, file) for place, file in zip(places, data, strict=True))
     return TextWithImages(text, PromptImages(rules.marker, files))
 
 
@@ -82,6 +89,19 @@ class _Remote(NamedTuple):
 
     where: str
     url: str
+
+
+@dataclass(frozen=True)
+class TakenImage:
+    """An image of a conversation: its file, or why there is none.
+
+    `where` is its place in messages. `name` is what it is called if it is left out; "" if the
+    request has to be refused without it.
+    """
+
+    where: str
+    name: str
+    file: bytes | BadRequest
 
 
 class ConversationImages:
@@ -95,53 +115,66 @@ class ConversationImages:
         Without `marker`, a new one is made, which no text can contain, because nobody can guess it.
         """
         self.are_read, self._rules = are_read, rules or MediaRules()
-        self._marker = marker or new_marker()
-        self._files: list[bytes | _Remote] = []
+        self.marker = marker or new_marker()
+        self.left_out: list[str] = []  # names of images that no model without a projector reads
+        self._taken: list[tuple[str, str, bytes | _Remote | BadRequest]] = []
 
-    async def fetched(self, places: asyncio.Semaphore) -> PromptImages | None:
-        """Fetch the images at http addresses, and return all images. None if there are none.
+    async def fetched(self, places: asyncio.Semaphore) -> list[TakenImage]:
+        """Fetch the images at http addresses, and return all images.
 
-        `places` has a place for each fetch that may run. Raises BadRequest if one fails.
+        `places` has a place for each fetch that may run. Raises BadRequest if an image fails that
+        the request needs, or if the files that it needs have too many bytes together.
         """
-        if not self._files:
-            return None
-        wanted = {file.url: file for file in self._files if isinstance(file, _Remote)}
-        got = await _all_fetched(list(wanted.values()), self._rules, places) if wanted else {}
-        files = [got[file.url] if isinstance(file, _Remote) else file for file in self._files]
-        if sum(map(len, files)) > MOST_BYTES:
-            raise BadRequest(f"the images of a request may have {MOST_BYTES} bytes together")
-        return PromptImages(self._marker, tuple(files))
+        remotes = [(f, bool(name)) for _, name, f in self._taken if isinstance(f, _Remote)]
+        needed = {f.url for f, may_fail in remotes if not may_fail}
+        wanted = {f.url: f for f, _ in remotes}
+        got: Mapping[str, bytes | BadRequest] = {}
+        if wanted:
+            got = await _all_fetched(list(wanted.values()), needed, self._rules, places)
+        return [
+            TakenImage(where, name, got[file.url] if isinstance(file, _Remote) else file)
+            for where, name, file in self._taken
+        ]
 
-    def take(self, where: str, url: str | None) -> str:
+    def take(self, where: str, url: str | None, name: str = "") -> str:
         """Return the marker for the image at `url`. `where` names its place in messages.
 
-        Raises BadRequest without a projector, and for an address that is not read.
+        `name` is what the image is called if it can be left out. Raises BadRequest for an image
+        that cannot: without a projector, and for an address that is not read.
         """
         if not self.are_read:
-            raise BadRequest(NO_IMAGES)
-        if not url:
-            raise BadRequest(f"{where}: the image has no url")
-        if len(self._files) == MOST_IMAGES:
+            if not name:
+                raise BadRequest(NO_IMAGES)
+            self.left_out.append(name)
+            return OMITTED
+        file: bytes | _Remote | BadRequest
+        try:
+            if not url:
+                raise BadRequest(f"{where}: the image has no url")
+            file = self._file(where, url.strip())
+        except BadRequest as e:
+            if not name:
+                raise
+            file = e
+        if not name and sum(not own_name for _, own_name, _ in self._taken) == MOST_IMAGES:
             raise BadRequest(f"{where}: a request may have {MOST_IMAGES} images")
-        self._files.append(self._file(where, url))
-        return self._marker
+        self._taken.append((where, name, file))
+        return self.marker
 
     def _file(self, where: str, url: str) -> bytes | _Remote:
-        if url.startswith("data:"):
-            kind, _, data = url.partition(",")
-            if not (kind.startswith("data:image/") and kind.endswith("base64")):
-                raise BadRequest(f"{where}: {kind[:80]!r} is not data:image/TYPE;base64")
-            return _decoded(where, data)
-        if url.startswith("file://"):
-            return self._local(where, url.removeprefix("file://"))
-        if url.startswith(("http://", "https://")):
+        scheme = url[:8].lower()
+        if scheme.startswith("data:"):
+            return _in_data_url(where, url)
+        if scheme.startswith("file://"):
+            return self._local(where, url[len("file://") :])
+        if scheme.startswith(("http://", "https://")):
             if self._rules.urls == "none":
                 raise BadRequest(
                     f"{where}: this server fetches no addresses without --allow-media-urls: send "
                     "the image as data:image/png;base64,..."
                 )
             return _Remote(where, url)
-        return _decoded(where, url)  # as llama-server takes it
+        return from_base64(where, url)  # as llama-server takes it
 
     def _local(self, where: str, name: str) -> bytes:
         if self._rules.folder is None:
@@ -163,37 +196,95 @@ class ConversationImages:
             raise BadRequest(f"{where}: {name[:200]!r} cannot be read ({e.strerror})") from e
 
 
+def chosen(images: Sequence[TakenImage]) -> list[TakenImage]:
+    """Return the images with an error in place of each file that exceeds the limits of a request.
+
+    The request's own images come first, then those of its history from the last to the first. Old
+    ones are left out in steps, so that the beginning of a prompt stays the same for some requests.
+    """
+    n_needed = sum(not image.name for image in images)
+    n_old = len(images) - n_needed
+    n_over = max(0, len(images) - MOST_IMAGES)
+    n_out = min(n_old, -(-n_over // _OMITTED_STEP) * _OMITTED_STEP)
+    old = [at for at, image in enumerate(images) if image.name]
+    left_out = set(old[:n_out])
+    n_bytes = 0
+    order = [at for at, image in enumerate(images) if not image.name] + old[n_out:][::-1]
+    for at in order:
+        file = images[at].file
+        n_bytes += 0 if isinstance(file, BadRequest) else len(file)
+        if n_bytes > MOST_BYTES:
+            if not images[at].name:
+                raise BadRequest(f"the images of a request may have {MOST_BYTES} bytes together")
+            left_out.add(at)
+            n_bytes -= len(file) if isinstance(file, bytes) else 0
+    too_many = BadRequest(f"a request may have {MOST_IMAGES} images of {MOST_BYTES} bytes together")
+    return [
+        replace(image, file=too_many) if at in left_out else image
+        for at, image in enumerate(images)
+    ]
+
+
 async def _all_fetched(
-    wanted: Sequence[_Remote], rules: MediaRules, places: asyncio.Semaphore
-) -> dict[str, bytes]:
-    """Return the files at these addresses. The first failure ends the other fetches."""
+    wanted: Sequence[_Remote], needed: Collection[str], rules: MediaRules, places: asyncio.Semaphore
+) -> dict[str, bytes | BadRequest]:
+    """Return the files at these addresses, or why there is none.
+
+    The first failure at a `needed` address ends the other fetches, and is raised.
+    """
     limits = FetchLimits(MOST_FILE_BYTES, only_public=rules.urls != "all")
-    got: dict[str, bytes] = {}
+    late = BadRequest(f"fetching the images takes over {_FETCHING_S:g} s")
+    got: dict[str, bytes | BadRequest] = {remote.url: late for remote in wanted}
 
     async def get(remote: _Remote) -> None:
         async with places:
-            if sum(map(len, got.values())) > MOST_BYTES:
-                raise BadRequest(f"the images of a request may have {MOST_BYTES} bytes together")
-            try:
-                got[remote.url] = await fetched(remote.url, limits)
-            except BadRequest as e:
-                raise BadRequest(f"{remote.where}: the image cannot be fetched: {e}") from e
+            if sum(len(file) for file in got.values() if isinstance(file, bytes)) > MOST_BYTES:
+                why = BadRequest(f"the images of a request may have {MOST_BYTES} bytes together")
+            else:
+                try:
+                    got[remote.url] = await fetched(remote.url, limits)
+                    return
+                except BadRequest as e:
+                    why = BadRequest(f"{remote.where}: the image cannot be fetched: {e}")
+        if remote.url in needed:
+            raise why
+        got[remote.url] = why
 
     try:
         async with asyncio.timeout(_FETCHING_S), asyncio.TaskGroup() as group:
-            for remote in wanted:
+            for remote in sorted(wanted, key=lambda remote: remote.url not in needed):
                 group.create_task(get(remote))
     except* BadRequest as e:
         why = e.exceptions[0]
         raise BadRequest(str(why)) from why
     except* TimeoutError as e:
-        raise BadRequest(f"fetching the images takes over {_FETCHING_S:g} s") from e
+        if any(got[url] is late for url in needed):
+            raise late from e
     return got
 
 
-def _decoded(where: str, data: str) -> bytes:
+def _in_data_url(where: str, url: str) -> bytes:
+    """Return the bytes of a data URL (RFC 2397). What type of image they are, they say."""
+    kind, comma, data = url.partition(",")
+    media_type, *parameters = (part.strip() for part in kind[len("data:") :].lower().split(";"))
+    is_image = media_type.startswith("image/") or media_type in _ANY_TYPE
+    if not comma or not is_image or "base64" not in parameters[-1:]:
+        raise BadRequest(f"{where}: {kind[:80]!r} is not data:image/TYPE;base64")
+    return from_base64(where, unquote(data) if "%" in data else data)
+
+
+def from_base64(where: str, data: str) -> bytes:
+    """Return the bytes of base64 in any form that programs write.
+
+    It may have line feeds and blanks (RFC 2045), the alphabet for addresses (RFC 4648) and no
+    padding, and may be a data URL. Raises BadRequest for anything else.
+    """
+    data = data.strip()
+    if data[:5].lower() == "data:":
+        return _in_data_url(where, data)
+    packed = "".join(data.split()).translate(_URL_SAFE).rstrip("=")
     try:
-        found = base64.b64decode(data, validate=True)
+        found = base64.b64decode(packed + "=" * (-len(packed) % 4), validate=True)
     except (binascii.Error, ValueError) as e:
         raise BadRequest(f"{where}: the image is not base64 ({e})") from e
     if not found:

@@ -40,7 +40,7 @@ def native_router(context: ServerContext) -> APIRouter:
     async def completion(request: Request, body: NativeRequest) -> Response:
         """Continues each prompt; several prompts are answered with a list."""
         options = context.options(request, body)
-        prompts = context.prompts(body.prompt)
+        prompts = await context.prompts(request, body.prompt)
         jobs = [CompletionJob(prompt, options) for prompt in prompts]
 
         wording = NativeWording(context.card.name, options, prompts, body)

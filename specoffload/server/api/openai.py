@@ -87,7 +87,7 @@ def openai_router(context: ServerContext) -> APIRouter:
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """Continues each prompt `n` times."""
         options = context.options(request, body)
-        prompts = context.prompts(body.prompt)
+        prompts = await context.prompts(request, body.prompt)
         n = body.n or 1
         if n * len(prompts) > MAX_ANSWERS:
             raise BadRequest(f"{len(prompts)} prompts times n {n}: at most {MAX_ANSWERS} answers")

@@ -320,9 +320,15 @@ def conversation_of(
     images = images or ConversationImages(are_read=False)
     points: list[CachePoint] = []
     messages: list[dict[str, Any]] = []
+    answers = [
+        at for at, message in enumerate(request.messages[:-1]) if message.role == "assistant"
+    ]
+    n_old = 1 + max(answers, default=-1)
     for at, message in enumerate(request.messages):
         is_last = at == len(request.messages) - 1
-        found, own_points = template_message(at, message, images, is_last=is_last)
+        found, own_points = template_message(
+            at, message, images, is_last=is_last, is_old=at < n_old
+        )
         if found is not None:
             points += [CachePoint("message", len(messages), end) for end in own_points]
             messages.append(found)

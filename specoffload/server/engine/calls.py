@@ -158,6 +158,14 @@ def count_tokens(session: Session, text: str, images: PromptImages | None) -> in
     return len(chat_tokens(session, text, images))
 
 
+def check_fits(session: Session, text: str, images: PromptImages, add_special: bool) -> None:
+    """Raise PromptTooLong if the context has no room for the prompt with images of these sizes."""
+    check_text(text, session.card)
+    tokens = session.image_prompt(images.parts(text), add_special=add_special)
+    if len(tokens) >= session.card.n_ctx:
+        raise PromptTooLong(len(tokens), session.card.n_ctx)
+
+
 def _tokens(session: Session, prompt: Prompt) -> list[int]:
     if isinstance(prompt, TextWithImages):
         check_text(prompt.text, session.card)

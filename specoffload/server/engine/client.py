@@ -33,6 +33,7 @@ from specoffload.server.engine.messages import (
     Result,
     Started,
     Submit,
+    images_of,
     unavailable,
 )
 from specoffload.server.engine.process import Factory
@@ -68,6 +69,8 @@ class Ticket:
         self._hear = hear
         self._give_up = give_up
         self._over = False
+        images = images_of(job)
+        self._pixels = images.stored if images is not None else None
 
     def put(self, event: JobEvent, made_at_s: float = 0.0) -> None:
         """Deliver an event; none is delivered after the last one."""
@@ -77,13 +80,21 @@ class Ticket:
             self.n_tokens += len(event.tokens)
         else:
             self._over = isinstance(event, Finished | Problem)
+            self._give_back_pixels()
         self._hear(event, made_at_s)
 
     def cancel(self) -> None:
         """Cancel the job and free its place. May be called repeatedly."""
         if not self._over:
             self._over = True
+            self._give_back_pixels()
             self._give_up(self)
+
+    def _give_back_pixels(self) -> None:
+        """Free the pixels, as the engine has read the prompt or will not read it."""
+        pixels, self._pixels = self._pixels, None
+        if pixels is not None:
+            pixels.give_back()
 
 
 class EngineClient(Supervisor):

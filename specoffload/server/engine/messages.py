@@ -75,6 +75,15 @@ GeneratingJob = CompletionJob | ChatJob | InfillJob
 Job = GeneratingJob | EngineCall
 
 
+def images_of(job: Job) -> PromptImages | None:
+    """Return the images of a job's prompt, None if it has none."""
+    if isinstance(job, ChatJob):
+        return job.images
+    if isinstance(job, CompletionJob) and isinstance(job.prompt, TextWithImages):
+        return job.prompt.images
+    return None
+
+
 @dataclass(frozen=True)
 class Submit:
     """Start a job. Job ids rise by one with every job."""
