@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from offload.errors import BadRequest
 from specoffload.chat.conversation import ChatSettings
@@ -80,7 +80,6 @@ from specoffload.session.images import PromptImages
 _OVERHEAD_BYTES = 2**20  # room for tools, schemas, and the JSON around a prompt
 _MOST_LOGGED = 1000
 _MOST_NAME_CHARS = 80
-_HELD = "specoffload.held"  # key in a request's scope: what is held until it is answered
 
 log = logging.getLogger("specoffload.server")
 
@@ -135,10 +134,10 @@ class ServerContext:
 
     # ---- requests
 
-    async def json_of(self, request: Request) -> dict[str, Any]:
+    async def json_of(self, request: Request, held: ExitStack) -> dict[str, Any]:
         """Read the request's body and return it as a JSON object.
 
-        The body counts as held until the request is answered. Raises RequestFailed: 413 for a body
+        The body counts as held until `held` is closed. Raises RequestFailed: 413 for a body
         over the limit, 503 while too many bytes of bodies are held, and 400 for anything but a
         JSON object.
         """
@@ -151,7 +150,7 @@ class ServerContext:
             limit_bytes = longest_bytes
         reading = self._bodies.read(request.stream(), limit_bytes, n_ctx if is_by_context else None)
         async with reading as data:
-            request.scope[_HELD].enter_context(self._bodies.hold(len(data)))
+            held.enter_context(self._bodies.hold(len(data)))
             return read_json(data)
 
     def options(self, request: Request, body: GenerationRequest) -> GenerateOptions:
@@ -343,33 +342,32 @@ class ServerContext:
         return self.streams.keep(stream_id, begin) if stream and stream_id else begin()
 
 
-class _Holding:
-    """Answers a request, and lets go of what is held for it when the answer is complete."""
+class _HeldResponse(Response):
+    """Another response, with which what is held for its request is let go."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, response: Response, held: ExitStack) -> None:
+        super().__init__()
+        self._response, self._held = response, held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with ExitStack() as held:
-            await self._app({**scope, _HELD: held}, receive, send)
+        with self._held:
+            await self._response(scope, receive, send)
 
 
 class BodyRoute(APIRoute):
     """A route whose body is read by `ServerContext.json_of`, before FastAPI checks it."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.app = _Holding(self.app)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def handle_read(request: Request) -> Response:
             context: ServerContext = request.app.state.context
-            read = _ReadRequest(_called_json(request.scope), request.receive)
-            if context.card and has_body(request.headers):
-                read.found = await context.json_of(request)
-            return await handle(read)
+            with ExitStack() as held:
+                read = _ReadRequest(_called_json(request.scope), request.receive)
+                if context.card and has_body(request.headers):
+                    read.found = await context.json_of(request, held)
+                response = await handle(read)
+                return _HeldResponse(response, held.pop_all())
 
         return handle_read if self.body_field is not None else handle
 
