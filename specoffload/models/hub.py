@@ -6,21 +6,19 @@ imported only if a name refers to the hub.
 
 from __future__ import annotations
 
-import difflib
-import errno
 import hashlib
 import os
 import re
 import shutil
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from offload.errors import BadModel
 from specoffload import report
-from specoffload.errors import FetchFailed, UsageError
+from specoffload.errors import FetchFailed, SpecOffloadError, UsageError
+from specoffload.models.hub_errors import PORTAL, check_variables, in_one_sentence
 from specoffload.models.names import HubName, choose, choose_file, choose_projector
 
 if TYPE_CHECKING:
@@ -51,11 +49,12 @@ def fetch(
 
     With `header_only`, only the beginning of each missing file is downloaded, and the rest of the
     file at the returned path is a hole. Otherwise `check` is called before a large download, and
-    may raise. Raises UsageError for a name that does not exist, and FetchFailed if the download
+    may raise. If anything fails, a file that was fetched before is used, and a note says why.
+    Without one, raises UsageError for a name that does not exist, and FetchFailed if the download
     fails.
     """
+    check_variables()
     from huggingface_hub import constants
-    from huggingface_hub.errors import LocalEntryNotFoundError
 
     cached = cached_model(name)
     if cached is not None and header_only:
@@ -68,12 +67,12 @@ def fetch(
             )
         return cached
     try:
-        with _in_one_sentence(name, token):
+        with in_one_sentence(name, token, suggests=cached is None):
             return _download_headers(name, token) if header_only else _download(name, token, check)
-    except (_Unreachable, LocalEntryNotFoundError) as e:
+    except SpecOffloadError as e:
         if cached is None:
-            raise FetchFailed(f"{name} cannot be fetched: {e}") from e
-        report.note(f"{e}: using {name} as it was fetched before")
+            raise
+        report.note(f"{e}; {name} is used as it was fetched before")
         return cached
 
 
@@ -82,50 +81,68 @@ def projector_beside(
 ) -> HubName | None:
     """The projector in the model's repository, or None if it has none.
 
-    A projector that was fetched before is found without a network. Raises FetchFailed and
+    A projector that was fetched before is found without a network. If the hub fails and the model
+    was fetched before, the answer is None, and a note says why. Otherwise raises FetchFailed and
     UsageError as `fetch` does.
     """
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import constants
 
-    _, files = hub_snapshot(_folder(name.repo))
+    _, files = hub_snapshot(_folder(name.repo), name.revision)
     with suppress(UsageError):  # the model was never fetched
         if found := choose_projector(files, _chosen(name, files)[0]):
-            return HubName(name.repo, file=found)
+            return HubName(name.repo, file=found, revision=name.revision)
     if offline or constants.HF_HUB_OFFLINE:
         return None
-    with _in_one_sentence(name, token):
-        info = HfApi(token=token).model_info(name.repo)
+    is_cached = cached_model(name) is not None
+    try:
+        with in_one_sentence(name, token, suggests=not is_cached):
+            info = _listing(name, token)
+    except SpecOffloadError as e:
+        if not is_cached:
+            raise
+        report.note(f"{e}; no projector was looked for there")
+        return None
     listed = [f.rfilename for f in info.siblings or () if f.rfilename.isprintable()]
     found = choose_projector(listed, _chosen(name, listed)[0])
-    return None if found is None else HubName(name.repo, file=found)
+    return None if found is None else HubName(name.repo, file=found, revision=name.revision)
 
 
 def cached_model(name: HubName) -> Path | None:
     """The path of the file as it was last fetched, or None if it was not fetched completely."""
-    snapshot, files = hub_snapshot(_folder(name.repo))
+    snapshot, files = hub_snapshot(_folder(name.repo), name.revision)
     try:
         return snapshot / _chosen(name, files)[0]
     except UsageError:
         return None
 
 
-def hub_snapshot(folder: Path) -> tuple[Path, list[str]]:
-    """The snapshot of `main` in a repository's folder of the hub's cache, and its files.
+def hub_snapshot(folder: Path, revision: str = "") -> tuple[Path, list[str]]:
+    """The snapshot of a revision in a repository's folder of the hub's cache, and its files.
 
-    There are no files if nothing was fetched.
+    "" is the branch main. There are no files if nothing was fetched, or none may be read.
     """
     try:
-        commit = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
-    except OSError:
+        commit = revision
+        if not _COMMIT.fullmatch(revision):
+            commit = _ref(folder, revision).read_text(encoding="utf-8").strip()
+        snapshot = folder / "snapshots" / commit
+        return snapshot, [
+            str(path.relative_to(snapshot))
+            for path in sorted(snapshot.rglob("*"))
+            if path.is_file()
+        ]
+    except (OSError, ValueError):
         return folder, []
-    snapshot = folder / "snapshots" / commit
-    return snapshot, [
-        str(path.relative_to(snapshot)) for path in sorted(snapshot.rglob("*")) if path.is_file()
-    ]
+
+
+def _ref(folder: Path, revision: str) -> Path:
+    """The file in the hub's cache that has the commit of a branch or a tag."""
+    return folder / "refs" / (revision or "main")
 
 
 def models_folder() -> Path:
-    """The folder of the hub's cache, where fetched models are kept."""
+    """The folder of the hub's cache, where fetched models are kept. Raises UsageError."""
+    check_variables()
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
@@ -136,20 +153,36 @@ def _folder(repo: str) -> Path:
     return models_folder() / f"models--{repo.replace('/', '--')}"
 
 
-class _Unreachable(FetchFailed):
-    """The hub cannot be reached now. A file fetched before may be used instead."""
-
-
 def _chosen(name: HubName, files: list[str]) -> tuple[str, ...]:
     if name.file:
         return choose_file(files, name.file, name.repo)
     return choose(files, name.quant, name.repo)
 
 
-def _download(name: HubName, token: str | None, check: Callable[[HubName], None]) -> Path:
-    from huggingface_hub import HfApi, hf_hub_download
+def _listing(name: HubName, token: str | None, *, has_sizes: bool = False) -> ModelInfo:
+    """Ask the hub for a repository's commit and files. Raises FetchFailed for another answer."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HFValidationError
 
-    info = HfApi(token=token).model_info(name.repo, files_metadata=True)
+    try:
+        return HfApi(token=token).model_info(
+            name.repo,
+            revision=name.revision or None,
+            files_metadata=has_sizes,
+            timeout=constants.HF_HUB_ETAG_TIMEOUT,
+        )
+    except (HFValidationError, UnicodeEncodeError):
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        if isinstance(e, OSError):  # a refusal by the hub
+            raise
+        raise FetchFailed(f"{constants.ENDPOINT} answered with no list of files: {PORTAL}") from e
+
+
+def _download(name: HubName, token: str | None, check: Callable[[HubName], None]) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    info = _listing(name, token, has_sizes=True)
     commit, files = _listed(name, info)
     if _check_room(name, files, info) > _CHECKED_BYTES:
         check(name)
@@ -157,12 +190,20 @@ def _download(name: HubName, token: str | None, check: Callable[[HubName], None]
     for file in files:
         fetch_blob(name.repo, file, commit, token)
         paths.append(Path(hf_hub_download(name.repo, file, revision=commit, token=token)))
-        (_headers(name, commit) / file).unlink(missing_ok=True)
-    # Downloads by commit do not write the commit of `main` to the cache.
-    note = _folder(name.repo) / "refs" / "main"
-    note.parent.mkdir(parents=True, exist_ok=True)
-    note.write_text(commit, encoding="utf-8")
+        with suppress(OSError):  # in a cache that is only read
+            (_headers(name, commit) / file).unlink(missing_ok=True)
+    if not _COMMIT.fullmatch(name.revision):
+        # Downloads by commit do not write the commit of a branch to the cache.
+        _write_ref(_ref(_folder(name.repo), name.revision), commit)
     return paths[0]
+
+
+def _write_ref(ref: Path, commit: str) -> None:
+    with suppress(OSError):
+        if ref.read_text(encoding="utf-8").strip() == commit:
+            return
+    ref.parent.mkdir(parents=True, exist_ok=True)
+    ref.write_text(commit, encoding="utf-8")
 
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -208,9 +249,9 @@ def _headers(name: HubName, commit: str) -> Path:
 
 def _download_headers(name: HubName, token: str | None) -> Path:
     """Download the headers of the model's parts to a folder in the hub's cache."""
-    from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
-    info = HfApi(token=token).model_info(name.repo)
+    info = _listing(name, token)
     commit, files = _listed(name, info)
     folder = _headers(name, commit)
     for file in files:
@@ -269,82 +310,6 @@ def _check_room(name: HubName, files: Sequence[str], info: ModelInfo) -> int:
             f"{free / _GIB:.1f} GiB are free: make room, or have HF_HOME name another disk"
         )
     return missing_bytes
-
-
-@contextmanager
-def _in_one_sentence(name: HubName, token: str | None) -> Iterator[None]:
-    """Turn errors of the hub, the network and the disk into FetchFailed or UsageError."""
-    from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        RepositoryNotFoundError,
-        XetDownloadError,
-    )
-
-    # The HTTP client's own errors: httpx's with huggingface_hub 1.x, httpx2's with 2.x.
-    http_error = HfHubHTTPError.__bases__[0]
-    assert issubclass(http_error, Exception)
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about a full disk, which was checked before
-            yield
-    except GatedRepoError as e:
-        raise FetchFailed(
-            f"{name.repo} is gated: accept its terms at {constants.ENDPOINT}/{name.repo}, and set "
-            "HF_TOKEN to a token of yours that may read it"
-        ) from e
-    except RepositoryNotFoundError as e:
-        near = _suggestion(name, token)
-        raise UsageError(f"{constants.ENDPOINT} has no repository {name.repo}{near}") from e
-    except HFValidationError as e:
-        raise UsageError(f"{name.repo}: {e}") from e
-    except HfHubHTTPError as e:
-        status = e.response.status_code
-        kind = _Unreachable if status >= 500 else FetchFailed
-        raise kind(f"{constants.ENDPOINT} answered {status}") from e
-    except http_error as e:
-        why = str(e) or type(e).__name__
-        raise _Unreachable(f"{constants.ENDPOINT} cannot be reached ({why})") from e
-    except XetDownloadError as e:
-        raise _Unreachable(f"the download of {name} broke off ({e}): start it again") from e
-    except OSError as e:
-        if e.errno in _NO_ROOM:
-            raise FetchFailed(
-                f"{_NO_ROOM[e.errno]} {constants.HF_HUB_CACHE}: make room and start again, or "
-                "have HF_HOME name another; the next start resumes the download"
-            ) from e
-        raise _Unreachable(f"the download of {name} broke off ({e}): start it again") from e
-    except ValueError as e:  # a file beyond plain HTTP's 50 GB without hf_xet, or no hub's answer
-        raise FetchFailed(f"{name} cannot be fetched: {' '.join(str(e).split())}") from e
-
-
-_NO_ROOM = {
-    errno.ENOSPC: "there is no room on the disk of",
-    errno.EDQUOT: "the quota is used up in",
-    errno.EFBIG: "files may not be as large (ulimit -f, or the file system's limit) in",
-}
-
-
-def _suggestion(name: HubName, token: str | None) -> str:
-    """The end of an error message: the most similar name on the hub, or a hint at HF_TOKEN."""
-    owner, _, model = name.repo.partition("/")
-    found = [*_ids(token, search=model), *_ids(token, author=owner)]
-    near = difflib.get_close_matches(name.repo, found, 1, cutoff=0.3) or found[:1]
-    words = f"; did you mean {near[0]}?" if near else ""
-    return words + (" (a private one needs HF_TOKEN)" if not words else "")
-
-
-def _ids(token: str | None, **asked: str) -> list[str]:
-    from huggingface_hub import HfApi
-
-    list_models: Callable[..., Iterable[object]] = HfApi(token=token).list_models
-    try:
-        return [str(getattr(model, "id", "")) for model in list_models(limit=50, **asked)]
-    except Exception:  # any error, since a suggestion is optional
-        return []
 
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -407,7 +372,7 @@ def _go_on(partial: Path, url: str, token: str | None, size_bytes: int, file: st
             while (n_before := there.tell()) < size_bytes:
                 try:
                     _append(there, url, token, lambda n: bar(n / size_bytes))
-                except OSError:  # disk errors, and refusals by the hub (HfHubHTTPError)
+                except (OSError, FetchFailed):  # disk errors, and refusals by the hub
                     raise
                 except Exception:
                     if there.tell() == n_before:
@@ -415,6 +380,9 @@ def _go_on(partial: Path, url: str, token: str | None, size_bytes: int, file: st
                 else:
                     if there.tell() == n_before:
                         raise OSError(f"no more than {n_before} of {size_bytes} bytes came")
+        if (n_came := there.tell()) != size_bytes:
+            there.truncate(0)
+            raise FetchFailed(f"{file} should have {size_bytes} bytes, and {n_came} came: {PORTAL}")
     return n_there > 0
 
 
@@ -429,13 +397,24 @@ def _append(
 
     Starts at the first byte again if the server ignores ranges.
     """
+    from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
     headers = build_hf_headers(token=token)
     if there.tell() or end is not None:
         headers["Range"] = f"bytes={there.tell()}-{'' if end is None else end - 1}"
-    with get_session().stream("GET", url, headers=headers, follow_redirects=True) as answer:
+    with get_session().stream(
+        "GET",
+        url,
+        headers=headers,
+        follow_redirects=True,
+        timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+    ) as answer:
         hf_raise_for_status(answer)
+        if answer.headers.get("Content-Type", "").startswith("text/html"):
+            raise FetchFailed(
+                f"{constants.ENDPOINT} answered with a page in place of a file: {PORTAL}"
+            )
         if there.tell() and answer.status_code != _PARTIAL_CONTENT:
             there.truncate(0)
             there.seek(0)

@@ -23,6 +23,7 @@ from specoffload.models.names import (
     HubName,
     OllamaName,
     choose_projector,
+    is_address,
     is_first_part,
     is_model,
     model_in,
@@ -86,7 +87,8 @@ def located(options: Options, environment: Environment, *, header_only: bool = F
     for field, repo_field in (("model", "hf_repo"), ("draft", "hf_repo_draft")):
         if repo_field in given:
             given[field] = given[repo_field]
-    alias = options.alias or (str(name).rpartition("/")[2] if name else None)
+    called = replace(name, revision="") if isinstance(name, HubName) else name
+    alias = options.alias or (str(called).rpartition("/")[2] if called else None)
     options = replace(options, model=model, draft=draft, given=given, alias=alias)
     return _with_projector(options, name, header_only=header_only)
 
@@ -134,6 +136,11 @@ def _with_projector(
 def _check_exists(path: Path, environment: Environment) -> None:
     """Raise BadModel for a path of no file, with the name that was probably meant."""
     if not path.exists():
+        if is_address(str(path)):
+            raise UsageError(
+                f"{str(path).replace(':/', '://', 1)}: only models of the Hugging Face hub are "
+                "fetched: fetch the file yourself, and name it"
+            )
         known = dict(installed_ollama(environment.ollama_folders))
         raise BadModel(f"{path}: no such file{name_hint(str(path), list(known))}")
 

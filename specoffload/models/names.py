@@ -12,31 +12,43 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 from specoffload.errors import UsageError
 
 _WORD = r"[A-Za-z0-9][\w.-]*"
+_NAME = re.compile(rf"({_WORD}/{_WORD})(?::({_WORD}))?/?")
 # An address may have lost a slash: `Path` reads two of them as one.
-_ADDRESS = r"https?:/{1,2}(?:www\.)?(?:hf\.co|huggingface\.co)/"
-_HUB = re.compile(rf"(?:{_ADDRESS}|(?:hf|huggingface)\.co/)?({_WORD}/{_WORD})(?::({_WORD}))?/?")
-_HUB_FILE = re.compile(
-    rf"{_ADDRESS}({_WORD}/{_WORD})/(?:blob|resolve)/main/([^?#]+\.gguf)(?:\?.*)?"
-)
+_SCHEME = re.compile(r"(?:https?|hf):/{1,2}(?=[^/])", re.I)
+_HOST = re.compile(r"(?:www\.)?(?:hf|huggingface)\.co/", re.I)
+# What follows a repository's address: a kind of page, a revision, and a path.
+_PAGE = re.compile(rf"({_WORD}/{_WORD})/(?:tree|blob|resolve|raw)/([^/]+)(?:/(.*))?")
+_REVISION = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)*")
+_MAIN = "main"
 _OLLAMA = re.compile(rf"ollama:((?:{_WORD}/)*{_WORD})(?::({_WORD}))?")
 OLLAMA_TAG = "latest"
 
 
 @dataclass(frozen=True)
 class HubName:
-    """A repository of the Hugging Face hub, and the quantisation or the file in it."""
+    """A repository of the Hugging Face hub, and the quantisation or the file in it.
+
+    `revision` is a branch, a tag or a commit; "" is the branch main.
+    """
 
     repo: str  # user/name
     quant: str = ""
     file: str = ""
+    revision: str = ""
 
     def __str__(self) -> str:
+        revision = quote(self.revision or _MAIN, safe="")
         if self.file:
-            return f"https://huggingface.co/{self.repo}/blob/main/{self.file}"
+            file = quote(self.file, safe="/+=@,()")
+            return f"https://huggingface.co/{self.repo}/blob/{revision}/{file}"
+        if self.revision:
+            page = f"https://huggingface.co/{self.repo}/tree/{revision}"
+            return f"{page}/{self.quant}" if self.quant else page
         return f"{self.repo}:{self.quant}" if self.quant else self.repo
 
 
@@ -52,9 +64,40 @@ class OllamaName:
 
 
 def read_hub_name(text: str, file: str = "") -> HubName | None:
-    """Read `user/repo[:quant]`, which may begin with the hub's address. None for other text."""
-    found = _HUB.fullmatch(text)
-    return HubName(found[1], found[2] or "", file) if found else None
+    """Read `user/repo[:quant]`, or an address of the hub. None for other text.
+
+    The address may be that of a repository, of a folder whose name is a quantisation, or of a file,
+    at any revision. `file` is another name of the file in it.
+    """
+    is_address = bool(_SCHEME.match(text) or _HOST.match(text))
+    rest = _HOST.sub("", _SCHEME.sub("", text, count=1), count=1)
+    if text.lower().startswith("http") and len(rest) == len(_SCHEME.sub("", text, count=1)):
+        return None  # another site
+    if is_address:
+        rest = re.split("[?#]", rest, maxsplit=1)[0].rstrip("/")
+    if page := _PAGE.fullmatch(rest):
+        return _read_page(page, file) if is_address else None
+    if found := _NAME.fullmatch(rest):
+        return HubName(found[1], found[2] or "", file)
+    return None
+
+
+def _read_page(page: re.Match[str], file: str) -> HubName | None:
+    repo, revision, path = page[1], unquote(page[2]), unquote(page[3] or "")
+    if not _REVISION.fullmatch(revision):
+        return None
+    revision = "" if revision == _MAIN else revision
+    if file or path.endswith(".gguf"):
+        return HubName(repo, file=file or path, revision=revision)
+    folder = path.rpartition("/")[2]
+    if folder and not re.fullmatch(_WORD, folder):
+        return None
+    return HubName(repo, folder, revision=revision)
+
+
+def is_address(text: str) -> bool:
+    """True for an address on the net, also for one that has lost a slash."""
+    return bool(_SCHEME.match(text))
 
 
 def read_name(text: str) -> HubName | OllamaName | None:
@@ -62,12 +105,13 @@ def read_name(text: str) -> HubName | OllamaName | None:
 
     A file's address on the hub names this file.
     """
-    if address := _HUB_FILE.fullmatch(text):
-        return HubName(address[1], file=address[2])
     ollama = _OLLAMA.fullmatch(text)
     if ollama:
         return OllamaName(ollama[1], ollama[2] or OLLAMA_TAG)
-    return None if text.endswith(".gguf") else read_hub_name(text)
+    found = read_hub_name(text)
+    if found is not None and not found.file and text.endswith(".gguf"):
+        return None
+    return found
 
 
 def may_name_model(word: str) -> bool:

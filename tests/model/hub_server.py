@@ -14,6 +14,18 @@ from typing import Any
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """An answer to every request. `only_files`: to requests for files, not for lists of them."""
+
+    status: int
+    body: bytes = b""
+    headers: tuple[tuple[str, str], ...] = ()
+    only_with_token: bool = False
+    only_files: bool = False
+    stalls: bool = False  # no answer at all
+
+
 @dataclass
 class Hub:
     """`repos`: repository -> file name -> bytes. `claimed`: false sizes that the listing states."""
@@ -27,8 +39,11 @@ class Hub:
     refused_ranges: int = 0  # number of requests with a Range header that still get a 503
     ranges: list[str] = field(default_factory=list)  # Range headers of requests
     n_downloads: int = 0
+    revisions: list[str] = field(default_factory=list)  # of the listings that were asked for
     commit: str = COMMIT
     down: bool = False  # every request gets a 503
+    refusals: dict[str, Refusal] = field(default_factory=dict)
+    refusal: Refusal | None = None  # one of `refusals`, which GET /set/NAME chooses
     is_stalled: threading.Event = field(default_factory=threading.Event)
     goes_on: threading.Event = field(default_factory=threading.Event)
     url: str = ""
@@ -55,17 +70,43 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             path, _, query = self.path.partition("?")
             parts = path.strip("/").split("/")
-            if hub.down:
+            if parts[0] == "set":
+                hub.refusal = hub.refusals[parts[1]] if len(parts) > 1 else None
+                self._json({})
+            elif hub.refusal is not None and self._is_refused(hub.refusal, parts):
+                self._answer(hub.refusal)
+            elif hub.down:
                 self._refuse(503, "")
             elif parts[:2] == ["api", "models"] and len(parts) == 2:
                 wanted = query.partition("search=")[2].partition("&")[0].lower()
                 self._json([{"id": repo} for repo in hub.repos if wanted in repo.lower()])
             elif parts[:2] == ["api", "models"]:
+                hub.revisions.append("/".join(parts[5:]) if parts[4:5] == ["revision"] else "")
                 self._repo("/".join(parts[2:4]))
             elif len(parts) >= 5 and parts[2] == "resolve":
                 self._file("/".join(parts[:2]), "/".join(parts[4:]))
             else:
                 self._refuse(404, "EntryNotFound")
+
+        def _is_refused(self, refusal: Refusal, parts: list[str]) -> bool:
+            has_token = bool(self.headers.get("Authorization"))
+            is_file = "resolve" in parts
+            return (has_token or not refusal.only_with_token) and (
+                is_file or not refusal.only_files
+            )
+
+        def _answer(self, refusal: Refusal) -> None:
+            if refusal.stalls:
+                hub.goes_on.wait(60)
+                self.close_connection = True
+                return
+            self.send_response(refusal.status)
+            for name, value in refusal.headers:
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(refusal.body)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(refusal.body)
 
         def _repo(self, repo: str) -> None:
             if repo in hub.gated:

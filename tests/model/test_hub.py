@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -14,18 +15,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hub_server import COMMIT, Hub, serving
+from hub_server import COMMIT, Hub, Refusal, serving
 
 from lab.synth import plan_preset, plan_shape, write_header_only
 from lab.synth.shape import resolve
+from specoffload.errors import FetchFailed
+from specoffload.models.hub_errors import in_one_sentence
+from specoffload.models.names import HubName
 
 ROOT = Path(__file__).parents[2]
 FETCH = """
-import sys
+import os, sys, urllib.request
 from specoffload.errors import SpecOffloadError
 from specoffload.models.hub import fetch
 from specoffload.models.names import read_hub_name
 for words in sys.argv[1:]:
+    if words.startswith("set"):
+        urllib.request.urlopen(f"{os.environ['HF_ENDPOINT']}/{words.replace(' ', '/')}").read()
+        continue
     offline, text = words.startswith("offline "), words.removeprefix("offline ")
     repo, _, file = text.partition(" ")
     try:
@@ -89,8 +96,10 @@ def environment(hub: Hub, home: Path) -> dict[str, str]:
     }
 
 
-def fetched(hub: Hub, home: Path, *names: str, most_bytes: int | None = None) -> list[str]:
-    """Run FETCH and return its lines. `most_bytes` limits the size of files it may write."""
+def fetching(
+    hub: Hub, home: Path, *names: str, most_bytes: int | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run FETCH. `most_bytes` limits the size of files it may write."""
 
     def limit() -> None:
         if most_bytes is not None:
@@ -98,7 +107,7 @@ def fetched(hub: Hub, home: Path, *names: str, most_bytes: int | None = None) ->
 
     done = subprocess.run(
         [sys.executable, "-c", FETCH, *names],
-        env=environment(hub, home),
+        env=environment(hub, home) | variables,
         capture_output=True,
         text=True,
         timeout=100,
@@ -106,7 +115,15 @@ def fetched(hub: Hub, home: Path, *names: str, most_bytes: int | None = None) ->
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    return done.stdout.splitlines()
+    return done
+
+
+def fetched(
+    hub: Hub, home: Path, *names: str, most_bytes: int | None = None, token: str | None = None
+) -> list[str]:
+    """Run FETCH, with `token` in HF_TOKEN, and return its lines."""
+    variables = {} if token is None else {"HF_TOKEN": token}
+    return fetching(hub, home, *names, most_bytes=most_bytes, **variables).stdout.splitlines()
 
 
 def test_llama_cpps_rules_choose_the_file(hub: Hub, home: Path) -> None:
@@ -240,6 +257,161 @@ def test_without_a_network_what_was_fetched_is_used(hub: Hub, home: Path) -> Non
     again, unfetched = fetched(hub, home, "maker/model-GGUF", "maker/other-GGUF")
     assert again == path
     assert "http://127.0.0.1:1 cannot be reached" in unfetched
+
+
+HTML = (("Content-Type", "text/html"),)
+REFUSALS = {
+    "429": (Refusal(429, b"<html>Too Many Requests</html>", HTML), "answered 429 (too many"),
+    "403": (Refusal(403, b"blocked by policy"), "answered 403: your network blocks it"),
+    "404": (Refusal(404, b"<html>nothing here</html>", HTML), "answered 404"),
+    "gone": (Refusal(401, headers=(("X-Error-Code", "RepoNotFound"),)), "has no repository"),
+    "gated": (Refusal(403, headers=(("X-Error-Code", "GatedRepo"),)), "maker/model-GGUF is gated"),
+    "500": (Refusal(500), "answered 500 (a fault of its own)"),
+    "407": (Refusal(407), "answered 407: the proxy asks for a password"),
+    "418": (Refusal(418), "answered 418"),
+    "page": (Refusal(200, b"<html>Log in to the WiFi</html>", HTML), "with no list of files"),
+    "json": (Refusal(200, b'{"error": "no"}'), "with no list of files: a login page"),
+    "list": (Refusal(200, b"[]"), "with no list of files: a login page"),
+    "other": (Refusal(200, b'{"id": "x", "sha": "../..", "siblings": []}'), "not a SHA-1"),
+    "empty": (
+        Refusal(200, b'{"id": "x", "sha": "%s", "siblings": []}' % COMMIT.encode()),
+        "has no GGUF model",
+    ),
+}  # fmt: skip
+
+
+def test_a_hub_that_refuses_stops_no_model_that_was_fetched(hub: Hub, home: Path) -> None:
+    hub.refusals = {name: refusal for name, (refusal, _) in REFUSALS.items()}
+    names = ["maker/model-GGUF", "maker/model-GGUF:Q8_0", "maker/model-GGUF m-Q8_0.gguf"]
+    before = fetched(hub, home, *names)
+    asked = [word for refused in REFUSALS for word in (f"set {refused}", *names)]
+    done = fetching(hub, home, *asked)
+    assert done.stdout.splitlines() == before * len(REFUSALS)
+    whole = " ".join(done.stderr.split())
+    for _, words in REFUSALS.values():
+        assert words in whole
+    assert whole.count("is used as it was fetched before") == 3 * len(REFUSALS)
+
+
+def test_a_hub_that_refuses_is_one_sentence_without_a_model(hub: Hub, home: Path) -> None:
+    hub.refusals = {name: refusal for name, (refusal, _) in REFUSALS.items()}
+    asked = [word for name in REFUSALS for word in (f"set {name}", "maker/model-GGUF")]
+    said = fetched(hub, home, *asked)
+    assert len(said) == len(REFUSALS)
+    for line, (_, words) in zip(said, REFUSALS.values(), strict=True):
+        assert words in line
+
+
+def test_files_that_a_page_replaces_are_not_taken_for_models(hub: Hub, home: Path) -> None:
+    page = b"<html>" + b" " * (2 * len(SMALL))  # longer than the file
+    hub.refusals = {
+        "page": Refusal(200, page, HTML, only_files=True),
+        "bytes": Refusal(200, page, only_files=True),
+    }
+    said = fetched(hub, home, "set page", "maker/model-GGUF", "set bytes", "maker/model-GGUF")
+    assert len(said) == 2
+    assert all(line.startswith("FetchFailed") for line in said), said
+    assert fetched(hub, home, "offline maker/model-GGUF")[0].startswith("FetchFailed")
+    (path,) = fetched(hub, home, "set", "maker/model-GGUF")
+    assert Path(path).read_bytes() == SMALL + b"4"
+
+
+def test_an_expired_token_is_named_with_what_to_do(hub: Hub, home: Path) -> None:
+    said = (("X-Error-Message", "Invalid credentials in Authorization header"),)
+    hub.refusals = {
+        "expired": Refusal(401, headers=said, only_with_token=True),
+        "no-repository": Refusal(
+            401, headers=(("X-Error-Code", "RepoNotFound"),), only_with_token=True
+        ),
+    }
+    both = ("set expired", "maker/model-GGUF", "set no-repository", "maker/model-GGUF")
+    for line in fetched(hub, home, *both, token="hf_expired"):
+        assert "the token in HF_TOKEN is expired or" in line
+        assert "hf_expired" not in line
+    (line,) = fetched(hub, home, "maker/model-GGUF", token="hf_“quoted”")
+    assert line == (
+        "FetchFailed the token in HF_TOKEN has letters that no token has: copy it again"
+    )
+    home.mkdir(exist_ok=True)
+    (home / "token").write_text("hf_stored", encoding="utf-8")
+    (line,) = fetched(hub, home, "set expired", "maker/model-GGUF")
+    assert f"the token in {home}/token is expired or invalid: replace it, or remove it" in line
+    (path,) = fetched(hub, home, "set", "maker/model-GGUF")
+    assert path.endswith("m-Q4_K_M.gguf")
+    assert fetched(hub, home, "set expired", "maker/model-GGUF") == [path]
+
+
+@pytest.mark.parametrize("endpoint", ["nonsense", "http://[", "http://nowhere.invalid", "ftp://x"])
+def test_an_address_of_no_hub_is_one_sentence(hub: Hub, home: Path, endpoint: str) -> None:
+    (path,) = fetched(hub, home, "maker/model-GGUF")
+    hub.url = endpoint
+    again, missing = fetched(hub, home, "maker/model-GGUF", "maker/other-GGUF")
+    if endpoint == "http://[":  # huggingface_hub cannot be imported
+        assert again == missing
+        assert again.startswith("UsageError HF_ENDPOINT or another variable of huggingface_hub")
+    else:
+        assert again == path
+        assert missing.startswith("FetchFailed")
+
+
+def test_a_hub_that_never_answers_is_left_in_time(hub: Hub, home: Path) -> None:
+    (path,) = fetched(hub, home, "maker/model-GGUF")
+    hub.refusal = Refusal(200, stalls=True)
+    done = fetching(hub, home, "maker/model-GGUF", HF_HUB_ETAG_TIMEOUT="1")
+    assert done.stdout.splitlines() == [path]
+    assert "cannot be reached" in " ".join(done.stderr.split())
+
+
+def test_a_proxy_that_fails_stops_no_model_that_was_fetched(hub: Hub, home: Path) -> None:
+    (path,) = fetched(hub, home, "maker/model-GGUF")
+    for proxy in ("http://127.0.0.1:1", "nonsense://x", "socks5://127.0.0.1:1"):
+        done = fetching(hub, home, "maker/model-GGUF", HTTP_PROXY=proxy, NO_PROXY="")
+        assert done.stdout.splitlines() == [path], proxy
+
+
+def test_a_cache_that_cannot_be_written_says_so(hub: Hub, home: Path, tmp_path: Path) -> None:
+    where = str(tmp_path / "file")
+    Path(where).write_text("no folder", encoding="utf-8")
+    (line,) = fetching(hub, home, "maker/model-GGUF", HF_HUB_CACHE=where).stdout.splitlines()
+    assert line.startswith(f"FetchFailed {where}, where models are kept, cannot be written (")
+    assert "HF_HOME" in line
+    for number, why in (
+        (errno.EROFS, "Read-only file system"),
+        (errno.EACCES, "Permission denied"),
+    ):
+        with (
+            pytest.raises(FetchFailed, match=rf"cannot be written \({why}\): have HF_HOME name"),
+            in_one_sentence(HubName("u/r"), None, suggests=False),
+        ):
+            raise OSError(number, why, "/elsewhere")
+
+
+def test_a_model_in_a_cache_that_is_only_read_is_used(hub: Hub, home: Path) -> None:
+    (path,) = fetched(hub, home, "maker/model-GGUF")
+    ref = home / "hub/models--maker--model-GGUF/refs/main"
+    ref.unlink()
+    ref.mkdir()  # cannot be read or written as a file
+    (said,) = fetched(hub, home, "maker/model-GGUF")
+    assert said.startswith(f"FetchFailed {home}/hub, where models are kept, cannot be written")
+    ref.rmdir()
+    ref.write_text(COMMIT, encoding="utf-8")
+    ref.chmod(0o400)
+    done = fetching(hub, home, "maker/model-GGUF")
+    assert (done.stdout.splitlines(), done.stderr) == ([path], ""), "nothing has to be written"
+
+
+def test_an_address_with_a_revision_names_that_revision(hub: Hub, home: Path) -> None:
+    older = "89abcdef" * 5
+    (path,) = fetched(hub, home, f"https://huggingface.co/maker/model-GGUF/tree/{COMMIT}/Q8_0")
+    assert path.endswith(f"snapshots/{COMMIT}/m-Q8_0.gguf")
+    hub.commit = older
+    address = "https://hf.co/maker/model-GGUF/resolve/refs%2Fpr%2F1/m-Q4_K_M.gguf?download=true"
+    (path,) = fetched(hub, home, address)
+    assert path.endswith(f"snapshots/{older}/m-Q4_K_M.gguf")
+    assert hub.revisions == [COMMIT, "refs%2Fpr%2F1"]
+    offline = fetched(hub, home, f"offline {address}", "offline maker/model-GGUF")
+    assert offline[0] == path
+    assert offline[1].startswith("FetchFailed"), "the branch main was never fetched"
 
 
 def program(hub: Hub, home: Path, *words: str) -> subprocess.CompletedProcess[str]:
