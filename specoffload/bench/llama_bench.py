@@ -131,7 +131,7 @@ def _markdown_line(cells: Sequence[str], widths: Sequence[int]) -> str:
 # Columns of a setting that a sweep varies: llama-bench's head of it, and the key.
 _SWEPT_COLUMNS = {
     "threads": "n_threads", "n_batch": "n_batch", "n_ubatch": "n_ubatch", "type_k": "type_k",
-    "type_v": "type_v", "fa": "flash_attn",
+    "type_v": "type_v", "ngl": "n_gpu_layers", "n_cpu_moe": "n_cpu_moe", "fa": "flash_attn",
 }  # fmt: skip
 _SPEED_WIDTH = 18
 
@@ -158,7 +158,7 @@ class RowWriter:
         self._fields = (*FIELDS, *self._more.values())
         varied = {
             head: key for head, key in _SWEPT_COLUMNS.items()
-            if len({row[key] for row in planned}) > 1
+            if len({row.get(key) for row in planned}) > 1
         }  # fmt: skip
         fixed = () if form is None else ("model", "size", "params", "backend", "threads", "path")
         self._varied = {head: key for head, key in varied.items() if head not in fixed}

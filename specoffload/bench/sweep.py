@@ -11,7 +11,10 @@ from specoffload.config.options import Options, SweepOptions
 # llama-bench's defaults, in tokens.
 N_PROMPT, N_GEN = 512, 128
 # Options that are set when a model is opened, in the order of llama-bench's loops.
-_SETTINGS = ("batch_size", "ubatch_size", "type_k", "type_v", "flash_attn", "threads")
+_SETTINGS = (
+    "batch_size", "ubatch_size", "type_k", "type_v", "threads", "n_gpu_layers", "n_cpu_moe",
+    "flash_attn",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

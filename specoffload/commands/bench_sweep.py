@@ -93,7 +93,17 @@ def _write(own: BenchOptions, text: str) -> None:
 
 def _conditions(config: Config) -> dict[str, Any]:
     sizes = {"n_batch": config.batch_size, "n_ubatch": config.ubatch_size or DEFAULT_UBATCH}
-    return row_conditions(config) | sizes
+    layers = {"n_gpu_layers": config.streaming.n_gpu_layers, "n_cpu_moe": _n_cpu_moe(config)}
+    chosen = {key: value for key, value in layers.items() if value is not None}
+    return row_conditions(config) | {"n_cpu_moe": 0} | sizes | chosen
+
+
+def _n_cpu_moe(config: Config) -> int | str | None:
+    """The value of --n-cpu-moe as it is written; None if none was given."""
+    asked = config.streaming.n_cpu_moe
+    if isinstance(asked, frozenset):
+        return f"not:{','.join(map(str, sorted(asked)))}"
+    return asked if isinstance(asked, int) else None
 
 
 def _planned(conditions: dict[str, Any], test: TimedTest) -> dict[str, Any]:
@@ -108,9 +118,11 @@ def _about(row: dict[str, Any]) -> str:
 
 
 def _setting_words(config: Config) -> str:
+    layers = {"-ngl": config.streaming.n_gpu_layers, "-ncmoe": _n_cpu_moe(config)}
+    asked = "".join(f" {name} {value}" for name, value in layers.items() if value is not None)
     return (
         f"-b {config.batch_size} -ub {config.ubatch_size or 'auto'} -ctk {config.type_k} "
-        f"-fa {config.flash_attn} -t {config.threads}"
+        f"-fa {config.flash_attn} -t {config.threads}{asked}"
     )
 
 

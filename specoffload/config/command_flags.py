@@ -379,9 +379,9 @@ _BENCH_FLAGS = (
     ),
     _bench(
         "n_prompt", "--n-prompt -p", INT, "Tokens of the long prompt.", least=0, swept=True,
-        more="Like -n, -b, -ub, -fa, -ctk, -ctv and -t, it takes lists and ranges (64,512 or "
-        "64-512*2). Then every combination is measured, as by llama-bench, whose defaults "
-        "`-p 512 -n 128` apply. 0 leaves a test out.",
+        more="Like -n, -b, -ub, -fa, -ctk, -ctv, -t, -ngl and -ncmoe, it takes lists and ranges "
+        "(64,512 or 64-512*2). Then every combination is measured, as by llama-bench, whose "
+        "defaults `-p 512 -n 128` apply. 0 leaves a test out.",
     ),
     _swept(
         "n_pg", "-pg", PAIR_OF_COUNTS,

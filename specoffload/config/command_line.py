@@ -17,6 +17,7 @@ from specoffload.config.command_flags import POSITIONALS
 from specoffload.config.environment import Environment
 from specoffload.config.flag import FALSE, OPENS, TRUE, Flag, swept_values
 from specoffload.config.foreign import ADDS_UP, FOREIGN, Answer, Becomes, Foreign, NoEffect, Refused
+from specoffload.config.llama_bench_words import read_llama_bench
 from specoffload.config.options import (
     DraftOptions,
     Options,
@@ -112,7 +113,13 @@ def read_command_line(
     """
     environment = environment or Environment()
     reader = _Reader(command)
-    reader.read(words)
+    if command == "bench":
+        found = read_llama_bench(words)
+        reader.remarks += found.remarks
+        reader.ignored += found.ignored
+        reader.read(found.words)
+    else:
+        reader.read(words)
     reader.place_words()
     reader.read_variables(environment.variables)
     if (Options, "draft_params") in reader.given:

@@ -247,6 +247,8 @@ def swept_values(flag: Flag, text: str) -> tuple[object, ...]:
 
     Its ValueError says what the values must be.
     """
+    if text.startswith("not:"):  # the commas of -ncmoe's set of layers
+        return (flag.read(text),)
     parts: list[str] = []
     for part in text.split(","):
         found = _RANGE.fullmatch(part.strip())

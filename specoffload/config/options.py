@@ -281,6 +281,8 @@ class SweepOptions:
     type_v: tuple[str | None, ...] = ()
     flash_attn: tuple[Toggle, ...] = ()
     threads: tuple[int | None, ...] = ()
+    n_gpu_layers: tuple[int | None, ...] = ()
+    n_cpu_moe: tuple[int | frozenset[int] | None, ...] = ()
 
     @property
     def is_asked(self) -> bool:

@@ -306,6 +306,7 @@ _OFFLOAD = (
         more="They are streamed. The experts of the other layers stay on the GPU. not:LAYER,... "
         "means all layers but these, whose numbers begin with 0. Without a limit "
         "on GPU memory all are streamed.", default_words="as few as possible", first=True,
+        swept=True,
     ),
     _offload(
         "plan_for", "--plan-for", TOKEN_MIX,
@@ -317,7 +318,7 @@ _OFFLOAD = (
     _offload(
         "n_gpu_layers", "--n-gpu-layers -ngl --gpu-layers LLAMA_ARG_N_GPU_LAYERS", LAYERS,
         "Number of layers whose dense weights stay on the GPU. Those of the others are streamed.",
-        default_words="what fits",
+        default_words="what fits", swept=True,
     ),
     _offload(
         "hybrid", "--hybrid", choice(Toggle),

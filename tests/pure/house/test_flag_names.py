@@ -34,7 +34,12 @@ OTHERS = {
     HELP_ALL,
     *HELP,
 }
-THEIRS = ("foreign", "tuned", "llama_server")  # modules with other programs' flags
+THEIRS = (
+    "foreign",
+    "tuned",
+    "llama_server",
+    "llama_bench_words",
+)  # modules with other programs' flags
 
 
 def test_a_flag_that_a_text_names_is_one_of_ours() -> None:

@@ -23,7 +23,7 @@ from specdec.options import DrafterName, SpecOptions
 from specoffload.bench.batched import Sweep, speeds
 from specoffload.bench.batched import written as batched
 from specoffload.bench.drafts import Equality, PlainText, compared, length_words, why_off
-from specoffload.bench.llama_bench import FIELDS, RowWriter, name_of_test, row_of, written
+from specoffload.bench.llama_bench import DEFAULTS, FIELDS, RowWriter, name_of_test, row_of, written
 from specoffload.bench.llama_server import (
     DRAFT_MAX,
     DRAFT_P_MIN,
@@ -303,6 +303,79 @@ def test_values_that_only_a_sweep_has_begin_one(words: list[str]) -> None:
 def test_a_list_that_is_none_is_one_sentence(words: tuple[str, ...], why: str) -> None:
     with pytest.raises(UsageError, match=why):
         swept(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "same"),
+    [
+        ("-mmp 0", "--no-mmap"),
+        ("-mmp 1", "--mmap"),
+        ("--mmap 0", "--no-mmap"),
+        ("--mmap", "--mmap"),
+        ("-mmp 0,0", "--no-mmap"),
+        ("-nkvo 0", "--kv-offload"),
+        ("-nkvo 1", "-nkvo"),
+        ("-nkvo", "-nkvo"),
+        ("--no-kv-offload 1", "-nkvo"),
+        ("-nopo 0", ""),
+        ("-nopo 1", "--min-batch off"),
+        ("-nopo", "--min-batch off"),
+        ("-dio 0", ""),
+        ("-dio 1", "--no-mmap"),
+        ("-embd 0", ""),
+        ("--embeddings=0", ""),
+        ("--no-host 0", ""),
+        ("--repack 0", "--no-repack"),
+        ("--repack", "--repack"),
+        ("--progress", ""),
+        ("-rpc h:1", "--rpc h:1"),
+        ("-dev CUDA0/CUDA1", "-dev CUDA0,CUDA1"),
+        ("-dev sim:bw=2GB/s", "-dev sim:bw=2GB/s"),
+        ("-ts 3/1", "-ts 3,1"),
+        ("-ot blk.3.ffn_.*_exps=CUDA0;exps=CPU", "-ot blk.3.ffn_.*_exps=CUDA0,exps=CPU"),
+        ("-oe md --delay 3", ""),
+        ("-ncmoe not:3,5", "--n-cpu-moe not:3,5"),
+        ("-p 8 -- m.gguf", "-p 8 m.gguf"),
+    ],
+)
+def test_llama_benchs_own_forms_mean_what_they_mean_there(words: str, same: str) -> None:
+    read, expected = (line_of(*text.split(), command="bench") for text in (words, same))
+    assert {place: g.value for place, g in read.given.items()} == {
+        place: g.value for place, g in expected.given.items()
+    }
+    assert not read.of(SweepOptions).is_asked
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("-mmp 2", "-mmp 2: must be 0 or 1"),
+        ("-mmp", "-mmp : must be 0 or 1"),
+        ("-mmp 0,1", "-mmp 0,1: only -p, -n, .* take lists here: call bench once for each value"),
+        ("-nkvo 0,1", "-nkvo 0,1: only -p"),
+        ("-embd 1", "-embd 1: bench times answers, not embeddings; leave it out"),
+        ("-m a.gguf -m b.gguf", "-m a.gguf and -m b.gguf: bench measures one model a call"),
+        ("-hf u/a -m b.gguf", "-hf u/a and -m b.gguf: bench measures one model a call"),
+        ("-sm row", "other modes divide single weights"),
+        ("-o sql", "must be one of md, csv"),
+    ],
+)
+def test_what_llama_bench_does_and_bench_does_not_is_refused_with_a_reason(
+    words: str, why: str
+) -> None:
+    with pytest.raises(UsageError, match=why):
+        line_of(*words.split(), command="bench")
+
+
+def test_layers_are_swept_as_by_llama_bench() -> None:
+    found = swept("-ngl", "0,99", "-ncmoe", "1-8*2", "-ncmoe", "9")
+    assert found.is_asked
+    assert (found.n_gpu_layers, found.n_cpu_moe) == ((0, 99), (1, 2, 4, 8, 9))
+    opened = [(o.n_gpu_layers, o.n_cpu_moe) for o in settings_of(found, Options())]
+    assert opened == [(ngl, moe) for ngl in (0, 99) for moe in (1, 2, 4, 8, 9)]
+    planned = [{**DEFAULTS, "path": "", "n_gpu_layers": ngl, "n_cpu_moe": 1} for ngl, _ in opened]
+    assert "ngl" in RowWriter(planned, None).head
+    assert "n_cpu_moe" not in RowWriter(planned, None).head
 
 
 def test_a_drafts_own_flags_are_not_swept() -> None:
