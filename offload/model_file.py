@@ -12,6 +12,7 @@ from offload.errors import BadModel
 from offload.ggml.gguf import read_header
 from offload.header_check import check_header
 from offload.model import Header, ModelFacts, WeightPlace
+from offload.regular_file import open_regular
 
 _SPLIT = re.compile(r"^(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 
@@ -127,7 +128,7 @@ def model_hash(facts: ModelFacts) -> str:
     for path in sorted({facts.path, *(place.file for place in facts.weights.values())}):
         size = path.stat().st_size
         digest.update(str(size).encode())
-        with path.open("rb") as f:
+        with open_regular(path) as f:
             digest.update(f.read(_HEADER_BYTES))
             for i in range(1, _N_SAMPLES + 1):
                 f.seek(max(0, size * i // _N_SAMPLES - _SAMPLE_BYTES))
@@ -162,10 +163,8 @@ def _check_path(path: Path) -> None:
         raise BadModel(f"{path}: no such file")
     if path.is_dir():
         raise BadModel(f"{path}: is a directory, expected a .gguf file")
-    if not path.is_file():
-        raise BadModel(f"{path}: is not a regular file")
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             magic = file.read(4)
     except OSError as e:
         raise BadModel(f"{path}: cannot be read ({e.strerror})") from e
@@ -266,7 +265,7 @@ def _is_joined(path: Path, header: Header) -> bool:
     end = max((t.offset_bytes + t.size_bytes for t in header.tensors), default=0)
     named = header.metadata.get("general.alignment", _ALIGNMENT)
     step = named if isinstance(named, int) and named > 0 else _ALIGNMENT
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for at in {end, -(-end // step) * step}:
             file.seek(at)
             if end and file.read(4) == b"GGUF":

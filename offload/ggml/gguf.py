@@ -16,6 +16,7 @@ from offload.errors import BadModel
 from offload.ggml.library import log
 from offload.ggml.library.lib import Library, library
 from offload.model import Header, TensorEntry, Value
+from offload.regular_file import check_regular
 
 _SCALARS: dict[int, Any] = {
     0: C.c_uint8,
@@ -44,6 +45,10 @@ _INIT = C.CFUNCTYPE(C.c_void_p, C.c_char_p, _InitParams)
 @contextmanager
 def opened_header(lib: Library, path: Path) -> Iterator[int]:
     """Open a file in the library's parser for the block. Raises BadModel with its reason."""
+    try:
+        check_regular(path)
+    except OSError as e:
+        raise BadModel(f"{path}: cannot be read ({e.strerror})") from e
     init = _INIT(("gguf_init_from_file", lib._handle))
     log.take_errors()
     context = init(os.fsencode(path), _InitParams(True, None))
@@ -63,8 +68,8 @@ def read_header(path: Path, size_bytes: int | None = None) -> Header:
     anything that is not a whole GGUF file.
     """
     lib = library()
-    size_bytes = path.stat().st_size if size_bytes is None else size_bytes
     with opened_header(lib, path) as context:
+        size_bytes = path.stat().st_size if size_bytes is None else size_bytes
         metadata, lengths = {}, {}
         for i in range(lib.gguf_get_n_kv(context)):
             key = lib.gguf_get_key(context, i).decode("utf-8", "replace")

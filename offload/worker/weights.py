@@ -22,6 +22,7 @@ from offload.ggml.node_table import NodeTable, TensorForm
 from offload.ggml.tensor import Buffer, Tensor, host_bytes, new_tensor
 from offload.model import ModelFacts, TensorEntry, WeightPlace, layer_of
 from offload.plan.placement import Plan
+from offload.regular_file import open_regular
 from offload.store.store import READING, OnProgress, Store
 from offload.worker.graph_check import IdRange, check_graph
 from offload.worker.ids import drop_hints
@@ -124,7 +125,7 @@ def _copied(place: WeightPlace, tensor: Tensor) -> None:
     anonymous = AnonymousMemory()
     memory = anonymous.allocate(min(_CHUNK_BYTES, size_bytes))
     try:
-        with place.file.open("rb", buffering=0) as file:
+        with open_regular(place.file) as file:
             file.seek(place.entry.offset_bytes)
             for start in range(0, size_bytes, _CHUNK_BYTES):
                 n = min(_CHUNK_BYTES, size_bytes - start)

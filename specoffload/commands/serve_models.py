@@ -151,7 +151,8 @@ def _source(line: CommandLine) -> str:
 class _Catalogue:
     """The models of a command line.
 
-    `idle` has a sentence for each key of the preset file without effect, or with another value.
+    `idle` has a sentence for each key of the preset file without effect, or with another value, and
+    for each file of the folder that is no model.
     """
 
     def __init__(self, line: CommandLine) -> None:
@@ -167,6 +168,7 @@ class _Catalogue:
         self.idle = remarks_on(presets)
         places: dict[str, dict[_Place, Given]] = {}
         sources: dict[str, str] = {}
+        owners: dict[str, str] = {}  # names of models by aliases that their folders give
         for path in serving.models:
             name = _name_of(path)
             if name in places:
@@ -174,12 +176,21 @@ class _Catalogue:
             places[name] = {_MODEL: Given(path, str(path))}
             sources[name] = "models_dir"
         if serving.models_dir is not None:
-            for found in models_of(serving.models_dir):
+            listed = models_of(serving.models_dir)
+            self.idle += [
+                f"--models-dir leaves out {file}: {why}" for file, why in listed.left_out.items()
+            ]
+            for found in listed.models:
+                if found.name in places:
+                    raise UsageError(f"model '{found.name}' appears multiple times")
+                for alias in found.aliases:
+                    owners[alias] = found.name
                 places[found.name] = {_MODEL: Given(found.model, "--models-dir")}
                 for place, file in ((_DRAFT, found.draft), (_PROJECTOR, found.projector)):
                     if file is not None:
                         places[found.name][place] = Given(file, "--models-dir")
                 sources[found.name] = "models_dir"
+        presets = _by_names(presets, owners)
         for name in presets:
             if name != EVERY:
                 places.setdefault(name, {})
@@ -189,11 +200,23 @@ class _Catalogue:
         for name, own in sorted(places.items()):
             preset = presets.get(name, Preset()).over(every)
             line = _line_of(self._line, name, own, preset)
-            entries.append(_entry(name, sources[name], line, preset))
+            aliases = [alias for alias, owner in owners.items() if owner == name]
+            entries.append(_entry(name, sources[name], line, preset, aliases))
         _check_names(entries)
         if not entries:
             raise UsageError(f"{_source(self._line)}: no models there")
         return entries
+
+
+def _by_names(presets: Mapping[str, Preset], owners: Mapping[str, str]) -> dict[str, Preset]:
+    """Return presets by the names of models. A section may have a folder's name instead."""
+    found: dict[str, Preset] = {}
+    for section, preset in presets.items():
+        name = owners.get(section, section)
+        if name in found:
+            raise UsageError(f"the presets of {section!r} and {name!r} are both for {name!r}")
+        found[name] = preset
+    return found
 
 
 def _name_of(path: Path) -> str:
@@ -236,7 +259,9 @@ def _line_of(
     )
 
 
-def _entry(name: str, source: str, line: CommandLine, preset: Preset) -> Entry:
+def _entry(
+    name: str, source: str, line: CommandLine, preset: Preset, aliases: Sequence[str]
+) -> Entry:
     flag = "--model" if _MODEL in line.given else "--hf-repo"
     stop_s = preset.stop_timeout_s
     tags = preset.tags or tuple(filter(None, (line.of(ServeOptions).tags or "").split(",")))
@@ -249,7 +274,7 @@ def _entry(name: str, source: str, line: CommandLine, preset: Preset) -> Entry:
         preset=f"[{name}]\n{''.join(lines)}" if preset.shown else "",
         loads_on_startup=bool(preset.loads_on_startup),
         stop_timeout_s=DEFAULT_STOP_TIMEOUT_S if stop_s is None else stop_s,
-        aliases=preset.aliases,
+        aliases=tuple(dict.fromkeys((*preset.aliases, *aliases))),
         reads_images=_PROJECTOR in line.given,
         line=line,
     )

@@ -18,6 +18,7 @@ from typing import Any
 from offload.device import device_names
 from offload.plan.placement import Passes
 from offload.plan.sharing import UBATCHES
+from offload.regular_file import open_regular
 from offload.remote.address import RemoteOptions, named_remotely
 from offload.remote.probe import reach
 from offload.remote.secret import Secret
@@ -283,7 +284,7 @@ def _header_has(path: Path, words: bytes) -> bool:
     """True if `words` are at the beginning of the file. False if the file cannot be read."""
     with (
         suppress(OSError, ValueError),  # reported when the file is opened
-        path.open("rb") as file,
+        open_regular(path) as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole,
     ):
         return whole.find(words, 0, _HEADER_BYTES) >= 0

@@ -6,6 +6,7 @@ import os
 import stat
 from pathlib import Path
 
+from offload.regular_file import open_regular
 from offload.remote.secret import FLAG, MOST_SECRET_CHARS, VARIABLE, Secret
 from specdec.whole_file import decoded
 from specoffload.errors import UsageError
@@ -23,13 +24,13 @@ def read_secret(file: Path | None, variable: str) -> tuple[Secret | None, str]:
     if file is None:
         return (_secret(variable, VARIABLE) if variable else None), ""
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             mode = os.fstat(opened.fileno()).st_mode
             text = decoded(opened.read(_MOST_FILE_BYTES), str(file))
     except (OSError, ValueError) as e:
         raise UsageError(f"{FLAG} {file}: cannot be read as UTF-8 text ({e})") from e
     warning = ""
-    if stat.S_ISREG(mode) and mode & _OPEN_TO_OTHERS:
+    if mode & _OPEN_TO_OTHERS:
         verb = "read" if mode & stat.S_IROTH else "change"
         warning = f"warning: other users may {verb} {file}, which has a secret: chmod 600 {file}"
     return _secret(text, f"{FLAG} {file}"), warning

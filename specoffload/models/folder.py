@@ -1,54 +1,131 @@
-"""Finds the models in a folder as llama-server's `--models-dir` does."""
+"""Finds the models in a folder for `--models-dir`.
+
+A .gguf file is a model, and so is each one in a folder of the folder. Files that are no models of
+their own are left out: by their names, as for repositories (`names.py`), and by their headers.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from specoffload.errors import UsageError
-from specoffload.models.names import is_first_part
+from specoffload.models.file_kind import why_no_model
+from specoffload.models.names import (
+    choose_projector,
+    is_first_part,
+    is_model,
+    quants,
+    same_model,
+    stem_of,
+    usual_of,
+)
 
 _DRAFT_STARTS = ("mtp-", "dspark-", "dflash-")  # draft_prefixes in common/preset.cpp of llama.cpp
-_FIRST_PART = "-00001-of-"
-_PROJECTOR = "mmproj"
 
 
 class FolderModel(NamedTuple):
-    """A model's name and file, and the files of its draft model and projector, if it has any."""
+    """A model's name and file, and the files of its draft model and projector, if it has any.
+
+    `aliases` are more names of it.
+    """
 
     name: str
     model: Path
     draft: Path | None = None
     projector: Path | None = None
+    aliases: tuple[str, ...] = ()
 
 
-def models_of(folder: Path) -> list[FolderModel]:
-    """Return the models of a folder, by name.
+class Found(NamedTuple):
+    """The models of a folder, and why other .gguf files are none, by their paths in the folder."""
 
-    A .gguf file is a model, and so is a folder with one, or with the parts of one. Files of
-    projectors and of draft models are none, and belong to the model of their folder. Raises
-    UsageError if `folder` is no folder.
+    models: list[FolderModel]
+    left_out: dict[str, str]
+
+
+def models_of(folder: Path) -> Found:
+    """Return the models of a folder and of the folders in it, by name.
+
+    A folder with one model gives it its name. With several, each is named FOLDER:QUANTISATION, or
+    FOLDER/FILE if their quantisations are equal or not named, and FOLDER is an alias of the one
+    that the name of a repository would mean. Raises UsageError if `folder` is no folder, or cannot
+    be read.
     """
     if not folder.is_dir():
         raise UsageError(f"--models-dir {folder}: no such folder")
+    left_out: dict[str, str] = {}
+    try:
+        inner = sorted(path for path in folder.iterdir() if path.is_dir())
+        found = _in_folder(folder, "", left_out)
+        for path in inner:
+            found += _in_folder(path, path.name, left_out)
+    except OSError as e:
+        raise UsageError(f"--models-dir {e.filename or folder}: {e.strerror}") from e
+    return Found(sorted(_with_own_names(found, folder)), left_out)
+
+
+def _in_folder(folder: Path, within: str, left_out: dict[str, str]) -> list[FolderModel]:
+    """Return the models of one folder. `within` is its name, "" for the folder of --models-dir."""
+    files = sorted(path for path in folder.glob("*.gguf"))
+    why = {path: why_no_model(path) or _why_by_name(path) for path in files}
+    models = [path.name for path in files if not why[path]]
+    firsts = [name for name in models if is_first_part(name)]
+    companions = [path for path in files if why[path] and path.is_file()]
+    drafts = [path for path in companions if path.name.startswith(_DRAFT_STARTS)] if within else []
+    for path in files:
+        is_rest = any(same_model(first, path.name) for first in firsts)
+        if why[path] and path not in drafts and not is_rest:
+            left_out[f"{within}/{path.name}".removeprefix("/")] = why[path]
+    names = [path.name for path in companions]
     found = []
-    for path in sorted(folder.iterdir()):
-        if path.is_dir():
-            found += _in_folder(path)
-        elif path.suffix == ".gguf" and not _is_companion(path) and is_first_part(path.name):
-            found.append(FolderModel(path.name.removesuffix(".gguf"), path))
+    for name, own in zip(firsts, _names(firsts, within), strict=True):
+        beside = choose_projector(names, name) if within else None
+        found.append(
+            FolderModel(
+                own, folder / name, next(iter(drafts), None), folder / beside if beside else None
+            )
+        )
+    if within and len(found) > 1:
+        usual = usual_of(firsts)
+        found = [m._replace(aliases=(within,)) if m.model.name == usual else m for m in found]
     return found
 
 
-def _in_folder(folder: Path) -> list[FolderModel]:
-    files = sorted(path for path in folder.glob("*.gguf") if path.is_file())
-    models = [path for path in files if not _is_companion(path)]
-    firsts = [path for path in models if _FIRST_PART in path.name] or models[-1:]
-    drafts = [path for path in files if path.name.startswith(_DRAFT_STARTS)]
-    projectors = [path for path in files if _PROJECTOR in path.name]
-    draft, projector = (next(iter(found), None) for found in (drafts, projectors[-1:]))
-    return [FolderModel(folder.name, path, draft, projector) for path in firsts[-1:]]
+def _why_by_name(path: Path) -> str:
+    if path.is_dir():
+        return "a folder"
+    if not is_model(path.name):
+        return "a draft model, a projector or the like by its name"
+    return "" if is_first_part(path.name) else "a part whose first one is missing"
 
 
-def _is_companion(path: Path) -> bool:
-    return _PROJECTOR in path.name or path.name.startswith(_DRAFT_STARTS)
+def _names(files: Sequence[str], within: str) -> list[str]:
+    """Return the names of the models of one folder, by their files."""
+    if not within:
+        return [stem_of(file) for file in files]
+    if len(files) == 1:
+        return [within]
+    tags = [quants([file])[0] for file in files]
+    is_told = len(set(tags)) == len(tags) and all(
+        tag != stem_of(file) for tag, file in zip(tags, files, strict=True)
+    )
+    if is_told:
+        return [f"{within}:{tag.upper()}" for tag in tags]
+    return [f"{within}/{stem_of(file)}" for file in files]
+
+
+def _with_own_names(found: Sequence[FolderModel], folder: Path) -> list[FolderModel]:
+    """Give models whose names are equal the paths of their files as names."""
+    taken = Counter(name for model in found for name in (model.name, *model.aliases))
+    return [
+        model._replace(
+            name=model.name
+            if taken[model.name] == 1
+            else str(model.model.relative_to(folder)).removesuffix(".gguf"),
+            aliases=tuple(alias for alias in model.aliases if taken[alias] == 1),
+        )
+        for model in found
+    ]

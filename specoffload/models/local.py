@@ -192,7 +192,7 @@ def models_below(folder: Path) -> Iterator[CachedModel]:
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder: specoffload models lists the caches or a FOLDER")
     for path in sorted(folder.rglob("*.gguf")):
-        if not is_model(str(path.relative_to(folder))):
+        if not is_model(str(path.relative_to(folder))) or not path.is_file():
             continue
         there = sorted(other.name for other in path.parent.glob("*.gguf"))
         if is_first_part(path.name) or _stands_alone(path, there):

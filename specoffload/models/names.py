@@ -148,14 +148,19 @@ def choose(files: Sequence[str], quant: str, whose: str) -> tuple[str, ...]:
     if not models:
         raise UsageError(f"{whose} has no GGUF model{_others(files)}")
     firsts = [file for file in models if is_first_part(file)]
-    for wanted in (quant,) if quant else DEFAULT_QUANTS:
-        if found := _with_quant(firsts, wanted):
-            return parts_of(found, models, whose)
+    if found := _with_quant(firsts, quant) if quant else usual_of(firsts):
+        return parts_of(found, models, whose)
     if quant:
         raise UsageError(f"{whose} has no {quant}; it has {', '.join(quants(models))}")
-    if not firsts:
-        raise UsageError(f"{whose} lacks the first part of every model")
-    return parts_of(firsts[0], models, whose)
+    raise UsageError(f"{whose} lacks the first part of every model")
+
+
+def usual_of(files: Sequence[str]) -> str | None:
+    """The file that is meant if no quantisation is named. None if there are no files."""
+    for quant in DEFAULT_QUANTS:
+        if found := _with_quant(files, quant):
+            return found
+    return files[0] if files else None
 
 
 def choose_file(files: Sequence[str], name: str, whose: str) -> tuple[str, ...]:
@@ -180,7 +185,7 @@ def _with_quant(files: Sequence[str], quant: str) -> str | None:
     matches = [
         (match, -index)
         for index, file in enumerate(files)
-        if (match := _match(_words(_stem(file)), wanted, shared))
+        if (match := _match(_words(stem_of(file)), wanted, shared))
     ]
     return files[-max(matches)[1]] if matches else None
 
@@ -204,7 +209,8 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(re.split(r"[-./]", text.lower()))
 
 
-def _stem(file: str) -> str:
+def stem_of(file: str) -> str:
+    """A file's path without .gguf, and without the number of its part."""
     split = _PART.fullmatch(file)
     return split["prefix"] if split else file.removesuffix(".gguf")
 
@@ -213,7 +219,7 @@ def _shared_words(files: Sequence[str]) -> int:
     """The number of first words that the paths of all files have in common; 0 for one file."""
     if len(files) < 2:
         return 0
-    columns = zip(*(_words(_stem(file)) for file in files), strict=False)
+    columns = zip(*(_words(stem_of(file)) for file in files), strict=False)
     return len(list(takewhile(lambda column: len(set(column)) == 1, columns)))
 
 
@@ -225,7 +231,7 @@ def is_model(file: str) -> bool:
     *folders, name = file.split("/")
     if not name.endswith(".gguf") or _NO_MODELS.search(file):
         return False
-    words = [word.lower() for word in _SEPARATORS.split(_stem(name))]
+    words = [word.lower() for word in _SEPARATORS.split(stem_of(name))]
     return not _DRAFT_WORDS.intersection({words[0], words[-1], *map(str.lower, folders)})
 
 
@@ -250,7 +256,7 @@ def quants(models: Sequence[str]) -> list[str]:
     """The names of the files' quantisations. A file that names none is listed by its own name."""
     found = []
     for file in models:
-        stem = _stem(file)
+        stem = stem_of(file)
         named = re.search(r"[-.]((?:UD-)?[A-Za-z0-9_]+)$", stem)
         found.append(named[1] if named and _QUANT.search(named[1]) else stem)
     return sorted(dict.fromkeys(found))
@@ -262,7 +268,7 @@ def name_of(repo: str, file: str, files: Sequence[str]) -> str | None:
     `file` is a model in one file, or a first part.
     """
     firsts = [other for other in files if is_model(other) and is_first_part(other)]
-    stem = _stem(file)
+    stem = stem_of(file)
     for quant in (quants([file])[0], stem.rpartition("/")[2], stem.replace("/", "-")):
         name = f"{repo}:{quant}"
         if read_hub_name(name) and _with_quant(firsts, quant) == file:
@@ -321,7 +327,7 @@ def same_model(one: str, other: str) -> bool:
 
 def model_in(folder: Path) -> Path:
     """The file, or first part, of the only model in `folder`. Raises UsageError otherwise."""
-    files = sorted(path for path in folder.glob("*.gguf") if is_model(path.name))
+    files = sorted(p for p in folder.glob("*.gguf") if is_model(p.name) and p.is_file())
     firsts = [path for path in files if is_first_part(path.name)] or files[:1]
     if not firsts:
         raise UsageError(f"{folder}: no .gguf model lies in this folder")

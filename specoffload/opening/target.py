@@ -15,6 +15,7 @@ from offload.model_file import read_facts
 from offload.options import ProjectorOptions
 from offload.plan.context_choice import LEAST_CTX
 from offload.plan.placement import PlanRequest
+from offload.regular_file import check_regular
 from offload.store.store import StoreOptions
 from offload.times.context import (
     DEFAULT_UBATCH,
@@ -80,7 +81,7 @@ def projector_of(config: Config) -> ProjectorOptions | None:
     if config.mmproj is None:
         return None
     try:
-        file_bytes = config.mmproj.stat().st_size
+        file_bytes = check_regular(config.mmproj)
     except OSError as e:
         raise BadModel(f"--mmproj {config.mmproj}: {e.strerror}") from e
     choices = choose_devices(config.device, all_gpus=len(config.tensor_split) > 1)

@@ -23,6 +23,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from offload.notes import Note, NoteKind
+from offload.regular_file import open_regular
 from specdec.whole_file import decoded
 from specoffload.errors import UsageError
 from specoffload.server.api.body import has_body, ignored_header
@@ -71,12 +72,12 @@ def read_keys(typed: str | None, file: Path | None, warn: Callable[[str], None])
     if file is None:
         return keys
     try:
-        with file.open("rb") as opened:  # may be a pipe of the shell
+        with open_regular(file) as opened:
             mode = os.fstat(opened.fileno()).st_mode
             lines = decoded(opened.read(), str(file)).splitlines()
     except (OSError, UnicodeDecodeError) as e:
         raise UsageError(f"{file}: cannot be read as UTF-8 text ({e})") from e
-    if stat.S_ISREG(mode) and mode & _OPEN_TO_OTHERS:
+    if mode & _OPEN_TO_OTHERS:
         verb = "read" if mode & stat.S_IROTH else "change"
         words = f"warning: other users may {verb} {file}, which has keys: chmod 600 {file}"
         warn(Note(NoteKind.WARNING, words))

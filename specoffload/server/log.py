@@ -68,8 +68,10 @@ class ServerLog:
         """Open the file of this name, if there is one to write to. Raises OSError."""
         self._close()
         if self._settings.file is not None:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            # Without O_NONBLOCK, opening a pipe that nobody reads would never return.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
             self._descriptor = os.open(self._settings.file, flags, 0o644)
+            os.set_blocking(self._descriptor, True)
 
     def _close(self) -> None:
         if self._descriptor is not None:

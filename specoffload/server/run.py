@@ -23,6 +23,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from offload.notes import Note, NoteKind
+from offload.regular_file import check_regular
 from offload.remote.address import Address
 from specoffload import report
 from specoffload.chat.conversation import ChatSettings
@@ -264,8 +265,10 @@ def read_tls(options: ServeOptions) -> TlsFiles | None:
         given, missing = ("cert", "key") if key is None else ("key", "cert")
         raise UsageError(f"--ssl-{given}-file needs --ssl-{missing}-file: HTTPS takes both")
     for name, file in (("key", key), ("cert", certificate)):
-        if not file.is_file():
-            raise UsageError(f"--ssl-{name}-file {file}: no such file")
+        try:
+            check_regular(file)
+        except OSError as e:
+            raise UsageError(f"--ssl-{name}-file {file}: {e.strerror}") from e
     try:
         # An empty password, because otherwise the library would ask for one at the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from offload.errors import OffloadError
 from offload.images.decoding import MOST_FILE_BYTES
+from offload.regular_file import check_regular
 from specdec.whole_file import read_text, write_json
 from specoffload import report
 from specoffload.chat.conversation import (
@@ -294,7 +295,7 @@ class Talk:
         if not self._reads_images:
             raise UsageError("this model reads no images: start with --mmproj FILE")
         try:
-            if path.stat().st_size > MOST_FILE_BYTES:
+            if check_regular(path) > MOST_FILE_BYTES:
                 raise UsageError(f"{path}: an image may have {MOST_FILE_BYTES} bytes")
             data = base64.b64encode(path.read_bytes()).decode()
         except OSError as e:

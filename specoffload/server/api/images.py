@@ -20,6 +20,7 @@ from urllib.parse import unquote
 
 from offload.errors import BadRequest
 from offload.images.decoding import MOST_FILE_BYTES, NO_IMAGES
+from offload.regular_file import open_regular
 from specoffload.server.api.body import MOST_BYTES
 from specoffload.server.engine.messages import TextWithImages
 from specoffload.server.fetching import FetchLimits, fetched
@@ -190,7 +191,7 @@ class ConversationImages:
         if not is_there:
             raise BadRequest(f"{where}: the folder of --media-path has no file {name[:200]!r}")
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 return file.read(MOST_FILE_BYTES + 1)
         except OSError as e:
             raise BadRequest(f"{where}: {name[:200]!r} cannot be read ({e.strerror})") from e

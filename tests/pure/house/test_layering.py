@@ -28,7 +28,7 @@ MAY_IMPORT = {
 # lines above its own.
 LAYERS = {
     "offload": (
-        ("alignment", "backends", "errors", "model", "notes", "units"),
+        ("alignment", "backends", "errors", "model", "notes", "regular_file", "units"),
         ("header_check", "routing", "sampling", "trace"),
         ("schedule",),
         ("times",),

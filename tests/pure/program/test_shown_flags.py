@@ -45,10 +45,10 @@ def test_numbers_and_known_names_are_shown() -> None:
 def test_an_entry_of_a_preset_shows_no_secret(tmp_path: Path) -> None:
     file = tmp_path / "models.ini"
     lines = (
-        f"[a]\nmodel = /home/{SECRET}/a.gguf\nhf-token = {SECRET}\napi-key = {SECRET}",
-        f"ssl-key-file = /{SECRET}\nLLAMA_API_KEY = {SECRET}\nLLAMA_ARG_SSL_KEY_FILE = {SECRET}",
+        f"[a]\nmodel = /home/{SECRET}/a.gguf\nhf-token = {SECRET}\nLLAMA_API_KEY = {SECRET}",
+        f"LLAMA_ARG_SSL_KEY_FILE = /{SECRET}\nssl-cert-file = /{SECRET}",
         f"draft-params = --lookup-cache-static /{SECRET}\nmmproj-url = https://x/?t={SECRET}",
-        f"chat-template-kwargs = {FORMS['--chat-template-kwargs']}\nno-mmap = {SECRET}",
+        f"chat-template-kwargs = {FORMS['--chat-template-kwargs']}",
         "ctx-size = 64\n",
     )
     file.write_text("\n".join(lines))
