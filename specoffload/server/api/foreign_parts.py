@@ -56,9 +56,9 @@ def readable_text(part: Mapping[str, Any]) -> str | None:
     if kind == "document":
         text = _text_of_source(part.get("source"))
     elif kind in ("search_result", "compaction"):
-        text = _flat(part.get("content"))
+        text = flat_text(part.get("content"))
     elif kind == "tool_reference":
-        return _flat(part.get("tool_name")) or None
+        return flat_text(part.get("tool_name")) or None
     else:
         return part["text"] if isinstance(part.get("text"), str) else None
     if not text:
@@ -74,7 +74,7 @@ def thoughts_of(part: Mapping[str, Any]) -> str | None:
     """
     if str(part.get("type")).partition(".")[0] not in _THINKING_TYPES:
         return None
-    return next(filter(None, (_flat(part.get(name)) for name in _THOUGHTS)), None)
+    return next(filter(None, (flat_text(part.get(name)) for name in _THOUGHTS)), None)
 
 
 def text_or_parts(value: Any) -> Any:
@@ -112,7 +112,7 @@ def is_left_out(part: Mapping[str, Any]) -> bool:
     return readable_text(part) is None and omitted_kind(str(part.get("type"))) is None
 
 
-def _flat(value: object) -> str:
+def flat_text(value: object) -> str:
     """Return a text, or the texts of a list of parts; empty for anything else."""
     if isinstance(value, str):
         return value
@@ -129,7 +129,7 @@ def _text_of_source(source: object) -> str:
     if source.get("type") == "text" and isinstance(data, str):
         return data
     if source.get("type") == "content":
-        return _flat(source.get("content"))
+        return flat_text(source.get("content"))
     if isinstance(data, str) and isinstance(media, str) and media.startswith("text/"):
         try:
             return base64.b64decode(data, validate=True).decode()

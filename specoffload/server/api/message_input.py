@@ -15,6 +15,7 @@ from specoffload.server.api.answers import Json
 from specoffload.server.api.foreign_parts import (
     SetAside,
     arguments_text,
+    flat_text,
     is_left_out,
     object_of,
     place_and_type,
@@ -36,7 +37,7 @@ class ContentBlock(SetAside):
 
     type: str
     text: str | None = None
-    thinking: str | None = None
+    thinking: Annotated[str | None, BeforeValidator(flat_text)] = None
     id: str | None = None
     name: str | None = None
     input: Annotated[str | None, BeforeValidator(arguments_text)] = None  # JSON text
@@ -203,7 +204,7 @@ def _messages(request: CountRequest, ignored: list[str]) -> list[Json]:
     messages: list[Json] = []
     if isinstance(request.system, str):
         messages += [{"role": "system", "content": request.system}] if request.system else []
-    elif blocks := _read("system", request.system or (), ignored):
+    elif blocks := _read("system", "system", request.system or (), ignored):
         messages.append({"role": "system", "content": _marked_text("system", blocks)})
     for at, message in enumerate(request.messages):
         where = f"messages[{at}]"
@@ -215,7 +216,7 @@ def _messages(request: CountRequest, ignored: list[str]) -> list[Json]:
         if isinstance(content, str):
             messages.append({"role": message.role, "content": content})
             continue
-        blocks = _read(f"{where}.content", content, ignored)
+        blocks = _read(f"{where}.content", message.role, content, ignored)
         if message.role == "assistant":
             messages.append(_assistant(where, blocks))
         elif blocks or not content:
@@ -229,16 +230,25 @@ def _messages(request: CountRequest, ignored: list[str]) -> list[Json]:
     return messages
 
 
-def _read(where: str, blocks: Sequence[ContentBlock], ignored: list[str]) -> list[ContentBlock]:
+# Blocks that stand in messages of one role.
+_ROLES = {"thinking": "assistant", "tool_use": "assistant", "tool_result": "user"}
+
+
+def _read(
+    where: str, role: str, blocks: Sequence[ContentBlock], ignored: list[str]
+) -> list[ContentBlock]:
     """Return the blocks, with foreign ones as text. Adds the places of others to `ignored`.
 
-    Images and files of results stay, because the model is told that they are omitted.
+    Blocks of another role's messages are left out, too. Images and files of results stay, because
+    the model is told that they are omitted.
     """
     found: list[ContentBlock] = []
     for at, block in enumerate(blocks):
         place = f"{where}[{at}]"
-        if isinstance(block.content, list):
-            inner = _read(f"{place}.content", block.content, ignored)
+        if _ROLES.get(block.type, role) != role:
+            ignored.append(place_and_type(place, block.type))
+        elif isinstance(block.content, list):
+            inner = _read(f"{place}.content", "result", block.content, ignored)
             found.append(block.model_copy(update={"content": inner}))
         elif block.foreign is None:
             found.append(block)

@@ -202,6 +202,8 @@ class ChatMessage(RequestModel):
         call = message.get("function_call")
         if message.get("role") == "assistant" and call and not message.get("tool_calls"):
             message["tool_calls"] = [{"function": message.pop("function_call")}]
+        if message.get("role") == "assistant" and message.get("content") is None:
+            message["content"] = message.get("refusal")
         if message.get("role") == "function":
             message["role"] = "tool"
         if message.get("role") == "tool":

@@ -132,6 +132,31 @@ def test_a_block_with_text_is_read_in_messages_and_in_results(
     assert messages[2]["content"] == text
 
 
+def test_a_block_of_another_role_is_left_out_and_named() -> None:
+    thinking = {"type": "thinking", "thinking": "t", "signature": "s"}
+    messages, ignored = told_of_messages(
+        {"role": "user", "content": [CALL, thinking, TEXT]},
+        assistant(TEXT, result(TEXT)),
+        USER,
+        system=[thinking, TEXT],
+    )
+    assert [message["content"] for message in messages] == ["ok", "ok", "ok", "Find it."]
+    assert ignored == [
+        "system[0] (thinking)",
+        "messages[0].content[0] (tool_use)",
+        "messages[0].content[1] (thinking)",
+        "messages[1].content[1] (tool_result)",
+    ]
+
+
+def test_thinking_of_anthropics_api_may_be_a_list_or_null() -> None:
+    for thinking, text in (([{"type": "text", "text": "deep"}], "deep"), (None, None)):
+        block = {"type": "thinking", "thinking": thinking, "signature": "s"}
+        messages, ignored = told_of_messages(USER, assistant(block, TEXT), USER)
+        assert messages[1].get("reasoning_content") == text
+        assert ignored == []
+
+
 def test_a_summary_of_the_conversation_is_read() -> None:
     messages, ignored = told_of_messages(
         USER, assistant({"type": "compaction", "content": "needle"}, TEXT), USER

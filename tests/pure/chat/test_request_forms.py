@@ -140,3 +140,8 @@ def test_a_message_without_content_is_none_but_a_question_needs_it() -> None:
         assert chat(messages=[{"role": role, "content": None}, USER]).messages == (USER,)
         with pytest.raises(BadRequest, match=r"messages\[1\]: content is missing"):
             chat(messages=[USER, {"role": role, "content": None}])
+
+
+def test_a_refusal_without_content_is_what_the_answer_said() -> None:
+    turn = {"role": "assistant", "content": None, "refusal": "I can't."}
+    assert chat(messages=[USER, turn, USER]).messages[1]["content"] == "I can't."
