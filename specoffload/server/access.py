@@ -52,6 +52,7 @@ _NUMERIC = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _OPEN_TO_OTHERS = stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP
 _MOST_NAME_CHARS = 64
 _CLIENT = "specoffload.client"
+_KEY_NAME = "key "  # begins the names of clients that are known by their keys
 _HAS_KEY = "specoffload.has_key"
 _KEY = "specoffload.key"
 
@@ -393,7 +394,7 @@ def client_name(key: int | None, address: str | None) -> str:
     (RFC 6177).
     """
     if key is not None:
-        return f"key {key}"
+        return f"{_KEY_NAME}{key}"
     try:
         found = ipaddress.ip_address((address or "").partition("%")[0])
     except ValueError:
@@ -403,6 +404,15 @@ def client_name(key: int | None, address: str | None) -> str:
             return str(found.ipv4_mapped)
         return str(ipaddress.ip_network((found, 64), strict=False))
     return str(found)
+
+
+def owner_of(scope: Mapping[str, Any]) -> str:
+    """Return whose stored responses a request may name: its key's if the server has several.
+
+    Otherwise all clients have the same. They know only the ids that they were told.
+    """
+    name = client_of(scope)
+    return name if name.startswith(_KEY_NAME) else ""
 
 
 def client_of(scope: Mapping[str, Any]) -> str:

@@ -34,6 +34,7 @@ from specoffload.server.access import AccessRules, read_keys, read_origins
 from specoffload.server.api.app import create_app
 from specoffload.server.api.images import MediaRules, new_marker
 from specoffload.server.api.kept import KeptStreams
+from specoffload.server.api.stored import StoredResponses
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.process import Factory
 from specoffload.server.forwarded import ForwardedHeaders
@@ -143,7 +144,7 @@ def serve_models(
         return sharing
 
     def parts(access: AccessRules, renderer: Renderer) -> tuple[FastAPI, ModelPool]:
-        streams, media = KeptStreams(), media_rules(options)
+        streams, stored, media = KeptStreams(), StoredResponses(), media_rules(options)
 
         def make(entry: Entry, share: Share | None) -> Served:
             shelf = shelves.of(entry)
@@ -165,6 +166,7 @@ def serve_models(
                 has_metrics=options.metrics,
                 media=media,
                 streams=streams,
+                stored=stored,
             )
             return Served(engine, app)
 
@@ -184,6 +186,7 @@ def serve_models(
             on_list=shelves.keep_only,
             access=access,
             streams=streams,
+            stored=stored,
             has_page=options.ui != "none",
             autoload=options.models_autoload,
         )

@@ -18,6 +18,7 @@ from specoffload.generation.generation import GenerateOptions
 from specoffload.server.access import AccessRules
 from specoffload.server.api.app import create_app
 from specoffload.server.api.kept import KeptStreams
+from specoffload.server.api.stored import StoredResponses
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.health import RestartPolicy, Watchdog
 from specoffload.server.renderer import Renderer
@@ -166,7 +167,7 @@ class RunningModels(Running):
         _, access, max_queue = self._arguments
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        streams = KeptStreams()
+        streams, stored = KeptStreams(), StoredResponses()
         with (
             closing(listen("127.0.0.1", 0)) as listener,
             closing(Renderer(time_limit_s=1.0)) as renderer,
@@ -180,7 +181,9 @@ class RunningModels(Running):
                     policy=QUICK_RESTART,
                     say=lambda line: self.lines.append(f"{entry.name}: {line}"),
                 )
-                app = create_app(engine, renderer=renderer, has_metrics=True, streams=streams)
+                app = create_app(
+                    engine, renderer=renderer, has_metrics=True, streams=streams, stored=stored
+                )
                 return Served(engine, app)
 
             self.pool = ModelPool(
@@ -195,6 +198,7 @@ class RunningModels(Running):
                 entries=self.entries,
                 access=access,
                 streams=streams,
+                stored=stored,
                 autoload=self._autoload,
             )
             place = (self._stop, router, self.pool, listener, self._grace_s, self._hear)

@@ -117,7 +117,7 @@ class HeldBodies:
                 data += chunk
                 self.n_bytes += len(chunk)
                 if len(data) > limit_bytes:
-                    raise _too_large(limit_bytes, n_ctx)
+                    raise too_large(limit_bytes, n_ctx)
                 extra_bytes = BYTES_FOR_SMALL_BODIES if len(data) <= SMALL_BODY_BYTES else 0
                 if self.n_bytes > MOST_BYTES_AT_ONCE + extra_bytes:
                     words = (
@@ -175,7 +175,8 @@ def invalid(message: str, http_status: int = 400, event: Event | None = None) ->
     return RequestFailed(problem)
 
 
-def _too_large(limit_bytes: int, n_ctx: int | None) -> RequestFailed:
+def too_large(limit_bytes: int, n_ctx: int | None = None) -> RequestFailed:
+    """Return the 413. `n_ctx` is the size of the context if that is the reason for the limit."""
     said = f"the body is over {limit_bytes} bytes"
     if n_ctx is None:
         return invalid(f"{said}: shorten it", 413, Event.BODY_TOO_LARGE)

@@ -58,6 +58,7 @@ from specoffload.server.api.requests import (
     ConversationRequest,
     GenerationRequest,
 )
+from specoffload.server.api.stored import StoredResponses
 from specoffload.server.api.streaming import GenerationResponse, TicketGroup, Wording
 from specoffload.server.cache_salt import salt_of
 from specoffload.server.engine.calls import count_tokens
@@ -100,6 +101,7 @@ class ServerContext:
         *,
         strict_model: bool = False,
         streams: KeptStreams | None = None,
+        stored: StoredResponses | None = None,
         media: MediaRules | None = None,
         name: str = "",
     ) -> None:
@@ -107,6 +109,7 @@ class ServerContext:
         self.engine = engine
         self.defaults = defaults
         self.streams = KeptStreams() if streams is None else streams
+        self.stored = StoredResponses() if stored is None else stored
         self.created = int(time.time())  # Unix seconds
         self._name = name
         self._renderer = renderer
@@ -132,6 +135,14 @@ class ServerContext:
         """The model's name. Raises RequestFailed (503) if it is not known yet."""
         return self._name if self.engine.card is None and self._name else self.card.name
 
+    @property
+    def most_body_bytes(self) -> int:
+        """The size of the largest body whose prompt may fit the context."""
+        # Text may take twice as many bytes when JSON escapes it.
+        longest_bytes = _OVERHEAD_BYTES + 2 * self.card.n_ctx * self.card.longest_token_bytes
+        # The size of images says nothing about their tokens.
+        return MOST_BYTES if self.card.reads_images else min(longest_bytes, MOST_BYTES)
+
     # ---- requests
 
     async def json_of(self, request: Request, held: ExitStack) -> dict[str, Any]:
@@ -141,14 +152,9 @@ class ServerContext:
         over the limit, 503 while too many bytes of bodies are held, and 400 for anything but a
         JSON object.
         """
-        # Text may take twice as many bytes when JSON escapes it.
-        n_ctx, limit_bytes = self.card.n_ctx, MOST_BYTES
-        longest_bytes = _OVERHEAD_BYTES + 2 * n_ctx * self.card.longest_token_bytes
-        # The size of images says nothing about their tokens.
-        is_by_context = longest_bytes < MOST_BYTES and not self.card.reads_images
-        if is_by_context:
-            limit_bytes = longest_bytes
-        reading = self._bodies.read(request.stream(), limit_bytes, n_ctx if is_by_context else None)
+        limit_bytes = self.most_body_bytes
+        n_ctx = self.card.n_ctx if limit_bytes < MOST_BYTES else None
+        reading = self._bodies.read(request.stream(), limit_bytes, n_ctx)
         async with reading as data:
             held.enter_context(self._bodies.hold(len(data)))
             return read_json(data)

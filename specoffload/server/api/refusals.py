@@ -121,6 +121,7 @@ _TABLE: Mapping[Event, Mapping[Api, _Said]] = {
         Api.RESPONSES: _Said(code="model_not_found"),
         Api.MESSAGES: _Said(status=404, type="not_found_error", words="model: {message}"),
     },
+    Event.UNKNOWN_RESPONSE: {Api.RESPONSES: _Said(code="previous_response_not_found")},
     Event.BAD_KEY: {
         Api.OPENAI: _Said(code="invalid_api_key"),
         Api.RESPONSES: _Said(code="invalid_api_key"),

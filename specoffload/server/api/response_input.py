@@ -1,7 +1,7 @@
 """Turns requests of OpenAI's Responses API into chat requests.
 
-https://platform.openai.com/docs/api-reference/responses/create. Nothing is stored: each request has
-the whole conversation, as clients send it with `store: false`.
+https://platform.openai.com/docs/api-reference/responses/create. `whole_input.py` has put items that
+a request names by id into its input before.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class InputItem(SetAside):
     )
 
     type: str | None = None
-    id: str | None = None
+    id: str | None = None  # of an item that the server made, or of one that it shall take here
     role: str | None = None
     content: str | list[ItemPart] | None = None
     call_id: str | None = None
@@ -103,6 +103,7 @@ class ResponsesRequest(RequestModel):
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     include: list[str] | None = None
+    store: bool | None = None
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
@@ -131,7 +132,7 @@ def as_chat(request: ResponsesRequest) -> tuple[Json, list[str]]:
     """
     for name in _STORED:
         if getattr(request, name):
-            raise BadRequest(f"{name}: this server stores nothing; send the whole input")
+            raise BadRequest(f"{name} is not supported: send the whole input")
     extra = request.model_extra or {}
     ignored = ["include"] if set(request.include or ()) - {SEALED_REASONING} else []
     if extra.get("max_tool_calls"):

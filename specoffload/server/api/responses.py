@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -15,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from specoffload.chat.conversation import CallPiece, Content, Delta, Reasoning
 from specoffload.chat.parser import StreamParser
 from specoffload.generation.generation import Piece
+from specoffload.server.access import owner_of
 from specoffload.server.api.answers import Json
 from specoffload.server.api.body import checked, ignore
 from specoffload.server.api.context import BodyRoute, ServerContext
@@ -29,6 +31,7 @@ from specoffload.server.api.response_input import (
 )
 from specoffload.server.api.response_tools import as_text
 from specoffload.server.api.streaming import EventWording
+from specoffload.server.api.whole_input import whole_request
 from specoffload.server.engine.messages import Event, Problem
 
 
@@ -44,12 +47,17 @@ class ResponsesWording(EventWording):
         request: ResponsesRequest,
         model: str,
         start: StreamStart | None = None,
+        keep: Callable[[Json], None] | None = None,
     ) -> None:
-        """`start` is what the stream said before, None for a new stream."""
+        """`start` is what the stream said before, None for a new stream.
+
+        `keep` is called with the whole response when it has ended. None if it is not to be kept.
+        """
         self._items: list[Json] = []
         self._start = start or new_start("resp_")
         head = response_head(self._start, request.model_dump(exclude_unset=True), model)
-        super().__init__(parser, head | {"output": self._items})
+        super().__init__(parser, head | {"output": self._items, "store": keep is not None})
+        self._keep = keep
         self._tools = request.own_tools
         self._seals_reasoning = SEALED_REASONING in (request.include or ())
         self._arguments = ""  # of the last item, if it calls a custom tool
@@ -86,6 +94,8 @@ class ResponsesWording(EventWording):
             "output_tokens_details": {"reasoning_tokens": n_reasoning},
             "total_tokens": stats.n_prompt_tokens + stats.n_tokens,
         }
+        if self._keep is not None:
+            self._keep(self.result)
         return [*events, self._with_response(f"response.{status}")]
 
     def break_off(self, problem: Problem) -> list[Json]:
@@ -204,9 +214,9 @@ def response_head(start: StreamStart, asked: Json, model: str) -> Json:
         "model": model,
         "output": [],
         "parallel_tool_calls": asked.get("parallel_tool_calls", True),
-        "previous_response_id": None,
+        "previous_response_id": asked.get("previous_response_id"),
         "reasoning": asked.get("reasoning") or {},
-        "store": False,
+        "store": asked.get("store") is not False,
         "temperature": asked.get("temperature"),
         "text": asked.get("text") or {"format": {"type": "text"}},
         "tool_choice": asked.get("tool_choice", "auto"),
@@ -253,19 +263,28 @@ def responses_router(context: ServerContext) -> APIRouter:
     @router.post("/responses")
     async def responses(request: Request, body: ResponsesRequest) -> Response:
         """The model's next turn, as items."""
-        chat, ignored = as_chat(body)
+        owner = owner_of(request.scope)
+        whole, own_input = whole_request(context.stored, owner, body, context.most_body_bytes)
+        chat, ignored = as_chat(whole)
         ignore(request, ignored)
         job, prompt = await context.question(request, checked(chat, ChatRequest))
 
-        start = start_of(request.scope)
-        wording = ResponsesWording(prompt.parser(), body, context.card.name, start)
+        def keep(response: Json) -> None:
+            assert own_input is not None
+            context.stored.keep(owner, response, own_input, body.previous_response_id)
+
+        wording = ResponsesWording(
+            *(prompt.parser(), body, context.card.name, start_of(request.scope)),
+            keep=None if own_input is None else keep,
+        )
         return context.generate(request, [job], wording, stream=body.stream)
 
     @router.post("/v1/responses/input_tokens")
     @router.post("/responses/input_tokens")
     async def input_tokens(request: Request, body: ResponsesRequest) -> Response:
         """The number of tokens that a conversation takes as a prompt."""
-        chat, ignored = as_chat(body)
+        owner, most_bytes = owner_of(request.scope), context.most_body_bytes
+        chat, ignored = as_chat(whole_request(context.stored, owner, body, most_bytes).request)
         ignore(request, ignored)
         return JSONResponse(await context.counted(request, checked(chat, ConversationRequest)))
 

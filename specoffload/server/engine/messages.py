@@ -120,6 +120,7 @@ class Event(Enum):
     QUEUE_FULL = "too many requests wait"
     LOADING = "the model is being loaded"
     UNKNOWN_MODEL = "no model has this name"
+    UNKNOWN_RESPONSE = "no response has this id"
     BAD_KEY = "the key is missing or wrong"
 
 

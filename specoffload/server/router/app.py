@@ -35,6 +35,7 @@ from specoffload.server.api.body import HeldBodies, invalid, read_json
 from specoffload.server.api.kept import STREAM_ID, KeptStreams, streams_router
 from specoffload.server.api.life_signs import SIGN_S
 from specoffload.server.api.refusals import problem_response
+from specoffload.server.api.stored import StoredResponses, stored_router
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.messages import Event, Problem, RequestFailed, unavailable
 from specoffload.server.log import add_words
@@ -67,13 +68,14 @@ def create_router(
     on_list: Callable[[Sequence[Entry]], None] = lambda entries: None,
     access: AccessRules | None = None,
     streams: KeptStreams | None = None,
+    stored: StoredResponses | None = None,
     has_page: bool = True,
     autoload: bool = True,
 ) -> FastAPI:
     """Return the application. `entries` reads the list of models again, for `on_list` too.
 
-    `streams` are those of the models' applications. Without `autoload`, requests for models that
-    are not loaded are refused.
+    `streams` and `stored` are those of the models' applications. Without `autoload`, requests for
+    models that are not loaded are refused.
     """
     app = bare_app()
     guard(app, access or AccessRules())
@@ -82,6 +84,7 @@ def create_router(
     listing = Listing(pool, entries, on_list)
     app.include_router(_status_router(pool, events, listing, autoload=autoload))
     app.include_router(streams_router(streams))
+    app.include_router(stored_router(StoredResponses() if stored is None else stored))
     if has_page:
         add_page(app)
     # The routes of every model's application. No request reaches this one.
