@@ -1,6 +1,7 @@
 """Translates GBNF, llama.cpp's grammar notation, to Lark for `llguidance`. Pure, in linear time.
 
-Notation: grammars/README.md of llama.cpp. In addition, `%json {...}` is JSON that follows a schema.
+Notation: grammars/README.md of llama.cpp. In addition, `%json {...}` is JSON that follows a schema,
+and `%text {...}` is text without quotes up to a marker, as `text_symbol` writes it.
 Lark as llguidance reads it: https://github.com/guidance-ai/llguidance. A lexer that takes the
 longest match would change the language of a grammar such as `[a-z]* "end"`. Each character is
 therefore its own lexeme, and the parser alone decides, as in llama.cpp.
@@ -11,10 +12,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from offload.errors import BadRequest
 from offload.sampling.json_schema import read_schema
+from offload.sampling.schema_text import Rule, lark_of_text
 
 MOST_GRAMMAR_BYTES = 256 * 1024
 DEEPEST_GRAMMAR = 64  # most nested brackets
@@ -47,6 +49,15 @@ class Symbol(NamedTuple):
 Alternatives = tuple[tuple[Symbol, ...], ...]
 
 
+def text_symbol(rule: Rule | None, end: str, marker: str, without: Sequence[str] = ()) -> str:
+    """Return the symbol for text by a rule up to `end`. No `marker` may be in it.
+
+    It matches none of the regular expressions `without`.
+    """
+    asked = {"rule": rule, "end": end, "marker": marker, "without": without}
+    return f"%text {json.dumps(asked)}"
+
+
 def lark_of_gbnf(text: str, token_of: Callable[[str], int], root: str = "root") -> str:
     """Return a Lark grammar of the same language, in which the rule `root` is named `start`.
 
@@ -72,6 +83,7 @@ class _GbnfReader:
         self._depth = 0
         self._named_at: dict[str, int] = {}  # position of the first reference to each rule
         self._rules: dict[str, str] = {}
+        self._terminals: dict[str, str] = {}  # names by definition
         self._names = {root: "start"}  # rule names in Lark by name in GBNF
 
     def read(self) -> str:
@@ -85,6 +97,7 @@ class _GbnfReader:
             if name not in self._rules:
                 self._fail(f"there is no rule {name[:60]}", at)
         lines = [f"{self._lark_name(name)}: {rule}" for name, rule in self._rules.items()]
+        lines += [f"{name}: {definition}" for definition, name in self._terminals.items()]
         return "\n".join([_HEAD, "", *lines, ""])
 
     def _lark_name(self, name: str) -> str:
@@ -139,7 +152,7 @@ class _GbnfReader:
             case "<" | "!":
                 return self._token()
             case "%":
-                return self._json()
+                return self._text_until() if self._word() == "%text" else self._json()
             case "*" | "+" | "?" | "{":
                 self._fail(f"there is nothing before {self._peek()!r} to repeat")
         found = _NAME.match(self._text, self._at)
@@ -275,20 +288,38 @@ class _GbnfReader:
         return Symbol(f"<[{'^' if negated else ''}{token}]>")
 
     def _json(self) -> Symbol:
+        if self._word() != "%json":
+            self._fail("only %json or %text may follow a %")
+        schema = self._object("schema")
+        return Symbol(f"%json {json.dumps(read_schema(json.dumps(schema)))}")
+
+    def _text_until(self) -> Symbol:
         at = self._at
-        if self._text[at : at + 5] != "%json":
-            self._fail("only %json may follow a %")
+        asked = self._object("rule of a text")
+        try:
+            found = lark_of_text(asked["rule"], asked["end"], asked["marker"], asked["without"])
+        except (KeyError, TypeError, ValueError, RecursionError):
+            self._fail("%text needs a rule, an end, a marker and a list of what is excluded", at)
+        name = self._terminals.setdefault(found, f"T{len(self._terminals)}")
+        return Symbol(name)
+
+    def _word(self) -> str:
+        return self._text[self._at : self._at + 5]
+
+    def _object(self, what: str) -> dict[str, Any]:
+        """Read a word and the JSON object behind it."""
+        at = self._at
         self._at += 5
         self._skip(newlines=False)
         try:
             schema, self._at = json.JSONDecoder().raw_decode(self._text, self._at)
         except json.JSONDecodeError as e:
-            self._fail(f"the schema is not JSON: {e.msg}", e.pos)
+            self._fail(f"the {what} is not JSON: {e.msg}", e.pos)
         except (ValueError, RecursionError):
-            self._fail("the schema is nested too deeply or has too long a number", at)
+            self._fail(f"the {what} is nested too deeply or has too long a number", at)
         if not isinstance(schema, dict):
-            self._fail("the schema must be a JSON object", at)
-        return Symbol(f"%json {json.dumps(read_schema(json.dumps(schema)))}")
+            self._fail(f"the {what} must be a JSON object", at)
+        return schema
 
     # -- reading ---------------------------------------------------------------------------------
 

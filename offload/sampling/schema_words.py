@@ -45,8 +45,8 @@ UNKNOWN_FORMATS = frozenset(
     }
 )
 
-_LEAP_YEAR = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
-_DATE = rf"(?:[0-9]{{4}}-(?:0[13-9]|1[0-2]|02-(?:[01]|2[0-8]))|{_LEAP_YEAR}-02-29)"
+LEAP_YEAR = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
+_DATE = rf"(?:[0-9]{{4}}-(?:0[13-9]|1[0-2]|02-(?:[01]|2[0-8]))|{LEAP_YEAR}-02-29)"
 _TIME = r"[0-9]{2}:[0-9]{2}:[0-5]|23:59:60(?:\.[0-9]+)?(?:[zZ]|[+-]00:00)$"
 # What llguidance's formats miss: only leap years have a 29th of February, and a leap second ends a
 # day of UTC. A leap second is allowed only with an offset of zero.
@@ -60,7 +60,7 @@ _OUTSIDE = re.compile(r"\\c[A-Za-z]|\\k<|\\.|\(\?(?:<?[=!])|\[\^?|.", re.DOTALL)
 _IN_CLASS = re.compile(r"\\c[A-Za-z]|\\.|.", re.DOTALL)
 
 
-def _tokens(pattern: str) -> Iterator[tuple[str, bool]]:
+def pattern_tokens(pattern: str) -> Iterator[tuple[str, bool]]:
     """Yield each token, and whether it is in a class of characters or ends one.
 
     Brackets that open a class, `[` and `[^`, are outside of it. In a class, `[` is a character.
@@ -74,7 +74,7 @@ def _tokens(pattern: str) -> Iterator[tuple[str, bool]]:
 
 def fault_of_pattern(pattern: str) -> str | None:
     """Return why llguidance cannot follow a pattern, or None. It finds common reasons only."""
-    for token, in_class in _tokens(pattern):
+    for token, in_class in pattern_tokens(pattern):
         if in_class:
             continue
         if token.startswith("(?"):
@@ -98,7 +98,7 @@ def translated_pattern(pattern: str) -> str:
     `[]` matches nothing, `[^]` matches every character, and classes have no operators but ranges.
     """
     found: list[str] = []
-    for token, in_class in _tokens(pattern):
+    for token, in_class in pattern_tokens(pattern):
         if token.startswith("\\c") and len(token) == 3:
             token = f"\\x{ord(token[2]) % 32:02x}"
         elif token == "\\s":

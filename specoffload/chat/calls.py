@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from offload.sampling.schema_places import at_pointer
+from specoffload.chat.arguments import Arguments, type_of
 from specoffload.chat.conversation import of_whole_characters
 from specoffload.chat.families import CallLayout, lines_of
 from specoffload.chat.reader import DeltaCollector, Reading, TextReader
@@ -252,12 +252,12 @@ def _read_tagged_call(
     output.begin_call(name)
     if marker != after_name:
         reader.put_back(marker)
-    schema, opening = schemas.get(name, {}), "{"
+    arguments, opening = Arguments(schemas.get(name, {})), "{"
     while True:
         yield from reader.space()
         if not (yield from reader.takes(layout.before_key)):
             break
-        if not (yield from _read_argument(reader, layout, output, schema, opening)):
+        if not (yield from _read_argument(reader, layout, output, arguments, opening)):
             return True  # the text ended inside the argument
         opening = ", "
     if reader.is_cut:
@@ -273,7 +273,7 @@ def _read_argument(
     reader: TextReader,
     layout: CallLayout,
     output: DeltaCollector,
-    schema: Mapping[str, Any],
+    arguments: Arguments,
     opening: str,
 ) -> Reading[bool]:
     """Read one argument. Adds `opening`, its key and its value to `output` as JSON.
@@ -287,9 +287,7 @@ def _read_argument(
     if marker is None:
         return False
     key = key.strip()
-    properties = schema.get("properties")
-    found = properties.get(key) if isinstance(properties, Mapping) else None
-    types = types_of(found, schema) if isinstance(found, Mapping) else frozenset()
+    types = arguments.types(key)
     is_string = marker == of_string if of_string else types == {"string"}
     for tag in before_value:
         yield from reader.space()
@@ -298,17 +296,48 @@ def _read_argument(
     output.arguments(f"{opening}{_json(key)}: ")
     closes = layout.after_value.strip()
     if not is_string:
-        value, marker = yield from reader.within((closes,))
-        if marker is not None:
-            wanted = frozenset() if of_string else types
-            output.arguments(_json_value(value.removesuffix("\n"), wanted))
-        return marker is not None
+        wanted = frozenset() if of_string else types
+        return (yield from _read_json_argument(reader, output, closes, wanted))
     output.arguments('"')
     ends = ("\n" + closes, closes)
     marker = yield from reader.until(ends, lambda text: output.arguments(_json(text)[1:-1]))
     if marker is not None:
         output.arguments('"')
     return marker is not None
+
+
+def _read_json_argument(
+    reader: TextReader, output: DeltaCollector, closes: str, types: Collection[str]
+) -> Reading[bool]:
+    """Read a value that is JSON, or text that becomes JSON. A marker in a JSON string is text."""
+    parts: list[str] = []
+    reader.mark()
+    yield from reader.space()
+    first = yield from reader.peek()
+    is_json = bool(first) and first in '{["' and (yield from reader.json_value(parts.append))
+    yield from reader.space()
+    if is_json and (yield from reader.takes(closes)) and _is_json("".join(parts)):
+        reader.release()
+        output.arguments(_json_value("".join(parts), types))
+        return True
+    reader.back()
+    value, marker = yield from reader.within((closes,))
+    if marker is not None:
+        output.arguments(_json_value(value.removesuffix("\n"), types))
+    return marker is not None
+
+
+def is_read_as_text(text: str, types: Collection[str]) -> bool:
+    """True if `text` between the tags of an argument of these JSON types is read as a string."""
+    return types == {"string"} or _json_value(text, types) == _json(text)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _json_value(text: str, types: Collection[str]) -> str:
@@ -323,49 +352,10 @@ def _json_value(text: str, types: Collection[str]) -> str:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return _json(text)
-    if "string" in types and _type_of(value) not in types:
+    if "string" in types and type_of(value) not in types:
         return _json(text)
     return text.strip()
 
 
 def _json(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def _type_of(value: Any) -> str:
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, int):
-        return "integer"
-    kinds = {str: "string", float: "number", list: "array", dict: "object"}
-    return kinds.get(type(value), "null")
-
-
-def types_of(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """Return the JSON types that `schema` allows; empty if it does not restrict them.
-
-    `root` is the whole schema, in which a `$ref` names a place.
-    """
-    if depth > 8:
-        return frozenset()
-    found: set[str] = set()
-    kind = schema.get("type")
-    if isinstance(kind, str):
-        found.add(kind)
-    elif isinstance(kind, list):
-        found |= {k for k in kind if isinstance(k, str)}
-    elif isinstance(schema.get("enum"), list):
-        found |= {_type_of(value) for value in schema["enum"]}
-    elif "const" in schema:
-        found.add(_type_of(schema["const"]))
-    others = [schema.get(word) for word in ("anyOf", "oneOf")]
-    branches = [branch for listed in others if isinstance(listed, list) for branch in listed]
-    where = schema.get("$ref")
-    if isinstance(where, str):
-        branches.append(at_pointer(root, where))
-    for branch in branches:
-        if isinstance(branch, Mapping):
-            found |= types_of(branch, root, depth + 1)
-    if "number" in found:
-        found.add("integer")
-    return frozenset(found)

@@ -6,12 +6,14 @@ The grammars are GBNF, in which `%json {...}` stands for text that follows a JSO
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from offload.sampling.schema_places import escaped, has_ref, moved
+from offload.sampling.gbnf import text_symbol
+from offload.sampling.schema_text import BareText, Rule
 from offload.sampling.schema_words import ANNOTATIONS
-from specoffload.chat.calls import types_of
+from specoffload.chat.arguments import Arguments
+from specoffload.chat.calls import is_read_as_text
 from specoffload.chat.conversation import Allowed, Conversation, Tool
 from specoffload.chat.families import (
     GENERIC,
@@ -22,7 +24,7 @@ from specoffload.chat.families import (
     CallLayout,
     Family,
 )
-from specoffload.chat.tool_schemas import SchemaNote, followable
+from specoffload.chat.tool_schemas import SchemaNote, followable, refuse_strict
 
 _SPACE = "[ \\t\\r\\n]{0,8}"
 _HARMONY_END = HARMONY_REASONING[2]  # closes the reasoning, and begins the next message
@@ -48,7 +50,8 @@ def answer_grammar(
     tools' schemas. If the family is GENERIC, which has no call format of its own, an answer that
     begins with a brace must consist of calls.
 
-    Raises BadRequest for a schema that cannot be followed, if the answer must be a call.
+    Raises BadRequest for a schema that cannot be followed, if the answer must be a call or the tool
+    is strict.
 
     Optional calls are excluded if the answer has to follow a schema and the family's calls begin
     with a brace, because such calls could not be distinguished from the answer.
@@ -72,10 +75,13 @@ def answer_grammar(
     with_calls = must_call or not (schema is not None and is_bare)
     forms = []
     if tools and with_calls:
-        tools, notes = followable(tools, must_call=must_call)
-        for found in notes:
-            note(found)
-        forms = [_calls(rules, layout, tools, parallel=conversation.parallel_tool_calls)]
+        tools, found = followable(tools, must_call=must_call)
+        notes = list(found)
+        parallel = conversation.parallel_tool_calls
+        forms = [_calls(rules, layout, tools, notes.append, parallel=parallel)]
+        refuse_strict(tools, notes)
+        for left_out in notes:
+            note(left_out)
     if must_call:
         pass
     elif schema is not None:
@@ -156,8 +162,15 @@ class _Rules:
         return "\n".join([f"root ::= {root}", *self._lines]) + "\n"
 
 
-def _calls(rules: _Rules, layout: CallLayout, tools: Sequence[Tool], *, parallel: bool) -> str:
-    calls = [_call(rules, layout, tool, at) for at, tool in enumerate(tools)]
+def _calls(
+    rules: _Rules,
+    layout: CallLayout,
+    tools: Sequence[Tool],
+    note: Callable[[SchemaNote], object],
+    *,
+    parallel: bool,
+) -> str:
+    calls = [_call(rules, layout, tool, at, note) for at, tool in enumerate(tools)]
     rules.add("call", " | ".join(calls))
     more = ""
     if parallel and not layout.is_harmony:
@@ -165,11 +178,13 @@ def _calls(rules: _Rules, layout: CallLayout, tools: Sequence[Tool], *, parallel
     return f"{literal(layout.begin)} call{more} {literal(layout.end)}"
 
 
-def _call(rules: _Rules, layout: CallLayout, tool: Tool, at: int) -> str:
+def _call(
+    rules: _Rules, layout: CallLayout, tool: Tool, at: int, note: Callable[[SchemaNote], object]
+) -> str:
     head = layout.before_name + layout.name.replace("{name}", tool.name) + layout.after_name
     before_arguments = " [0-9]{1,4} ".join(map(literal, head.split("{i}")))
     if layout.before_key:
-        arguments = _tagged(rules, layout, tool, at)
+        arguments = _tagged(rules, layout, tool, at, note)
     else:
         schema: dict[str, Any] = {"type": "object", **tool.parameters}
         if set(tool.parameters) <= {"type"}:  # a tool without arguments
@@ -179,42 +194,98 @@ def _call(rules: _Rules, layout: CallLayout, tool: Tool, at: int) -> str:
     return rules.add(f"call-{at}", body)
 
 
-def _tagged(rules: _Rules, layout: CallLayout, tool: Tool, at: int) -> str:
+def _tagged(
+    rules: _Rules, layout: CallLayout, tool: Tool, at: int, note: Callable[[SchemaNote], object]
+) -> str:
     """Return the GBNF of a tool's arguments in the schema's order. Optional ones may be absent."""
-    properties = tool.parameters.get("properties")
-    required = tool.parameters.get("required") or ()
-    parts = []
-    for i, key in enumerate(properties if isinstance(properties, Mapping) else ()):
-        forms = [
-            f"{literal(layout.before_key + key + layout.key_end(is_string=is_string))} {value}"
-            for value, is_string in _values(rules, layout, key, tool.parameters)
-        ]
-        name = rules.add(f"argument-{at}-{i}", " | ".join(forms))
-        parts.append(name if key in required else f"{name}?")
-    return " ".join(parts) or '""'
+    arguments, text = Arguments(tool.parameters), BareText(tool.parameters)
+    known: dict[tuple[str, tuple[str, ...]], str] = {}
+    forms = []
+    for form in arguments.forms:
+        parts = []
+        for key, places in form.places.items():
+            if (key, places) not in known:
+                values = [
+                    f"{literal(layout.before_key + key + layout.key_end(is_string=is_string))} {v}"
+                    for v, is_string in _values(rules, layout, arguments, text, key, places)
+                ]
+                name = rules.add(f"argument-{at}-{len(known)}", " | ".join(values))
+                known[key, places] = name
+            name = known[key, places]
+            parts.append(name if key in form.required else f"{name}?")
+        forms.append(" ".join(parts) or '""')
+    for place, reason in {**arguments.faults, **text.faults}.items():
+        note(SchemaNote(tool.name, place, reason))
+    return forms[0] if len(forms) == 1 else f"({' | '.join(forms)})"
 
 
 def _values(
-    rules: _Rules, layout: CallLayout, key: str, parameters: Mapping[str, Any]
+    rules: _Rules,
+    layout: CallLayout,
+    arguments: Arguments,
+    text: BareText,
+    key: str,
+    places: tuple[str, ...],
 ) -> list[tuple[str, bool]]:
     """Return the forms of an argument: GBNF of the value and its end, and whether it is a string.
 
     A value of any type may be a string, which has no quotes, or JSON.
     """
-    after = literal(layout.after_value)
-    schema = parameters["properties"][key]
-    if not isinstance(schema, Mapping):
-        schema = {}
-    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(choices, list) and choices and all(isinstance(c, str) for c in choices):
-        return [(f"({' | '.join(literal(choice) for choice in choices)}) {after}", True)]
-    text = rules.until(layout.after_value), True
-    if types_of(schema, parameters) == {"string"}:
-        return [text]
-    if has_ref(schema):  # to any place of the parameters
-        schema = moved(parameters, f"#/properties/{escaped(key)}")
-    form = f"{_json(schema)} {after}", False
-    return [text, form] if not set(schema) - ANNOTATIONS else [form]
+    schema, end, where = arguments.schema(places), layout.after_value, "".join(places[:1])
+    types = arguments.types(key)
+    choices = text.choices(schema)
+    if choices and (forms := _listed(layout, choices, types)):
+        if len(forms) < len(choices):
+            text.faults[where] = f"values with {end.strip()} in them cannot be written"
+        return [
+            (f"({' | '.join(listed)}) {literal(end)}", is_string)
+            for is_string in (True, False)
+            if (listed := [literal(form) for form, of_string in forms if of_string == is_string])
+        ]
+    any_text = rules.until(end), True
+    if types == {"string"}:
+        rule = text.rule(schema, where)
+        return [any_text if rule is None else (_held_text(layout, rule), True)]
+    form = f"{_json(arguments.alone(places))} {literal(end)}", False
+    return [any_text, form] if not set(schema) - ANNOTATIONS else [form]
+
+
+def _listed(
+    layout: CallLayout, values: Sequence[Any], types: Collection[str]
+) -> list[tuple[str, bool]]:
+    """Return the texts of constants between tags, and whether the tags are those of strings."""
+    forms: list[tuple[str, bool]] = []
+    for value in values:
+        is_string = isinstance(value, str)
+        text = json.dumps(value, ensure_ascii=False)
+        # A string beside other types has quotes if it would be read as one of those.
+        if is_string and (layout.after_key_of_string or is_read_as_text(value, types)):
+            text = _with_line_feeds(layout, value)
+        elif is_string:
+            is_string = False
+        if layout.after_value.strip() not in text:
+            forms.append((text, is_string))
+    return forms
+
+
+def _with_line_feeds(layout: CallLayout, text: str) -> str:
+    """Return `text` with the line feeds at its ends that readers of a call drop."""
+    drops_first, drops_last = _dropped(layout)
+    before, after = drops_first and text.startswith("\n"), drops_last and text.endswith("\n")
+    return "\n" * before + text + "\n" * after
+
+
+def _held_text(layout: CallLayout, rule: Rule) -> str:
+    """Return the GBNF of a string without quotes that follows a rule, and of its end."""
+    drops_first, drops_last = _dropped(layout)
+    edges = ["\\n(?s:.*)"] * drops_first + ["(?s:.*)\\n"] * drops_last
+    return text_symbol(rule, layout.after_value, layout.after_value.strip(), edges)
+
+
+def _dropped(layout: CallLayout) -> tuple[bool, bool]:
+    """True for each end of a string at which a reader drops a line feed of the string itself."""
+    key_end = layout.key_end(is_string=True)
+    return not key_end.endswith("\n"), not layout.after_value.startswith("\n")
 
 
 def _json(schema: Mapping[str, Any]) -> str:

@@ -48,6 +48,17 @@ def followable(
     return tuple(found), tuple(notes)
 
 
+def refuse_strict(tools: Sequence[Tool], notes: Sequence[SchemaNote]) -> None:
+    """Raises BadRequest if one of `notes` is of a strict tool, which promises its whole schema."""
+    strict = {tool.name for tool in tools if tool.strict}
+    for found in notes:
+        if found.tool in strict:
+            raise BadRequest(
+                f"tool {found.tool!r} is strict, and {found.place} of its parameters cannot be "
+                f"enforced ({found.reason}): leave out that keyword, or send strict as false"
+            )
+
+
 @lru_cache(maxsize=256)
 def _followable(name: str, text: str, must_call: bool) -> tuple[str, tuple[SchemaNote, ...]]:
     from offload.sampling.schema_check import fault_of_schema  # loads llguidance

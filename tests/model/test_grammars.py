@@ -248,7 +248,7 @@ def test_a_grammar_may_hold_json_that_follows_a_schema(session: Session) -> None
         ('root ::= %json {"a": }', "line 1, column 22: the schema is not JSON"),
         ("root ::= %json 5", "must be a JSON object"),
         ('root ::= %json {"type": "nonsense"}', "#/type: Invalid type: nonsense"),
-        ("root ::= %lark {}", "only %json may follow a %"),
+        ("root ::= %lark {}", "only %json or %text may follow a %"),
     ):
         with pytest.raises(BadRequest, match=words):
             grammar(session, bad)

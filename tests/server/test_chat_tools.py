@@ -270,9 +270,11 @@ def test_what_is_left_out_of_a_tool_is_named_and_logged_once(
 ) -> None:
     pattern = {"type": "string", "pattern": "^(?!\\.)[a-z]+$"}
     parameters = {"type": "object", "properties": {"to": pattern}}
-    tool = {"type": "function",
-            "function": {"name": "mail", "parameters": parameters, "strict": True}}  # fmt: skip
-    body = {"messages": said("Fine."), "tools": [tool, TOOL]}
+    function = {"name": "mail", "parameters": parameters}
+    tool = {"type": "function", "function": function}
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "mail"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}  # so that a grammar is needed
+    body = {"messages": said("Fine."), "tools": [tool, TOOL], "tool_choice": choice}
     with caplog.at_level("WARNING", logger="specoffload.server"):
         for _ in range(2):
             answer = http.post(server.url + "/v1/chat/completions", json=body)
@@ -282,6 +284,11 @@ def test_what_is_left_out_of_a_tool_is_named_and_logged_once(
     logged = [record.message for record in caplog.records if "'mail'" in record.message]
     assert len(logged) == 1
     assert "look-ahead and look-behind cannot be followed" in logged[0]
+    tool["function"] = {**function, "strict": True}
+    answer = http.post(server.url + "/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    words = "'mail' is strict, and #/properties/to/pattern of its parameters cannot be enforced"
+    assert words in answer.json()["error"]["message"]
 
 
 def test_every_api_follows_a_schema(server: Running) -> None:

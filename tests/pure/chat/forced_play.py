@@ -26,6 +26,7 @@ from specoffload.session.chat import answer_options, check_options
 from specoffload.slots.stopping import StopScanner
 
 END = 256
+_N_TRIED = 50  # tokens for which it then tries each way to an end
 _N_FREE = 150  # tokens after which the model wants to come to the end
 # Markers that are one token, as in most vocabularies, and tokens that cross a marker's end.
 _MARKERS = (
@@ -108,19 +109,21 @@ def _ends(form: AnswerForm, written: bytes) -> tuple[bytes, ...]:
     is_open = form.thinking or (bool(opens) and opens.encode() in written)
     if is_open and closes.encode() not in written:
         return (closes.encode(),)
-    return tuple(text.encode() for text in (*form.family.layout.closers[::-1], '"', "}"))
+    layout = form.family.layout
+    ends = (*layout.closers[::-1], layout.after_value, '"', "}")
+    return tuple(text.encode() for text in ends if text)
 
 
 def _logits(
     written: bytes, likes: Sequence[bytes], rng: np.random.Generator, to_the_end: float
 ) -> NDArray[np.float32]:
-    logits = rng.normal(size=len(_PIECES)).astype(np.float32)
+    logits = rng.normal(size=len(_PIECES)).astype(np.float32) * (1 + to_the_end / 10)
     logits[128:256] -= 3
     logits[END] += 4 + 3 * to_the_end
     for rank, text in enumerate(likes):
         begun = next(n for n in range(len(text) - 1, -1, -1) if written.endswith(text[:n]))
         for i in _next_tokens(text[begun:]):
-            logits[i] += 4 + 2 * begun if begun else 1 + to_the_end / 2
+            logits[i] += 4 + 2 * min(begun, 5) if begun else 1 + to_the_end / 2
             logits[i] += to_the_end / (rank + 1)
     return logits
 
@@ -144,7 +147,7 @@ def play(
     asked: Conversation,
     options: GenerateOptions,
     rng: np.random.Generator,
-    n_most: int = 1500,
+    n_most: int = 2500,
 ) -> Played:
     """Return an answer of a model that writes noise, but likes to finish markers and values."""
     check_options(asked, options)
@@ -166,7 +169,8 @@ def play(
     raw, written, deltas, is_whole = b"", "", [], False
     for n in range(n_most):
         is_late = n > _N_FREE
-        wanted = _ends(prompt.form, raw) if is_late else likes
+        ends = _ends(prompt.form, raw)
+        wanted = ends[n // _N_TRIED % len(ends) :][:1] if is_late else likes
         token = sampler.choose(_logits(raw, wanted, rng, 20.0 * is_late), ())
         sampler.accepted(token)
         if token == END:

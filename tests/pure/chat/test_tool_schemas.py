@@ -12,7 +12,7 @@ from published import ASK, WEATHER
 
 from offload.errors import BadRequest
 from offload.sampling.grammar import grammar_of
-from specoffload.chat.calls import types_of
+from specoffload.chat.arguments import types_of
 from specoffload.chat.conversation import (
     Allowed,
     Conversation,
@@ -53,7 +53,7 @@ def passes(gbnf: str | None, text: str) -> bool:
     return follows(grammar_of(tokens, gbnf, None), text)
 
 
-def with_odd(part: object, *, strict: bool = True) -> Tool:
+def with_odd(part: object, *, strict: bool = False) -> Tool:
     properties = {"x": part, "y": {"type": "integer"}}
     parameters = {"type": "object", "properties": properties, "required": ["x"]}
     return Tool("odd", None, parameters, strict=strict)
@@ -64,7 +64,7 @@ def with_odd(part: object, *, strict: bool = True) -> Tool:
 def test_what_cannot_be_followed_is_left_out_of_optional_calls(family: Family, name: str) -> None:
     part, place = ODD[name]
     tool = with_odd(part)
-    gbnf, notes = grammar_for(family, (tool, NOW))
+    gbnf, notes = grammar_for(family, (tool, NOW), Allowed(("odd", "now")))
     assert [note.place for note in notes] == [place]
     assert str(notes[0]).startswith("tool 'odd': ")
     assert passes(gbnf, written(family.layout, [("odd", {"x": "abc", "y": 3})]))
@@ -73,10 +73,21 @@ def test_what_cannot_be_followed_is_left_out_of_optional_calls(family: Family, n
         assert not passes(gbnf, written(family.layout, [("odd", {"x": "abc", "y": "no"})]))
 
 
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("name", ODD)
+def test_a_strict_tool_that_cannot_be_followed_is_refused(family: Family, name: str) -> None:
+    """It promises that calls follow the whole schema, and OpenAI's API refuses it too."""
+    part, place = ODD[name]
+    with pytest.raises(BadRequest, match=f"tool 'odd' is strict, and {place} of its parameters"):
+        grammar_for(family, (with_odd(part, strict=True), NOW))
+    loose, _ = grammar_for(family, (with_odd(part), Tool("now", strict=True)))
+    assert passes(loose, written(family.layout, [("odd", {"x": "abc", "y": 3})]))
+
+
 @pytest.mark.parametrize("name", ODD)
 def test_a_forced_call_names_the_tool_and_the_keyword(name: str) -> None:
     part, place = ODD[name]
-    tool = with_odd(part, strict=False)
+    tool = with_odd(part)
     words = "tool 'odd': its parameters cannot be followed" if place == "#" else f"'odd': {place}: "
     for choice in ("required", Allowed(("odd",), must_call=True)):
         with pytest.raises(BadRequest, match=words):
@@ -86,9 +97,9 @@ def test_a_forced_call_names_the_tool_and_the_keyword(name: str) -> None:
 
 
 def test_properties_that_are_null_are_none() -> None:
-    tool = Tool("odd", None, {"type": "object", "properties": None}, strict=True)
+    tool = Tool("odd", None, {"type": "object", "properties": None})
     for family in FAMILIES:
-        gbnf, notes = grammar_for(family, (tool,))
+        gbnf, notes = grammar_for(family, (tool,), Allowed(("odd",)))
         assert [note.place for note in notes] == ["#/properties"]
         assert passes(gbnf, written(family.layout, [("odd", {})]))
 
@@ -97,7 +108,7 @@ def test_keywords_without_effect_are_noted() -> None:
     tool = with_odd({"type": "array", "uniqueItems": True})
     _, notes = grammar_for(GENERIC, (tool,), "required")
     assert [note.place for note in notes] == ["#/properties/x/uniqueItems"]
-    free, notes = grammar_for(FAMILIES[1], (with_odd({"type": "any"}, strict=False),))
+    free, notes = grammar_for(FAMILIES[1], (with_odd({"type": "any"}),))
     assert free is None
     assert notes == []  # no grammar reads the schema
 
