@@ -1,0 +1,86 @@
+"""`scripts/test-combinations`: tries combinations for some minutes, and reports what failed."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from combinations.cases import TABLES, Case, Pair, all_pairs, by_use, covering, refused_pairs
+from combinations.trying import Record, Trier, grouped
+
+
+def plan(tables: list[str], seed: str, strength: int) -> list[Case]:
+    """The cases of all tables in turns, so that a short run tries some of each."""
+    ordered = [grouped(by_use(covering(table, seed, strength))) for table in tables]
+    return [c for cs in itertools.zip_longest(*ordered) for c in cs if c is not None]
+
+
+def main(
+    minutes: Annotated[float, typer.Option(help="Minutes to try for.")] = 10.0,
+    seed: Annotated[str, typer.Option(help="Chooses the cases. Default: today's date.")] = "",
+    table: Annotated[list[str] | None, typer.Option(help="session, request or command.")] = None,
+    strength: Annotated[int, typer.Option(help="2 covers pairs, 3 triples.")] = 2,
+    record: Annotated[
+        Path, typer.Option(help="File of what was tried; a later run goes on.")
+    ] = Path(".work/combinations.jsonl"),
+) -> None:
+    """Try combinations of features. Ends with code 1 if one has a fault."""
+    seed = seed or datetime.date.today().isoformat()
+    record.parent.mkdir(parents=True, exist_ok=True)
+    known = Record(record)
+    cases = [c for c in plan(table or [*TABLES], seed, strength) if not known.has(c)]
+    typer.echo(f"seed {seed}: {len(cases)} cases left, {len(known.outcomes)} tried before")
+    failed = 0
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Trier(Path(folder)) as trier,
+        Progress(
+            TextColumn("{task.description}"), BarColumn(),
+            TextColumn("{task.completed} of {task.total}"), TimeElapsedColumn(), transient=True,
+        ) as progress,
+    ):  # fmt: skip
+        os.environ.setdefault("SPECOFFLOAD_PROFILE_DIR", str(Path(folder) / "profiles"))
+        os.environ.setdefault("SPECOFFLOAD_MEASURE_S", "0.05")
+        task = progress.add_task("combinations", total=len(cases))
+        for case in _until(cases, time.monotonic() + 60 * minutes):
+            outcome = trier.outcome_of(case)
+            known.add(outcome)
+            progress.advance(task)
+            if outcome.faults:
+                failed += 1
+                progress.console.print(f"{outcome.smallest}\n  " + "\n  ".join(outcome.faults))
+    for line in report(known):
+        typer.echo(line)
+    raise typer.Exit(1 if failed else 0)
+
+
+def _until(cases: list[Case], end_s: float) -> Iterator[Case]:
+    for case in cases:
+        if time.monotonic() > end_s:
+            return
+        yield case
+
+
+def report(record: Record) -> Iterator[str]:
+    """How many pairs of each table are run or refused, and the cases that failed."""
+    held = [o.case for o in record.outcomes if not o.faults]
+    for table in TABLES:
+        pairs = set[Pair]().union(*(case.pairs for case in held if case.table == table))
+        n, m = len(all_pairs(table)), len(refused_pairs(table))
+        yield f"{table}: {len(pairs)} of {n} pairs held, {m} are refused"
+    for outcome in record.outcomes:
+        if outcome.faults:
+            yield f"failed: {outcome.smallest}: {outcome.faults[0]}"
+
+
+if __name__ == "__main__":
+    typer.run(main)

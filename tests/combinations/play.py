@@ -1,0 +1,247 @@
+"""Plays a case: opens its session, lets its event happen, and judges every answer."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from combinations.axes import N_CTX, N_PREDICT
+from combinations.cases import Case
+from combinations.judge import Answer, Judge, answer_of
+from combinations.opening import Opened, context_of
+from specoffload.errors import KNOWN
+from specoffload.generation.generation import GenerateOptions
+from specoffload.slots.request import Request
+
+N_PROMPT = 70  # tokens of a first prompt, more than one window of the small models
+_GRAMMAR = 'root ::= ("a" | "b" | "cd")+ "."'
+_SCHEMA = '{"type": "object", "properties": {"n": {"enum": [1, 22, 333]}}, "required": ["n"]}'
+_PLAIN = GenerateOptions(n_predict=N_PREDICT, ignore_eos=True)
+SAMPLING: dict[str, GenerateOptions] = {
+    "greedy": _PLAIN,
+    "seeded": replace(_PLAIN, temperature=0.8, top_k=20, seed=11),
+    "penalties": replace(_PLAIN, repeat_penalty=1.3, frequency_penalty=0.2),
+    "bias": replace(_PLAIN, logit_bias=((65, float("-inf")), (66, 1.0))),
+    "grammar": replace(_PLAIN, ignore_eos=False, grammar=_GRAMMAR),
+    "schema": replace(_PLAIN, ignore_eos=False, json_schema=_SCHEMA),
+}
+
+
+class Player:
+    """A case's session and the texts of its conversations."""
+
+    def __init__(self, case: Case, opened: Opened, judge: Judge, seed: int) -> None:
+        self.case, self._opened, self._judge = case, opened, judge
+        self._rng = np.random.default_rng(seed)
+        self.n_streams = int(case["streams"])
+
+    def prompt(self, n_tokens: int = N_PROMPT) -> list[int]:
+        """Tokens that partly repeat, so that earlier text can draft."""
+        part = self._rng.integers(40, 120, max(n_tokens // 3, 1)).tolist()
+        return [int(t) for t in (part * 4)[:n_tokens]]
+
+    def ask(self, prompts: Sequence[Sequence[int]], what: str, **more: object) -> list[Answer]:
+        """Answer all prompts at once, and judge the answers."""
+        options = replace(SAMPLING[self.case["sampling"]], **more)  # type: ignore[arg-type]
+        session = self._opened.session
+        requests = [session.start(list(prompt), options) for prompt in prompts]
+        finish(session.step, lambda: session.is_idle)
+        answers = [
+            answered(prompt, options, r) for prompt, r in zip(prompts, requests, strict=True)
+        ]
+        for answer in answers:
+            self._judge.check(answer, what)
+        return answers
+
+    def play(self) -> None:
+        """Let the case's event happen."""
+        getattr(self, f"_{self.case['event']}")()
+
+    def _fresh(self) -> None:
+        self.ask(self._prompts(), "a fresh prompt")
+
+    def _continued(self) -> None:
+        first = self.ask(self._prompts(), "the first turn")
+        second = self.ask([self._next_turn(a) for a in first], "the second turn")
+        self._expect_cached(second, [len(a.prompt) for a in first], "the second turn")
+        self.ask([self._next_turn(a) for a in second], "the third turn")
+
+    def _edited(self) -> None:
+        first = self.ask(self._prompts(), "the first turn")
+        changed = [[*a.prompt[: len(a.prompt) // 2], 39, *self.prompt(30)] for a in first]
+        answers = self.ask(changed, "an edited prompt")
+        for before, answer in zip(first, answers, strict=True):
+            if answer.stats.n_cached_tokens > len(before.prompt) // 2:
+                self._fault("an edited prompt", f"{answer.stats.n_cached_tokens} tokens are cached")
+
+    def _branched(self) -> None:
+        first = self.ask(self._prompts(), "the first answer")
+        self.ask([a.prompt for a in first], "the same prompt again")
+        self.ask([[*a.prompt, *a.tokens[:3], 50] for a in first], "another branch")
+
+    def _moved(self) -> None:
+        first = self.ask(self._prompts(), "the first turn")
+        for _ in range(2):
+            self.ask(self._prompts(), "other conversations")
+        back = self.ask([self._next_turn(a) for a in first], "a conversation that comes back")
+        # RAM that cannot hold all experts keeps few prompts, and the start says how many.
+        if self.case["experts"] != "disk":
+            least = [len(a.prompt) for a in first]
+            self._expect_cached(back, least, "a conversation that comes back")
+
+    def _restored(self) -> None:
+        prompt = self.prompt()
+        self.ask([prompt], "the first answer")
+        (live,) = self.ask([prompt], "the same prompt in a live slot")
+        session = self._opened.session
+        number = max(session.slots(), key=lambda s: s.n_tokens).id
+        saved = session.change_slot(number, "save", "slot.bin")
+        session.forget()
+        self.ask([self.prompt()], "another prompt")
+        restored = session.change_slot(number, "restore", "slot.bin")
+        if saved.n_tokens != restored.n_tokens:
+            words = f"{saved.n_tokens} tokens were saved and {restored.n_tokens} restored"
+            self._fault("a restored slot", words)
+        (again,) = self.ask([prompt], "the same prompt in a restored slot", id_slot=number)
+        if again.stats.n_cached_tokens < live.stats.n_cached_tokens:
+            self._fault(
+                "a restored slot",
+                f"{again.stats.n_cached_tokens} tokens are found again, "
+                f"{live.stats.n_cached_tokens} in the live slot",
+            )
+
+    def _reopened(self) -> None:
+        first = self.ask(self._prompts(), "the first turn")
+        self._opened.again()
+        self.ask([self._next_turn(a) for a in first], "the second turn after a restart")
+
+    def _cancelled(self) -> None:
+        options = SAMPLING[self.case["sampling"]]
+        session = self._opened.session
+        leaves = session.start(self.prompt(), options)
+        prompts = self._prompts()
+        requests = [session.start(prompt, options) for prompt in prompts]
+        for _ in range(3):
+            session.step()
+        session.cancel(leaves)
+        finish(session.step, lambda: session.is_idle)
+        for prompt, request in zip(prompts, requests, strict=True):
+            self._judge.check(answered(prompt, options, request), "beside one that leaves")
+        self.ask([self.prompt()], "after one that left")
+
+    def _full(self) -> None:
+        room = [4 + i for i in range(self.n_streams)]
+        long = [self.prompt(N_CTX - n) for n in room]
+        self.ask(long, "to the context's end", n_predict=40)
+        self.ask([self.prompt()], "after a full context")
+
+    def _prompts(self) -> list[list[int]]:
+        return [self.prompt(N_PROMPT + 7 * i) for i in range(self.n_streams)]
+
+    def _next_turn(self, answer: Answer) -> list[int]:
+        return [*answer.prompt, *answer.tokens, *self.prompt(15)]
+
+    def _expect_cached(self, answers: Sequence[Answer], least: Sequence[int], what: str) -> None:
+        for answer, n in zip(answers, least, strict=True):
+            if answer.stats.n_cached_tokens < n:
+                self._fault(what, f"{answer.stats.n_cached_tokens} of {n} tokens are found again")
+
+    def _fault(self, what: str, words: str) -> None:
+        self._judge.faults.append(f"{what}: {words}")
+
+
+def finish(step: object, is_idle: object, most: int = 5000) -> None:
+    """Step until nothing runs. Raises AssertionError after `most` steps."""
+    assert callable(step)
+    assert callable(is_idle)
+    for _ in range(most):
+        if is_idle():
+            return
+        step()
+    raise AssertionError(f"requests still run after {most} steps")
+
+
+def answered(prompt: Sequence[int], options: GenerateOptions, request: Request) -> Answer:
+    """The answer of a request that is over. Raises its error, if it has one."""
+    assert request.is_over
+    if request.error is not None:
+        raise request.error
+    return answer_of(tuple(prompt), options, request.pieces)
+
+
+class LogFaults(logging.Handler):
+    """Collects log records that a user must not see: errors, and tracebacks."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.faults: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name == "offload.llama":  # not shown to users
+            return
+        if record.exc_info or record.levelno >= logging.ERROR or "\n" in record.getMessage():
+            self.faults.append(f"log: {record.levelname} {record.getMessage()}")
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+@contextlib.contextmanager
+def busy(is_wanted: bool) -> Iterator[None]:
+    """While it is open, another program computes on each processor."""
+    context = multiprocessing.get_context("spawn")
+    n = len(os.sched_getaffinity(0)) if is_wanted else 0
+    spinning = [context.Process(target=_spin, daemon=True) for _ in range(n)]
+    for process in spinning:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in spinning:
+            process.kill()
+            process.join()
+
+
+def faults_of(case: Case, models: Path, seed: int = 0) -> list[str]:
+    """Play a case. Returns a sentence for each property that did not hold.
+
+    A start that refuses is a fault too, unless the table has the pair.
+    """
+    said = LogFaults()
+    root = logging.getLogger()
+    root.addHandler(said)
+    cache = case.value("cache").words
+    judge: Judge | None = None
+    try:
+        with tempfile.TemporaryDirectory() as folder, busy(case["machine"] == "busy"):
+            try:
+                with Opened(case, models, Path(folder)) as opened:
+                    judge = Judge(
+                        opened.model, plain_words(cache), context_of(case),
+                        case["cache"] == "exact",
+                    )  # fmt: skip
+                    Player(case, opened, judge, seed).play()
+            except KNOWN as e:
+                return [f"refused: {type(e).__name__}: {e}", *said.faults]
+            except Exception as e:
+                return [f"raised: {type(e).__name__}: {e}", *said.faults]
+        return [*judge.faults, *said.faults]
+    finally:
+        root.removeHandler(said)
+        if judge is not None:
+            judge.close()
+
+
+def plain_words(cache: Sequence[str]) -> tuple[str, ...]:
+    """The flags of the cache that change numbers. Where the cache lies changes none."""
+    return tuple(word for word in cache if word != "--no-kv-offload")
