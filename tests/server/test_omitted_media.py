@@ -92,3 +92,15 @@ def test_an_image_of_the_user_is_refused(server: Running) -> None:
     block = {"type": "image", "source": SOURCE}
     body = {"max_tokens": 3, "messages": [{"role": "user", "content": [block]}]}
     assert http.post(server.url + "/v1/messages", json=body).status_code == 400
+
+
+def test_media_that_are_left_out_do_not_count_towards_the_limit_of_a_body(server: Running) -> None:
+    """The limit is that of a text, of which this model reads 1 MiB and little more."""
+    large = DATA_URL + 4_000_000 * "A"
+    parts = [{"type": "image_url", "image_url": {"url": large}}]
+    body = {"messages": [{"role": "tool", "tool_call_id": "a", "content": parts}]}
+    answer = http.post(server.url + "/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    body = {"messages": [{"role": "user", "content": 4_000_000 * "A"}]}
+    answer = http.post(server.url + "/v1/chat/completions", json=body)
+    assert answer.status_code == 413, answer.text

@@ -18,6 +18,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from offload.errors import BadRequest
+from specoffload.server.api.media_bytes import MediaBytes
 from specoffload.server.engine.messages import Event, Problem, RequestFailed, unavailable
 
 HEADER = b"x-ignored-parameters"
@@ -108,16 +109,21 @@ class HeldBodies:
     ) -> AsyncIterator[bytearray]:
         """Read a body, and count it as held until the block ends.
 
-        Raises RequestFailed: 413 if it is over `limit_bytes`, and 503 if all held bodies together
-        are too large. `n_ctx` is the size of the context if that is the reason for the limit.
+        Raises RequestFailed: 413 if it is over `limit_bytes` without its media, or over MOST_BYTES
+        with them, and 503 if all held bodies together are too large. `n_ctx` is the size of the
+        context if that is the reason for the limit.
         """
-        data = bytearray()
+        data, media = bytearray(), MediaBytes()
         try:
             async for chunk in chunks:
                 data += chunk
                 self.n_bytes += len(chunk)
-                if len(data) > limit_bytes:
+                if limit_bytes < MOST_BYTES:
+                    media.add(chunk)
+                if len(data) - media.n_bytes > limit_bytes:
                     raise too_large(limit_bytes, n_ctx)
+                if len(data) > MOST_BYTES:
+                    raise too_large(MOST_BYTES, None)
                 extra_bytes = BYTES_FOR_SMALL_BODIES if len(data) <= SMALL_BODY_BYTES else 0
                 if self.n_bytes > MOST_BYTES_AT_ONCE + extra_bytes:
                     words = (
