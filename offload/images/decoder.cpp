@@ -8,7 +8,8 @@
 // is open as this descriptor.
 //
 // It decodes with the copy of stb_image that libmtmd has, so the pixels are those of llama-server, except that a photo
-// is turned as its EXIF orientation says. Files come from strangers: each is decoded in a process of its own with
+// is turned as its EXIF orientation says, and that what is transparent becomes white (llama-server shows the colours
+// below it, which nobody sees; hermes-agent #64548). Files come from strangers: each is decoded in a process of its own with
 // limited memory and time, and all files of a call share one limit of time.
 #include <cstdint>
 #include <cstdio>
@@ -136,6 +137,15 @@ static std::vector<uint8_t> turned(const uint8_t * pixels, int width, int height
     return out;
 }
 
+// Puts RGBA pixels on white, and leaves RGB in the first 3/4 of their memory.
+static void put_on_white(uint8_t * pixels, size_t n_pixels) {
+    const uint8_t * from = pixels;
+    for (uint8_t * to = pixels; n_pixels > 0; n_pixels--, from += 4) {
+        const int alpha = from[3];
+        for (int i = 0; i < 3; i++) *to++ = (uint8_t) ((from[i] * alpha + 255 * (255 - alpha) + 127) / 255);
+    }
+}
+
 // ---- one file, in a process of its own
 
 static void yield_to_others(int) { setpriority(PRIO_PROCESS, 0, LATER_NICENESS); }
@@ -175,11 +185,13 @@ static int decode(const std::vector<uint8_t> & file, bool with_pixels, long long
     }
     const int orientation = orientation_of(file);
     if (with_pixels) {
-        uint8_t * pixels = stbi_load_from_memory(file.data(), size, &width, &height, &channels, 3);
+        const bool has_alpha = channels == 2 || channels == 4;
+        uint8_t * pixels = stbi_load_from_memory(file.data(), size, &width, &height, &channels, has_alpha ? 4 : 3);
         if (pixels == nullptr) {
             snprintf(words, sizeof words, "its data is damaged or cut off (%s)", stbi_failure_reason());
             return refused(line, words);
         }
+        if (has_alpha) put_on_white(pixels, (size_t) width * height);
         const size_t n_bytes = (size_t) 3 * width * height;
         bool is_written;
         if (orientation == 1) is_written = write_all(PIXELS, pixels, n_bytes);

@@ -436,6 +436,28 @@ def test_photos_are_turned_as_their_exif_data_says(kind: str, orientation: int) 
     assert difference.max() <= (6 if kind == "JPEG" else 0)
 
 
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "GIF", "colour"])
+def test_transparent_pixels_become_white(mode: str) -> None:
+    """The colours below them are what programs leave there, and nobody sees them."""
+    file, rng = io.BytesIO(), np.random.default_rng(1)
+    if mode in ("RGBA", "LA"):
+        pixels = rng.integers(0, 256, (6, 8, 4), np.uint8)
+        PIL.Image.fromarray(pixels).convert(mode).save(file, "PNG")
+    else:
+        numbers = PIL.Image.fromarray(rng.integers(0, 4, (6, 8), np.uint8), "P")
+        numbers.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255, 9, 9, 9])
+        if mode == "colour":
+            numbers.convert("RGB").save(file, "PNG", transparency=(0, 255, 0))
+        else:
+            numbers.save(file, "PNG" if mode == "P" else "GIF", transparency=1)
+    shown = PIL.Image.open(file).convert("RGBA")
+    white = PIL.Image.new("RGBA", shown.size, (255, 255, 255, 255))
+    wanted = np.asarray(PIL.Image.alpha_composite(white, shown).convert("RGB")).astype(int)
+    (bitmap,) = decoded_files([file.getvalue()], image_library().decoder)
+    found = np.frombuffer(bitmap.pixels, np.uint8).reshape(wanted.shape).astype(int)
+    assert np.abs(found - wanted).max() <= 1
+
+
 @given(st.binary(max_size=200), st.booleans())
 @settings(deadline=None, max_examples=50)
 def test_any_exif_data_leaves_an_image_readable(data: bytes, is_little: bool) -> None:
