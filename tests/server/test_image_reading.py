@@ -113,6 +113,14 @@ def test_anthropics_sources_are_read_in_these_forms_too(program: Program, data: 
     assert answer.status_code == 200, answer.text
 
 
+def test_the_responses_api_reads_an_address_in_an_object_too(program: Program) -> None:
+    image = {"type": "input_image", "image_url": {"url": url_of(IMAGE)}}
+    content = [image, {"type": "input_text", "text": "?"}]
+    body = {"max_output_tokens": 2, "input": [{"role": "user", "content": content}]}
+    answer = http.post(program.url + "/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+
+
 # ---- images that cannot be read
 
 
@@ -143,6 +151,8 @@ def test_an_image_of_an_earlier_turn_does_not_end_the_chat(program: Program, url
     later = chat(program, first, {"role": "assistant", "content": "no"}, user(text("and?")))
     assert later.status_code == 200, later.text
     assert later.headers["x-ignored-parameters"] == "image in messages[0]"
+    # Clients keep a refused question, and ask the next one (Rapid-MLX #2378).
+    assert chat(program, first, user(text("and?"))).status_code == 200
     # It is the last turn's image also if the answer is to go on with a text.
     begun = {"role": "assistant", "content": "I see"}
     assert chat(program, first, begun, continue_final_message=True).status_code == 400

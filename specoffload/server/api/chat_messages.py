@@ -38,7 +38,7 @@ def template_message(
     """Return a message as templates take it, and its cache points as `CachePoint.n_chars`.
 
     The message is None if nothing of it is for the model. `is_last`: it is the question. `is_old`:
-    it was answered, so a client sends it with each later request. Raises BadRequest.
+    a later message asks, and a client sends this one with each request. Raises BadRequest.
     """
     where = f"messages[{at}]"
     if message.content is None and message.role not in ("assistant", "tool") and not is_last:

@@ -320,10 +320,10 @@ def conversation_of(
     images = images or ConversationImages(are_read=False)
     points: list[CachePoint] = []
     messages: list[dict[str, Any]] = []
-    answers = [
-        at for at, message in enumerate(request.messages[:-1]) if message.role == "assistant"
-    ]
-    n_old = 1 + max(answers, default=-1)
+    # A refused question may be followed by the next one, without an answer between them.
+    answered = [at + 1 for at, m in enumerate(request.messages[:-1]) if m.role == "assistant"]
+    asked = [at for at, m in enumerate(request.messages) if m.role == "user"]
+    n_old = max([0, *answered[-1:], *asked[-1:]])
     for at, message in enumerate(request.messages):
         is_last = at == len(request.messages) - 1
         found, own_points = template_message(

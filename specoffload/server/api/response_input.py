@@ -24,7 +24,7 @@ from specoffload.server.api.foreign_parts import (
 )
 from specoffload.server.api.omitted import omitted_kind
 from specoffload.server.api.request_model import RequestModel
-from specoffload.server.api.requests import Whole
+from specoffload.server.api.requests import ImageUrl, Whole
 from specoffload.server.api.response_tools import (
     ResponsesTool,
     ResponsesToolChoice,
@@ -45,7 +45,7 @@ class ItemPart(SetAside):
     type: str
     text: str | None = None
     refusal: str | None = None
-    image_url: str | None = None
+    image_url: str | ImageUrl | None = None  # an object in chats, and some programs write it here
 
 
 class InputItem(SetAside):
@@ -307,7 +307,11 @@ def _image(part: ItemPart) -> Json | None:
     """Return an image as a part of a chat message; None if the part is none."""
     if part.type != "input_image" or part.image_url is None:
         return None
-    return {"type": "image_url", "image_url": {"url": part.image_url}}
+    given = part.image_url
+    return {
+        "type": "image_url",
+        "image_url": {"url": given.url if isinstance(given, ImageUrl) else given},
+    }
 
 
 def _result(where: str, output: str | list[ItemPart]) -> str | list[Json]:
