@@ -7,9 +7,10 @@
 
 Parts: http (malformed requests while a witness asks), headers (model files with one field of
 their header changed), plans (plans of all shapes with changed headers), graphs (changed graphs for
-a worker, whose memory is guarded), limits (descriptors, disk, memory), kills (kill -9, SIGTERM and
-SIGINT at random moments), peers (strangers at a worker, hostile workers and hubs, workers that
-hang), overload (64 clients over a queue of 16). Servers listen on loopback. They run in process
+a worker, whose memory is guarded), images (files that take long, grow or are damaged), limits
+(descriptors, disk, memory), kills (kill -9, SIGTERM and SIGINT at random moments), peers (strangers
+at a worker, hostile workers and hubs, workers that hang), overload (64 clients over a queue of 16).
+Servers listen on loopback. They run in process
 groups of their own, which are killed at the end.
 The models are the embedded pair and tiny ones in a temporary folder. Try number i of a seed is
 always the same.
@@ -36,6 +37,7 @@ from lab.attack.client import N_TOKENS, decided_texts, overload
 from lab.attack.graphs_part import graphs_part
 from lab.attack.headers import headers_part
 from lab.attack.http_part import SERVE, http_part
+from lab.attack.images_part import images_part
 from lab.attack.kills_part import kills_part
 from lab.attack.limits_part import CASES, limits_part
 from lab.attack.outcome import Breach, Outcome, show
@@ -77,6 +79,7 @@ PARTS = {
     "headers": Part(headers_part, {"small": 60, "large": 1000}),
     "plans": Part(plans_part, {"small": 200, "large": 10_000}),
     "graphs": Part(graphs_part, {"small": 400, "large": 10_000}),
+    "images": Part(images_part, {"small": 20, "large": 500}),
     "limits": Part(limits_part, {"small": len(CASES), "large": len(CASES)}),
     "kills": Part(kills_part, {"small": 5, "large": 30}),
     "peers": Part(peers_part, {"small": 12, "large": 300}),
