@@ -18,10 +18,10 @@ from offload.errors import BadRequest
 from offload.sampling.json_schema import read_schema
 from offload.sampling.schema_text import Rule, lark_of_text
 
-MOST_GRAMMAR_BYTES = 256 * 1024
+MOST_GRAMMAR_BYTES = 4 * 1024 * 1024  # time and symbols limit a grammar before its size does
 DEEPEST_GRAMMAR = 64  # most nested brackets
 MOST_REPEATED = 2000  # most repetitions of a symbol, as in llama.cpp
-MOST_SYMBOLS = 20_000  # characters, classes and references of all rules
+MOST_SYMBOLS = 60_000  # characters, classes and references of all rules; llguidance has 16 bits
 
 _NAME = re.compile(r"[A-Za-z0-9-]+")
 _NUMBER = re.compile(r"[0-9]+")

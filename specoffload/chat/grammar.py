@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from offload.sampling.gbnf import text_symbol
-from offload.sampling.schema_text import BareText, Rule
+from offload.sampling.schema_text import BareText, Rule, joined
+from offload.sampling.schema_text import literal as exactly
 from offload.sampling.schema_words import ANNOTATIONS
 from specoffload.chat.arguments import Arguments
 from specoffload.chat.calls import is_read_as_text
@@ -238,9 +239,9 @@ def _values(
         if len(forms) < len(choices):
             text.faults[where] = f"values with {end.strip()} in them cannot be written"
         return [
-            (f"({' | '.join(listed)}) {literal(end)}", is_string)
+            (text_symbol(joined("or", listed), end, end.strip()), is_string)
             for is_string in (True, False)
-            if (listed := [literal(form) for form, of_string in forms if of_string == is_string])
+            if (listed := [exactly(form) for form, of_string in forms if of_string == is_string])
         ]
     any_text = rules.until(end), True
     if types == {"string"}:

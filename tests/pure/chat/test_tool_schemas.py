@@ -202,3 +202,31 @@ def test_half_a_character_in_an_answer_becomes_the_replacement_character() -> No
     message = joined([*deltas, *parser.finish()])
     assert json.loads(message.calls[0].arguments) == {"a": "\ufffd"}
     assert of_whole_characters({"\ud800": ["a\udfff", 1]}) == {"\ufffd": ["a\ufffd", 1]}
+
+
+def many_tools(n: int) -> tuple[Tool, ...]:
+    """Tools of 2 kB, whose schemas share nothing."""
+    return tuple(
+        Tool(
+            f"tool_{i}",
+            None,
+            {
+                "type": "object",
+                "properties": {
+                    f"p{k}": {"enum": [f"v{i}_{j}" for j in range(12)], "description": "e" * 100}
+                    for k in range(8)
+                },
+                "required": ["p0"],
+            },
+        )
+        for i in range(n)
+    )
+
+
+@pytest.mark.parametrize("name", ["generic", "gpt-oss", "qwen3-coder", "hermes"])
+def test_the_size_of_many_tools_is_no_limit(name: str) -> None:
+    family = next(family for family in FAMILIES if family.name == name)
+    gbnf, notes = grammar_for(family, many_tools(200), "required")
+    assert not notes
+    assert passes(gbnf, written(family.layout, [("tool_199", {"p0": "v199_3"})]))
+    assert not passes(gbnf, written(family.layout, [("tool_199", {"p0": "v198_3"})]))
