@@ -286,9 +286,9 @@ def _is_loopback(host: _Address | str) -> bool:
 # ---- every request
 
 
-@dataclass(frozen=True)
+@dataclass
 class AccessRules:
-    """Who may use the server.
+    """Who may use the server. The keys may be replaced at any time.
 
     A request needs one of `keys`, if there are any. `origins` are the origins of other pages that
     may use the server. `on_loopback`: only this machine can reach the server.

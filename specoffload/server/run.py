@@ -55,6 +55,7 @@ from specoffload.server.sockets import (
     Waiting,
     raise_descriptor_limit,
 )
+from specoffload.server.unix_socket import is_socket_path, listen_at, removed_at_end
 from specoffload.slots.prompt_shelf import PromptShelf
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -207,7 +208,7 @@ def _serve(
     limits = SocketLimits(n_connections=raise_descriptor_limit())
     prefix, tls = read_prefix(options.api_prefix), read_tls(options)
     listener = listen(options.host, options.port)
-    with contextlib.closing(listener):
+    with removed_at_end(listener), contextlib.closing(listener):
         access = AccessRules(keys, origins, is_loopback(listener))
         if not keys and not access.on_loopback:
             words = "warning: other machines can reach this server, and no --api-key is set"
@@ -220,17 +221,34 @@ def _serve(
             renderer.warm()
             running = serve_until(
                 *(stop, app, engine, listener, options.shutdown_timeout_s, say, limits),
-                hang_up=HangUp(terminal, log),
+                hang_up=HangUp(terminal, log, lambda: _read_keys_again(access, options, say)),
                 prefix=prefix,
                 tls=tls,
             )
             return asyncio.run(running)
 
 
+def _read_keys_again(
+    access: AccessRules, options: ServeOptions, say: Callable[[str], None]
+) -> None:
+    """Take the keys that --api-key-file has now. The old ones stay if it cannot be read."""
+    if options.api_key_file is None:
+        return
+    try:
+        access.keys = read_keys(options.api_key, options.api_key_file, say)
+    except UsageError as e:
+        words = f"warning: the keys stay as they were: {e}"
+        say(Note(NoteKind.WARNING, words))
+    else:
+        say(f"--api-key-file {options.api_key_file} was read again: {len(access.keys)} keys")
+
+
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket. Raises UsageError, which says what to change."""
     if not 0 <= port <= 65535:
         raise UsageError(f"--port {port}: must be 0 to 65535")
+    if is_socket_path(host):
+        return listen_at(Path(host), BACKLOG)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -271,7 +289,8 @@ def read_tls(options: ServeOptions) -> TlsFiles | None:
         try:
             check_regular(file)
         except OSError as e:
-            raise UsageError(f"--ssl-{name}-file {file}: {e.strerror}") from e
+            why = "no such file" if isinstance(e, FileNotFoundError) else e.strerror
+            raise UsageError(f"--ssl-{name}-file {file}: {why}") from e
     try:
         # An empty password, because otherwise the library would ask for one at the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
@@ -284,11 +303,15 @@ def read_tls(options: ServeOptions) -> TlsFiles | None:
 
 
 def url_of(listener: socket.socket, scheme: str = "http") -> str:
+    if listener.family == socket.AF_UNIX:
+        return f"{scheme}+unix://{listener.getsockname()}"
     host, port = listener.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def is_loopback(listener: socket.socket) -> bool:
+    if listener.family == socket.AF_UNIX:
+        return True
     return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
@@ -373,11 +396,12 @@ class HangUp:
     """The objects that a SIGHUP acts on.
 
     If `terminal` is closed and the server needs it, the signal stops the server. Otherwise `log` is
-    opened again.
+    opened again, and `renew` is called.
     """
 
     terminal: Terminal
     log: ServerLog
+    renew: Callable[[], None] = lambda: None
 
 
 class _Server(uvicorn.Server):
@@ -447,6 +471,7 @@ class _Server(uvicorn.Server):
             terminal.leave()
         if not (is_closed and terminal.is_needed):
             log.reopen()
+            self._hang_up.renew()
         elif not self.should_exit:
             log.say("the terminal is closed: stopping")
             self.handle_exit(signal.SIGHUP, None)
