@@ -34,7 +34,7 @@ from specoffload.server.forwarded import forwarded_host
 ANY_ORIGIN = "*"
 # Paths that need no key, as in llama-server (get_public_endpoints in tools/server/server-http.cpp).
 # Proxies and clients ask them before they know a key. Nothing there tells of requests or texts.
-_PUBLIC = frozenset({"/health", "/v1/health", "/models", "/v1/models"})
+_PUBLIC = frozenset({"/health", "/v1/health", "/models", "/v1/models", "/api/tags"})
 # The page's files need no key, because the page asks the user for it. They are the same for
 # everybody, so any origin may get them. Behind a proxy the page can then say what is wrong.
 _PUBLIC_FOLDER = "/page/"

@@ -185,6 +185,7 @@ def serve_models(
             pool,
             entries=entries,
             on_list=shelves.keep_only,
+            has_metrics=options.metrics,
             access=access,
             streams=streams,
             stored=stored,

@@ -199,6 +199,7 @@ class RunningModels(Running):
                 access=access,
                 streams=streams,
                 stored=stored,
+                has_metrics=True,
                 autoload=self._autoload,
             )
             place = (self._stop, router, self.pool, listener, self._grace_s, self._hear)

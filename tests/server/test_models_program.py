@@ -129,6 +129,7 @@ def test_a_damaged_file_closes_no_model_and_a_new_file_is_found(folder: Path) ->
         program.process.send_signal(signal.SIGTERM)
         output, _ = program.process.communicate(timeout=30)
     assert output.count("closing small") == 1, output
+    assert output.count("small: prompts are kept in RAM 100%") <= 1, output
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import httpx
 import openai
 import pytest
 from fake_generator import FakeFactory
+from prometheus_client.parser import text_string_to_metric_families
 from running import RunningModels, eventually, http
 
 from specoffload.server.access import AccessRules
@@ -76,6 +77,12 @@ def test_a_request_opens_its_model_and_closes_the_other(start: Start) -> None:
         assert answer.json()["model"] == name
         other = "two" if name == "one" else "one"
         assert server.statuses() == {name: "loaded", other: "unloaded"}
+
+
+def test_ollamas_list_has_all_models(start: Start) -> None:
+    listed = http.get(start(access=AccessRules(keys=("x",))).url + "/api/tags").json()["models"]
+    found = [(model["name"], model["details"]["format"]) for model in listed]
+    assert found == [("one", "gguf"), ("two", "gguf")]
 
 
 def test_openai_client_lists_and_uses_models(start: Start) -> None:
@@ -355,7 +362,15 @@ def test_metrics_and_props_belong_to_a_model(start: Start) -> None:
     assert counted == ['vllm:e2e_request_latency_seconds_count{model_name="one"} 2.0']
     metrics = http.get(server.url + "/metrics?model=two")
     assert 'latency_seconds_count{model_name="two"} 1.0' in metrics.text
-    assert http.get(server.url + "/metrics").status_code == 400
+    whole = http.get(server.url + "/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(whole)}
+    assert len(families) == whole.count("# TYPE")  # each family is described once
+    latency = families["vllm:e2e_request_latency_seconds"].samples
+    counts = {s.labels["model"]: s.value for s in latency if s.name.endswith("_count")}
+    assert counts == {"one": 2.0, "two": 1.0}
+    is_open = {s.labels["model"]: s.value for s in families["specoffload:model_open"].samples}
+    assert is_open == {"one": 1.0, "two": 0.0}
+    assert all("model" in s.labels for family in families.values() for s in family.samples)
     assert http.get(server.url + "/props").json()["role"] == "router"
     assert http.get(server.url + "/props?model=one").json()["model_alias"] == "one"
     assert server.statuses() == {"one": "loaded", "two": "unloaded"}

@@ -38,6 +38,33 @@ _NOT_SERVED = {
 _ENGINE_PATIENCE_S = 2.0  # the engine answers between batches, and a long one takes minutes
 
 
+def older_form(name: str, *, reads_images: bool = False) -> Json:
+    """Return a model as ollama's /api/tags lists it, and llama-server with it.
+
+    What llama-server leaves empty is empty here too.
+    """
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": "",
+        "size": "",
+        "digest": "",
+        "type": "model",
+        "description": "",
+        "tags": [""],
+        "capabilities": ["completion", *["multimodal"] * reads_images],
+        "parameters": "",
+        "details": {
+            "parent_model": "",
+            "format": "gguf",
+            "family": "",
+            "families": [""],
+            "parameter_size": "",
+            "quantization_level": "",
+        },
+    }
+
+
 def status_router(context: ServerContext, *, has_metrics: bool) -> APIRouter:
     engine = context.engine
     router = APIRouter(tags=["status"])
@@ -78,11 +105,11 @@ def status_router(context: ServerContext, *, has_metrics: bool) -> APIRouter:
 
     @router.get("/v1/models")
     @router.get("/models")
+    @router.get("/api/tags")
     async def models() -> dict[str, Any]:
         """The model that is served, in OpenAI's list and in llama-server's older one."""
         name, reads_images = context.name, bool(engine.card and engine.card.reads_images)
-        capabilities = ["completion", *["multimodal"] * reads_images]
-        older = {"name": name, "model": name, "type": "model", "capabilities": capabilities}
+        older = older_form(name, reads_images=reads_images)
         return {"object": "list", "data": [described()], "models": [older]}
 
     @router.get("/v1/models/{name:path}")

@@ -107,6 +107,7 @@ class Supervisor:
         self._heard_at = 0.0  # time of the last step, or of the first job after a pause
         self._ready_at: float | None = None
         self._said_loading_at = 0.0
+        self._said_step = ""  # the last line about a step
         self._hung_s: float | None = None  # silence after which the watchdog ended the process
         self._watching: asyncio.Task[None] | None = None  # runs the watchdog
         self._restart_timer: asyncio.TimerHandle | None = None
@@ -308,9 +309,13 @@ class Supervisor:
         """Say how far a step has come, unless it goes on and the last such line is very recent."""
         now = time.monotonic()
         is_last = self.state is State.CLOSED and progress.done >= 1
+        words = f"{what}{progress.step} {progress.done:.0%}"
+        if words == self._said_step:
+            return
         if is_last or now - self._said_loading_at > _SAY_LOADING_S:
             self._said_loading_at = now
-            self._say(f"{what}{progress.step} {progress.done:.0%}")
+            self._said_step = words
+            self._say(words)
 
     def _on_ready(self, card: ModelCard) -> None:
         self.loading = None

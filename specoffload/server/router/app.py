@@ -35,15 +35,18 @@ from specoffload.server.api.body import HeldBodies, invalid, read_json
 from specoffload.server.api.kept import STREAM_ID, KeptStreams, streams_router
 from specoffload.server.api.life_signs import SIGN_S
 from specoffload.server.api.refusals import problem_response
+from specoffload.server.api.status import older_form
 from specoffload.server.api.stored import StoredResponses, stored_router
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.messages import Event, Problem, RequestFailed, unavailable
 from specoffload.server.log import add_words
+from specoffload.server.metrics import MEDIA_TYPE
 from specoffload.server.page import add_page
 from specoffload.server.router.early import EarlyStream
 from specoffload.server.router.listing import Listing
 from specoffload.server.router.model import Entry, Model, Wish
 from specoffload.server.router.pool import ModelPool
+from specoffload.server.router.scrape import joined, page_of
 
 if TYPE_CHECKING:  # the API process has no engine
     from specoffload.session.session import Session
@@ -70,6 +73,7 @@ def create_router(
     streams: KeptStreams | None = None,
     stored: StoredResponses | None = None,
     has_page: bool = True,
+    has_metrics: bool = False,
     autoload: bool = True,
 ) -> FastAPI:
     """Return the application. `entries` reads the list of models again, for `on_list` too.
@@ -82,7 +86,9 @@ def create_router(
     events = _Events(pool)
     streams = KeptStreams() if streams is None else streams
     listing = Listing(pool, entries, on_list)
-    app.include_router(_status_router(pool, events, listing, autoload=autoload))
+    app.include_router(
+        _status_router(pool, events, listing, autoload=autoload, has_metrics=has_metrics)
+    )
     app.include_router(streams_router(streams))
     app.include_router(stored_router(StoredResponses() if stored is None else stored))
     if has_page:
@@ -160,6 +166,7 @@ def _status_router(
     listing: Listing,
     *,
     autoload: bool,
+    has_metrics: bool,
 ) -> APIRouter:
     router = APIRouter(tags=["models"])
     created = int(time.time())
@@ -177,6 +184,7 @@ def _status_router(
 
     @router.get("/v1/models")
     @router.get("/models")
+    @router.get("/api/tags")
     async def models(request: Request) -> dict[str, Any]:
         """All models with their states. With `?reload=1` the list is read again first.
 
@@ -188,7 +196,7 @@ def _status_router(
             await listing.read_again()
             events.tell({"model": "*", "event": "models_reload"})
         found = [_described(model, created, is_known=is_known) for model in pool.models.values()]
-        return {"object": "list", "data": found}
+        return {"object": "list", "data": found, "models": [older_form(m["id"]) for m in found]}
 
     @router.get("/models/sse")
     async def changes() -> Response:
@@ -252,8 +260,18 @@ def _status_router(
         return JSONResponse(own)
 
     @router.get("/metrics")
-    async def metrics() -> Response:
-        """Prometheus' text of the model that `?model=` names. Does not load it."""
+    async def metrics(request: Request) -> Response:
+        """Prometheus' text of the model that `?model=` names, or of all. Loads none."""
+        if "model" not in request.query_params:
+            if not has_metrics:
+                raise NotSupported("/metrics is off: start the server with --metrics")
+            scope = _inner(request.scope)
+            models = [*pool.models.values()]
+            apps = {m.name: m.served.app for m in models if m.served is not None}
+            pages = await asyncio.gather(*(page_of(app, scope) for app in apps.values()))
+            states = {m.name: m.is_ready for m in models}
+            page = joined(dict(zip(apps, pages, strict=True)), states)
+            return Response(page, media_type=MEDIA_TYPE)
         return _Forward(pool, listing, autoload=False, waits=False)
 
     return router
