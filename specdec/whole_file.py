@@ -36,6 +36,17 @@ def write_json(path: Path, data: object) -> None:
         f.write((json.dumps(data, indent=1) + "\n").encode())
 
 
+def is_folder(path: Path) -> bool:
+    """True for a folder. False if it does not exist, or lies in one that this user may not enter.
+
+    HOME may be another user's, for example after `sudo -u` or in a container.
+    """
+    try:
+        return path.is_dir()
+    except PermissionError:
+        return False
+
+
 MOST_BYTES = 64 << 20  # largest text file that a user may name
 
 

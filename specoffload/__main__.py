@@ -1,6 +1,7 @@
 """The program's entry: `specoffload` and `python -m specoffload`.
 
-It handles Ctrl-C before it imports anything large.
+It handles Ctrl-C and SIGTERM before it imports anything large. Without a handler, process 1 of a
+container ignores SIGTERM.
 """
 
 from __future__ import annotations
@@ -9,19 +10,20 @@ import os
 import signal
 
 
-def _leave(*_: object) -> None:
+def _leave(number: int, _: object) -> None:
     os.write(2, b"interrupted\n")
-    os._exit(130)
+    os._exit(128 + number)
 
 
 def main() -> None:
     """Run the command that the command line names."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _leave)
     from specoffload import ctrl_c
 
-    if signal.getsignal(signal.SIGINT) is _leave:
-        ctrl_c.install()
+    ctrl_c.install(*(s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) is _leave))
     import contextlib
     import sys
 

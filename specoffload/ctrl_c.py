@@ -1,4 +1,7 @@
-"""Handles Ctrl-C: raises KeyboardInterrupt only in places where it is not lost.
+"""Handles Ctrl-C and SIGTERM: raises an exception only in places where it is not lost.
+
+Ctrl-C raises KeyboardInterrupt, which a conversation catches, and SIGTERM raises SystemExit.
+SIGTERM is handled because process 1 of a container ignores signals that have no handler.
 
 Python runs a signal's handler between any two bytecodes of the main thread. Three places drop an
 exception that the handler raises:
@@ -27,7 +30,7 @@ from typing import NoReturn
 
 from offload.ggml.library.callback import Pending, pending_around
 
-EXIT_CODE = 130
+EXIT_CODE = 130  # of Ctrl-C; a shell counts 128 + the signal's number
 _REMIND_S = 0.02
 _MOST_IMPORT_S = 0.3  # most seconds that an import delays Ctrl-C before the process exits
 _MOST_IN_C_S = 0.8
@@ -44,25 +47,42 @@ class _Owed:
     @property
     def is_raised(self) -> bool:
         """True once the code that called into C has taken the exception."""
-        return self.kept_in is not None and not isinstance(self.kept_in.first, KeyboardInterrupt)
+        return self.kept_in is not None and not isinstance(
+            self.kept_in.first, KeyboardInterrupt | SystemExit
+        )
 
 
 class _State:
     leave_at_once = True
+    number: int = signal.SIGINT  # signal that came first
+    handled: frozenset[int] = frozenset()
     owed: _Owed | None = None
     handled_s = -1.0  # when the handler last ran
     woken: int = -1  # write end of the pipe for signal numbers; its read end is `asleep`
     asleep: int = -1
 
 
-def install() -> None:
-    """Install the handler of SIGINT. Call it on the main thread."""
+def install(*numbers: signal.Signals) -> None:
+    """Install the handler of these signals. Call it on the main thread."""
+    _State.handled = frozenset(numbers)
+    if not numbers:
+        return
     _State.asleep, _State.woken = os.pipe()
     os.set_blocking(_State.woken, False)
-    signal.signal(signal.SIGINT, _on_interrupt)
+    for number in numbers:
+        signal.signal(number, _on_interrupt)
     signal.set_wakeup_fd(_State.woken, warn_on_full_buffer=False)
     sys.unraisablehook = _on_unraisable
     threading.Thread(target=_watch, name="ctrl-c", daemon=True).start()
+
+
+def _exit_code() -> int:
+    return 128 + _State.number
+
+
+def _exception() -> KeyboardInterrupt | SystemExit:
+    """Return what the signal that came first raises."""
+    return KeyboardInterrupt() if _State.number == signal.SIGINT else SystemExit(_exit_code())
 
 
 def commands_begin() -> None:
@@ -78,17 +98,19 @@ def commands_have_ended() -> None:
 
 def _leave() -> NoReturn:
     os.write(2, b"interrupted\n")
-    os._exit(EXIT_CODE)
+    os._exit(_exit_code())
 
 
-def _on_interrupt(_: int, frame: FrameType | None) -> None:
+def _on_interrupt(number: int, frame: FrameType | None) -> None:
+    if _State.owed is None:
+        _State.number = number
     _State.handled_s = time.monotonic()
     if _State.leave_at_once:
         _leave()
     owed = _State.owed
     pending = pending_around(frame)
     if pending is not None:
-        pending.keep(KeyboardInterrupt())
+        pending.keep(_exception())
         _owe(pending)
     elif _is_importing(frame):
         if owed is not None and time.monotonic() - owed.since_s > _MOST_IMPORT_S:
@@ -98,7 +120,7 @@ def _on_interrupt(_: int, frame: FrameType | None) -> None:
         _State.owed = None
         if owed is not None and owed.kept_in is not None and not owed.is_raised:
             owed.kept_in.first = None  # dropped, since C returned to code that does not raise it
-        raise KeyboardInterrupt
+        raise _exception()
 
 
 def _is_importing(frame: FrameType | None) -> bool:
@@ -122,11 +144,11 @@ def _remind(owed: _Owed) -> None:
         if owed.is_raised:
             _State.owed = None
         else:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            signal.pthread_kill(threading.main_thread().ident or 0, _State.number)
 
 
 def _on_unraisable(what: sys.UnraisableHookArgs) -> None:
-    if isinstance(what.exc_value, KeyboardInterrupt):
+    if isinstance(what.exc_value, KeyboardInterrupt | SystemExit):
         _owe(None)
     else:
         sys.__unraisablehook__(what)
@@ -135,13 +157,13 @@ def _on_unraisable(what: sys.UnraisableHookArgs) -> None:
 def _watch() -> None:
     """Exit if the handler does not run soon after a Ctrl-C, since the main thread is in C."""
     while number := os.read(_State.asleep, 1):
-        if number[0] != signal.SIGINT:
+        if number[0] not in _State.handled:
             continue
         # The handler may have run shortly before this thread woke, so accept earlier runs, too.
         since_s = time.monotonic() - _MOST_IN_C_S / 2
         time.sleep(_MOST_IN_C_S)
-        is_ours = (
-            signal.getsignal(signal.SIGINT) is _on_interrupt
-        )  # False in a server, which has its own handler
+        # A server has its own handlers.
+        is_ours = signal.getsignal(number[0]) is _on_interrupt
         if is_ours and _State.handled_s < since_s:
+            _State.number = number[0]
             _leave()

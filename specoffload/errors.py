@@ -6,7 +6,7 @@ SpecOffloadError
 ├── FetchFailed  a model cannot be downloaded now
 └── (offload.errors.OffloadError, specdec.errors.SpecDecError, numa.errors.NumaError: their trees)
 
-Exit code 2: the input was bad. 1: something failed. 130: interrupted.
+Exit code 2: the input was bad. 1: something failed. 130: interrupted. 143: terminated.
 """
 
 from __future__ import annotations

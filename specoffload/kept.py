@@ -32,7 +32,7 @@ from offload.schedule.division import DeviceCosts, MeasuredCosts
 from offload.times.machine import Sharing
 from offload.times.table import CostTable
 from specdec.costs.calibration import Bins
-from specdec.whole_file import read_text, whole_file
+from specdec.whole_file import is_folder, read_text, whole_file
 
 if TYPE_CHECKING:
     from offload.device import DeviceChoice
@@ -283,7 +283,7 @@ class KeptFile:
     @staticmethod
     def may_exist(folder: Path, model_file: Path) -> bool:
         """False if `folder` has no kept file for a model of that name. Does not read the model."""
-        return folder.is_dir() and any(folder.glob(f"{escape(model_file.stem)}-*.json"))
+        return is_folder(folder) and any(folder.glob(f"{escape(model_file.stem)}-*.json"))
 
     def load(self) -> tuple[Kept, str]:
         """The kept data and "", or what is usable of it and why the rest is not.

@@ -20,6 +20,7 @@ from offload.notes import Note, NoteKind
 from offload.plan.repacking import LayoutTimes, WeightKind
 from offload.store.disk_speed import DEPTHS, disk_of, disk_speed
 from offload.stream.link_speed import link_speeds
+from specdec.whole_file import is_folder
 from specoffload.errors import UsageError
 from specoffload.kept import KeptDisk, KeptFile, KeptLinks, today
 
@@ -94,7 +95,7 @@ def lines_of_disks(
 ) -> list[str]:
     """Lines on measured disks, and on what slows the disk of folder `models` if not measured."""
     lines = [line for name in sorted(disks) for line in disk_lines(name, disks[name])]
-    there = next((folder for folder in (models, *models.parents) if folder.exists()), None)
+    there = next((folder for folder in (models, *models.parents) if is_folder(folder)), None)
     disk = None if there is None else disk_of(there, root)
     if disk is not None and disk.name not in disks:
         lines += [Note(NoteKind.DISK, words) for words in disk.complaints()]

@@ -46,7 +46,8 @@ variable is not read if a flag decides the same: `-m FILE` leaves `LLAMA_ARG_HF_
 As in llama.cpp, `LLAMA_ARG_NO_NAME` turns off the flag of `LLAMA_ARG_NAME` if that has a name for
 "off", such as `--no-mmap`. Its value does not matter, and a line says so if it looks like "off".
 
-Exit codes: 0 if all was done, 1 if something failed, 2 if the input was bad, 130 after Ctrl-C.
+Exit codes: 0 if all was done, 1 if something failed, 2 if the input was bad, 130 after Ctrl-C,
+143 after SIGTERM (0 from a server that runs).
 """
 
 _THEIRS = """## Other flags of llama.cpp and ik_llama.cpp

@@ -18,6 +18,7 @@ from numa.topology import Topology, format_list
 from offload.backends import backend_of
 from offload.errors import OffloadError
 from offload.store.store import room_now
+from specdec.whole_file import is_folder
 from specoffload import report
 from specoffload.kept import Kept, KeptFile, KeptRun, machine_words, read_file
 from specoffload.kept_machine import (
@@ -115,8 +116,8 @@ def last_line(
 
 def why_not_kept(folder: Path) -> str:
     """A sentence if profiles cannot be written to `folder`, else ""."""
-    there = next((f for f in (folder, *folder.parents) if f.exists()), folder)
-    if os.access(there, os.W_OK | os.X_OK) and there.is_dir():
+    there = next((f for f in (folder, *folder.parents) if is_folder(f)), folder)
+    if os.access(there, os.W_OK | os.X_OK) and is_folder(there):
         return ""
     return (
         f"measurements cannot be stored in {folder}, so each start measures again;"
@@ -229,7 +230,7 @@ class KeptModel:
 def kept_models(folder: Path, now: MachineNow) -> list[KeptModel]:
     """The kept files in this folder, by model, compared with this machine."""
     found = []
-    for path in sorted(folder.glob("*-*.json")):
+    for path in sorted(folder.glob("*-*.json")) if is_folder(folder) else ():
         name = path.stem.rpartition("-")[0]
         kept, complaint = read_file(path)
         if (

@@ -18,7 +18,8 @@ from specoffload import report
 from specoffload.config.environment import Environment
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
-from specoffload.models.local import CachedModel, cached_models, models_below
+from specoffload.models.hub import models_folder
+from specoffload.models.local import CachedModel, cached_models, models_below, unreadable
 from specoffload.opening.context_size import planned_with_context
 from specoffload.opening.planning import Planned
 
@@ -31,12 +32,13 @@ def show_models(
     `config_for` returns the configuration to open a file with. Lists the files below `folder` if
     that is given, and otherwise the caches. Raises UsageError if `folder` is none.
     """
-    from huggingface_hub import constants
-
-    hub = Path(constants.HF_HUB_CACHE)
+    hub = models_folder()
     if folder is not None:
         found = models_below(folder)
     else:
+        for cache in (hub, environment.llama_cache, *environment.ollama_folders):
+            if unreadable(cache):
+                report.note(f"{cache} is left out: this user may not read it (HOME, HF_HOME)")
         found = cached_models(hub, environment.llama_cache, environment.ollama_folders)
     rows = []
     for model in found:

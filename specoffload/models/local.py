@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from offload.errors import BadModel
 from offload.model_file import is_whole
+from specdec.whole_file import is_folder
 from specoffload import report
 from specoffload.config.environment import Environment
 from specoffload.config.options import Options
@@ -167,7 +169,7 @@ class CachedModel:
 
 def cached_models(hub: Path, llama: Path, ollama_folders: Sequence[Path]) -> Iterator[CachedModel]:
     """All cached models, cache by cache, sorted within each."""
-    for folder in sorted(hub.glob("models--*")):
+    for folder in _glob(hub, "models--*"):
         repo = folder.name.removeprefix("models--").replace("--", "/", 1)
         snapshot, files = hub_snapshot(folder)
         for file in files:
@@ -175,7 +177,7 @@ def cached_models(hub: Path, llama: Path, ollama_folders: Sequence[Path]) -> Ite
                 path = snapshot / file
                 name = name_of(repo, file, files) or str(path)
                 yield CachedModel(name, "hub", path, _missing(path, file, files))
-    there = [path.name for path in sorted(llama.glob("*.gguf"))]
+    there = [path.name for path in _glob(llama, "*.gguf")]
     for file in there:
         if is_model(file) and is_first_part(file):
             path = llama / file
@@ -218,6 +220,19 @@ def _missing(path: Path, file: str, files: Sequence[str]) -> str:
     return ""
 
 
+def _glob(folder: Path, pattern: str) -> list[Path]:
+    """The sorted paths in a folder that need not exist. None if it may not be entered."""
+    return sorted(folder.glob(pattern)) if is_folder(folder) else []
+
+
+def unreadable(folder: Path) -> bool:
+    """True if this user may not see whether a folder exists, or may not list it."""
+    try:
+        return folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK)
+    except PermissionError:
+        return True
+
+
 _REGISTRY = "registry.ollama.ai"
 _MODEL = "application/vnd.ollama.image.model"
 
@@ -255,7 +270,7 @@ def name_hint(text: str, installed: Sequence[str]) -> str:
 def installed_ollama(folders: Sequence[Path]) -> Iterator[tuple[str, Path]]:
     """(name, GGUF file) of every model whose file is there."""
     for folder in folders:
-        for manifest in sorted((folder / "manifests").glob("*/**/*")):
+        for manifest in _glob(folder / "manifests", "*/**/*"):
             blob = _blob(folder, manifest)
             if blob is not None:
                 yield _name_of(manifest.relative_to(folder / "manifests")), blob

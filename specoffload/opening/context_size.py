@@ -23,6 +23,7 @@ from specoffload.opening.kept_plan import disk_rate
 from specoffload.opening.planner import Planner
 from specoffload.opening.planning import Planned
 from specoffload.opening.target import rope_of, target_options
+from specoffload.opening.tokenizer import tokenizer_complaint
 
 # Mix of the request by which contexts are compared if no mix is known. It has more prompt tokens
 # than the usual mix of plans, because long contexts are for long prompts.
@@ -63,7 +64,9 @@ def _planner_of(config: Config, own: PlanOptions) -> tuple[Config, Planner]:
     if config.draft is not None:
         check_opens(read_facts(config.draft), is_draft=True)
     n_told, config = len(config.spec.reasons), with_usable_drafters(config)
-    return config, Planner(config, own, config.spec.reasons[n_told:])
+    complaint = tokenizer_complaint(read_facts(config.model).header.metadata)
+    complaints = (*((complaint,) if complaint else ()), *config.spec.reasons[n_told:])
+    return config, Planner(config, own, complaints)
 
 
 def _planned(config: Config, planner: Planner) -> tuple[Config, Planned]:

@@ -20,6 +20,7 @@ from specoffload.opening.context_size import sized
 from specoffload.opening.drafters import with_usable_drafters, without_text
 from specoffload.opening.kept_plan import KeptForPlan, with_imported_costs
 from specoffload.opening.planner import Planner
+from specoffload.opening.tokenizer import tokenizer_complaint
 
 log = logging.getLogger("specoffload.session")
 
@@ -50,6 +51,8 @@ def session_start(config: Config, *, imports_costs: bool = True) -> SessionStart
     if on_cpu:
         config = without_text(config)
     planner = Planner(config)
+    if words := tokenizer_complaint(planner.facts.header.metadata):
+        log.warning("%s: %s", planner.facts.path.name, words)
     config = sized(config, planner)
     if on_cpu:
         config = _without_gpu_flags(config, choice.reason)

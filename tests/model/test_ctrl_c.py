@@ -17,7 +17,12 @@ from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending, guard, pending_around
 
 ROOT = Path(__file__).parents[2]
-INSTALLED = "from specoffload import ctrl_c\nctrl_c.install()\nctrl_c.commands_begin()\n"
+INSTALLED = """
+import signal
+from specoffload import ctrl_c
+ctrl_c.install(signal.SIGINT, signal.SIGTERM)
+ctrl_c.commands_begin()
+"""
 IN_A_CALLBACK = """
 import ctypes, os, signal
 from offload.ggml.library.callback import Pending, guard
@@ -58,9 +63,9 @@ lock(mutex)
 lock(mutex)  # signals do not end it, as they do not end a computation
 """
 BEFORE_ANY_COMMAND = """
-from specoffload import ctrl_c
-ctrl_c.install()
 import os, signal
+from specoffload import ctrl_c
+ctrl_c.install(signal.SIGINT, signal.SIGTERM)
 os.kill(os.getpid(), signal.SIGINT)
 for _ in range(1000): pass
 """
@@ -92,6 +97,10 @@ def test_an_interrupt_that_python_would_drop_is_raised_later_or_ends_the_process
     code: str, errors: str
 ) -> None:
     assert result_of(code) == (130, errors)
+    terminated = code.replace("signal.SIGINT)", "signal.SIGTERM)")
+    terminated = terminated.replace("(signal.SIGTERM, signal.SIGTERM)", "(signal.SIGTERM)")
+    terminated = terminated.replace("KeyboardInterrupt", "SystemExit").replace("130", "143")
+    assert result_of(terminated) == (143, errors)
 
 
 def test_an_interrupt_during_an_import_is_raised_behind_it(tmp_path: Path) -> None:
