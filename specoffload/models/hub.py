@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -56,6 +57,7 @@ def fetch(
     check_variables()
     from huggingface_hub import constants
 
+    name = replace(name, repo=_spelled(name.repo))
     cached = cached_model(name)
     if cached is not None and header_only:
         return cached
@@ -125,6 +127,8 @@ def hub_snapshot(folder: Path, revision: str = "") -> tuple[Path, list[str]]:
         commit = revision
         if not _COMMIT.fullmatch(revision):
             commit = _ref(folder, revision).read_text(encoding="utf-8").strip()
+        if not _COMMIT.fullmatch(commit):  # an interrupted write, or a path out of the cache
+            return folder, []
         snapshot = folder / "snapshots" / commit
         return snapshot, [
             str(path.relative_to(snapshot))
@@ -149,8 +153,25 @@ def models_folder() -> Path:
 
 
 def _folder(repo: str) -> Path:
-    """The repository's folder in the hub's cache."""
-    return models_folder() / f"models--{repo.replace('/', '--')}"
+    """The repository's folder in the hub's cache.
+
+    The hub reads names in upper and lower case alike, so a folder in another spelling is used.
+    """
+    name = f"models--{repo.replace('/', '--')}"
+    folder = models_folder() / name
+    with suppress(OSError):
+        if not folder.exists():
+            there = (
+                path for path in models_folder().iterdir() if path.name.lower() == name.lower()
+            )
+            return next(there, folder)
+    return folder
+
+
+def _spelled(repo: str) -> str:
+    """The repository's name in the spelling of its folder in the cache, if it has one."""
+    spelled = _folder(repo).name.removeprefix("models--").replace("--", "/", 1)
+    return spelled if spelled.lower() == repo.lower() else repo
 
 
 def _chosen(name: HubName, files: list[str]) -> tuple[str, ...]:

@@ -86,6 +86,9 @@ def in_one_sentence(name: HubName, token: str | None, *, suggests: bool) -> Iter
         words = status_words(status, token_source(token), e.server_message or "")
         raise FetchFailed(f"{hub} answered {status}{words}") from e
     except (http_error, client.InvalidURL) as e:
+        if isinstance(e, client.LocalProtocolError):  # its words show the token
+            source = token_source(token) or "the token"
+            raise FetchFailed(f"{source} has letters that no token has: copy it again") from None
         why = str(e) or type(e).__name__
         if "CERTIFICATE_VERIFY_FAILED" in why:
             why += "; SSL_CERT_FILE can name your network's certificates"

@@ -400,6 +400,43 @@ def test_a_model_in_a_cache_that_is_only_read_is_used(hub: Hub, home: Path) -> N
     assert (done.stdout.splitlines(), done.stderr) == ([path], ""), "nothing has to be written"
 
 
+def test_a_name_in_another_case_means_what_was_fetched(hub: Hub, home: Path) -> None:
+    (path,) = fetched(hub, home, "maker/model-GGUF")
+    hub.down = True
+    names = ("maker/Model-gguf", "offline Maker/MODEL-gguf", "maker/model-gguf:q4_k_m")
+    assert fetched(hub, home, *names) == [path] * 3
+    assert [folder.name for folder in (home / "hub").glob("models--*")] == [
+        "models--maker--model-GGUF"
+    ]
+
+
+@pytest.mark.parametrize("commit", ["", "../../../..", "0123", "\0"])
+def test_a_damaged_note_of_a_commit_names_no_file(hub: Hub, home: Path, commit: str) -> None:
+    (path,) = fetched(hub, home, "maker/model-GGUF")
+    (home / "hub/models--maker--model-GGUF/refs/main").write_text(commit, encoding="utf-8")
+    offline, again = fetched(hub, home, "offline maker/model-GGUF", "maker/model-GGUF")
+    assert offline.startswith("FetchFailed maker/model-GGUF is not in ")
+    assert again == path
+
+
+def test_a_token_is_never_shown(hub: Hub, home: Path) -> None:
+    code = (
+        "import sys; from specoffload.errors import SpecOffloadError\n"
+        "from specoffload.models.hub import fetch; from specoffload.models.names import HubName\n"
+        "try: fetch(HubName('maker/model-GGUF'), token='hf_sec\\nret')\n"
+        "except SpecOffloadError as e: print(e)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(hub, home),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.stdout == "the token of --hf-token has letters that no token has: copy it again\n"
+    assert "hf_sec" not in done.stdout + done.stderr
+
+
 def test_an_address_with_a_revision_names_that_revision(hub: Hub, home: Path) -> None:
     older = "89abcdef" * 5
     (path,) = fetched(hub, home, f"https://huggingface.co/maker/model-GGUF/tree/{COMMIT}/Q8_0")

@@ -283,9 +283,10 @@ def test_ollamas_models_are_found_by_their_manifests(tmp_path: Path) -> None:
 def put_hub(folder: Path, repo: str, *names: str) -> None:
     home = folder / f"models--{repo.replace('/', '--')}"
     (home / "refs").mkdir(parents=True)
-    (home / "refs" / "main").write_text("abc")
+    commit = "abcd" * 10
+    (home / "refs" / "main").write_text(commit)
     for name in names:
-        file = home / "snapshots" / "abc" / name
+        file = home / "snapshots" / commit / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
 
