@@ -20,12 +20,13 @@ import socketserver
 import struct
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from email.message import Message
 from http.server import BaseHTTPRequestHandler
 from ipaddress import IPv4Network, IPv6Network, ip_address
-from typing import Any
+from typing import Any, TypeVar
 
 from offload.ggml.library import abi
 from offload.remote.deadline import DeadlineSocket, with_deadline
@@ -34,6 +35,8 @@ from offload.remote.passing import keep_alive
 from offload.remote.probe import GREETING, greeting_answer
 from offload.remote.secret import MAGIC, NEEDED, Secret, complaint_of
 from specoffload.server.worker import Worker
+
+_Connected = TypeVar("_Connected")
 
 Network = IPv4Network | IPv6Network
 
@@ -67,7 +70,9 @@ class Gate(socketserver.ThreadingTCPServer):
         With a `secret`, only clients that prove that they know it are served.
         """
         self.worker, self._allowed, self.secret = worker, allowed, secret
-        self._counting, self._n_open = threading.Lock(), Counter[str]()
+        self._counting = threading.Lock()  # of the two mappings
+        self._open: dict[socket.socket, str] = {}  # hosts of connections, the oldest first
+        self._waiting: dict[socket.socket, str] = {}  # those that have not shown what they want
         super().__init__((host, port), _Connection)
 
     @property
@@ -86,33 +91,63 @@ class Gate(socketserver.ThreadingTCPServer):
         return is_allowed
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection on a thread, or close it if there are too many."""
+        """Serve a connection on a thread.
+
+        If there are too many, one that waits makes room, so that strangers who send nothing keep
+        no client out. Without one that waits, the new connection is closed.
+        """
         host = client_address[0]
         with self._counting:
-            is_full = (
-                self._n_open.total() >= MOST_CONNECTIONS or self._n_open[host] >= _MOST_OF_ONE_HOST
-            )
-            self._n_open[host] += not is_full
-        if is_full:
+            crowded = self._crowded(host)
+            closed = request if crowded is not None and not crowded else None
+            if crowded:
+                closed = closed_first(crowded)
+                self._drop(closed)
+            if closed is not request:
+                self._open[request] = self._waiting[request] = host
+        if closed is request:
             self.shutdown_request(request)
             return
+        if closed is not None:
+            with suppress(OSError):
+                closed.shutdown(socket.SHUT_RDWR)  # its thread closes it
         try:
             super().process_request(request, client_address)
         except BaseException:  # no thread could be started
-            self._forget(host)
+            self._forget(request)
             raise
+
+    def _crowded(self, host: str) -> dict[socket.socket, str] | None:
+        """Return the connections of which one must close before `host` opens another one.
+
+        That is None if there is room, and empty if none of them waits.
+        """
+        if sum(one == host for one in self._open.values()) >= _MOST_OF_ONE_HOST:
+            return {connection: one for connection, one in self._waiting.items() if one == host}
+        return dict(self._waiting) if len(self._open) >= MOST_CONNECTIONS else None
+
+    def stays(self, connection: socket.socket) -> bool:
+        """Record that a connection has shown what it wants: it makes room for no other one.
+
+        Returns False if it has made room already.
+        """
+        with self._counting:
+            self._waiting.pop(connection, None)
+            return connection in self._open
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._forget(client_address[0])
+            self._forget(request)
 
-    def _forget(self, host: str) -> None:
+    def _forget(self, connection: socket.socket) -> None:
         with self._counting:
-            self._n_open[host] -= 1
-            if not self._n_open[host]:
-                del self._n_open[host]
+            self._drop(connection)
+
+    def _drop(self, connection: socket.socket) -> None:
+        self._open.pop(connection, None)
+        self._waiting.pop(connection, None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Drop connections that break off; the standard library would print a traceback."""
@@ -133,6 +168,8 @@ class _Connection(BaseHTTPRequestHandler):
                 self.server.worker.say(f"{self._client} was refused: {why}")
                 return
             self._is_proven = True
+            if not self.server.stays(connection):
+                return
         if connection.recv(1, socket.MSG_PEEK) != GREETING[:1]:
             self.handle_one_request()
             return
@@ -141,7 +178,7 @@ class _Connection(BaseHTTPRequestHandler):
         if self.server.worker.refuses(self._client):
             return
         first = _greet(connection)
-        if first is None:
+        if first is None or not self.server.stays(connection):
             return
         connection.end_in(None)
         keep_alive(connection)
@@ -208,6 +245,7 @@ class _Connection(BaseHTTPRequestHandler):
         return f"{self.client_address[0]}:{self.client_address[1]}"
 
     def _begin(self, status: int) -> None:
+        self.server.stays(self.request)
         self.request.end_in(_WRITE_S)
         self.send_response(status)
         self.send_header("Content-Type", "application/x-ndjson")
@@ -217,6 +255,17 @@ class _Connection(BaseHTTPRequestHandler):
         self.request.end_in(_WRITE_S)
         self.wfile.write(json.dumps(values).encode() + b"\n")
         self.wfile.flush()
+
+
+def closed_first(waiting: Mapping[_Connected, str]) -> _Connected:
+    """Return the connection that makes room: the oldest one of the host that has most.
+
+    `waiting` has the connections' hosts, the oldest first, and is not empty. A client proves itself
+    within a few round trips, and strangers cannot fill the gate from many addresses in that time.
+    """
+    n_of = Counter(waiting.values())
+    most = max(n_of.values())
+    return next(connection for connection, host in waiting.items() if n_of[host] == most)
 
 
 def refusal(headers: Message) -> str:

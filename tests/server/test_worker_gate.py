@@ -13,6 +13,8 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from our_worker import SIM, RunningWorker, working
 from running import eventually
 from worker import has_rpc
@@ -23,7 +25,7 @@ from offload.remote.address import Address
 from offload.remote.hello import LayersAsked, WorkerState, ask_for, status_of
 from offload.remote.probe import COUNT_DEVICES, GREETING, count_devices, greet, greeting_answer
 from specoffload.server import worker_gate
-from specoffload.server.worker_gate import Gate, _is_ours
+from specoffload.server.worker_gate import Gate, _is_ours, closed_first
 
 needs_rpc = pytest.mark.skipif(not has_rpc(), reason="libllama is compiled without ggml's RPC")
 
@@ -123,21 +125,62 @@ def test_a_client_is_greeted_and_takes_its_turn_with_its_first_command() -> None
 
 
 def test_the_number_of_threads_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest connection that waits makes room for a new one."""
     monkeypatch.setattr(worker_gate, "MOST_CONNECTIONS", 3)
-    worker = _StillWorker()
     before = threading.active_count()
-    with gate(worker) as made, ExitStack() as opened:
-        for _ in range(3):
-            opened.enter_context(connected(made)).sendall(GREETING[:1])
-        eventually(lambda: made._n_open.total() == 3, 10)
+    with gate(_StillWorker()) as made, ExitStack() as opened:
+        silent = [opened.enter_context(connected(made)) for _ in range(3)]
+        for one in silent:
+            one.sendall(GREETING[:1])
+        eventually(lambda: len(made._open) == 3, 10)
         with connected(made) as fourth:
-            assert fourth.recv(1) == b""
-        assert threading.active_count() <= before + 1 + 3
+            assert silent[0].recv(1) == b""
+            fourth.sendall(GREETING)
+            assert fourth.recv(1)
+            eventually(lambda: threading.active_count() <= before + 1 + 3, 10)
+            assert len(made._open) == 3
         opened.close()
-        eventually(lambda: made._n_open.total() == 0, 10)
-        with connected(made) as fifth:
-            fifth.sendall(GREETING)
-            assert fifth.recv(1)
+        eventually(lambda: not made._open and not made._waiting, 10)
+
+
+def test_connections_that_were_served_make_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_gate, "MOST_CONNECTIONS", 2)
+    worker, done = _StillWorker(), threading.Event()
+    monkeypatch.setattr(worker, "serve", lambda *_: done.wait(20), raising=False)
+    with gate(worker) as made, ExitStack() as opened:
+        clients = [opened.enter_context(connected(made)) for _ in range(2)]
+        for one in clients:
+            one.sendall(GREETING + COUNT_DEVICES)
+        eventually(lambda: len(made._open) == 2 and not made._waiting, 10)
+        with connected(made) as third:
+            assert third.recv(1) == b""
+        done.set()
+
+
+@settings(max_examples=200, deadline=None)
+@given(hosts=st.lists(st.sampled_from("abcdef"), min_size=1, max_size=64))
+def test_the_host_with_most_silent_connections_makes_room(hosts: list[str]) -> None:
+    at = closed_first(dict(enumerate(hosts)))
+    assert hosts.count(hosts[at]) == max(map(hosts.count, hosts))
+    assert hosts[at] not in hosts[:at]
+
+
+def test_strangers_from_many_addresses_keep_no_client_out() -> None:
+    """They hold more connections than there may be, and open a new one for each that is closed."""
+    n_served = 0
+    with gate(_StillWorker()) as made, ExitStack() as opened:
+        port = made.server_address[1]
+        for turn in range(200):
+            host = f"127.0.1.{turn % 6}"
+            with suppress(OSError):
+                stranger = socket.create_connection(("127.0.0.1", port), 5, (host, 0))
+                opened.enter_context(stranger)
+            if turn % 10 == 9:
+                with connected(made) as client:
+                    client.sendall(GREETING)
+                    n_served += client.recv(100) == greeting_answer(worker_gate._VERSION)
+        assert len(made._open) <= worker_gate.MOST_CONNECTIONS
+    assert n_served == 20
 
 
 @pytest.fixture(scope="module")
