@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 
 from offload.errors import BadModel
+from offload.header_types import type_complaints
 from offload.model import ModelFacts, TensorEntry, is_experts, layer_of
 
 # Keys that hold one whole number, and never a list. The first three are in every model.
@@ -76,6 +77,7 @@ def _complaints(facts: ModelFacts) -> Iterator[str]:
     yield from _layers(facts)
     yield from _experts(facts)
     yield from _ngram_lists(facts)
+    yield from type_complaints(place.entry for place in facts.weights.values())
     embedding, n_embd = facts.weights.get("token_embd.weight"), facts.number("embedding_length")
     if embedding and architecture != _EAGLE and embedding.entry.shape[0] != n_embd:
         yield (
