@@ -70,6 +70,17 @@ def test_a_saved_sequence_goes_on_in_another_as_it_would_have(sequences: Sequenc
     assert sequences.length(1) == 3
 
 
+def test_a_saved_sequence_goes_on_alike_behind_the_cells_of_others(sequences: Sequences) -> None:
+    """Attention sums over groups of cells, counted from the first one."""
+    sequences.extend(0, TEXT, 0)
+    state = sequences.save(0)
+    wanted = continued(sequences, 0)
+    sequences.rewind(0, 0)
+    sequences.extend(1, (TEXT * 7)[:256], 0)
+    sequences.load(2, state, TEXT)
+    np.testing.assert_array_equal(continued(sequences, 2), wanted)
+
+
 def test_a_whole_sequence_is_shared_and_both_go_on_by_themselves(sequences: Sequences) -> None:
     sequences.extend(0, TEXT, 0)
     sequences.share(0, 2, len(TEXT))
