@@ -29,6 +29,7 @@ MAY_IMPORT = {
 LAYERS = {
     "offload": (
         ("alignment", "backends", "errors", "model", "notes", "regular_file", "units"),
+        ("header_types",),
         ("header_check", "routing", "sampling", "trace"),
         ("schedule",),
         ("times",),
