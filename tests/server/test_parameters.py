@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from offload.errors import BadRequest
+from offload.sampling.json_schema import ignored_places
 from specoffload.config.flag import Flag
 from specoffload.config.sampling_flags import SAMPLING
 from specoffload.generation.generation import GenerateOptions
 from specoffload.server.api.body import renamed
-from specoffload.server.api.parameters import MAX_STOPS, generate_options
+from specoffload.server.api.parameters import MAX_STOPS, generate_options, structure_name
 from specoffload.server.api.requests import ChatRequest, CompletionRequest
 
 DEFAULTS = GenerateOptions(temperature=0.75, n_predict=9)
@@ -157,5 +158,6 @@ def test_keywords_of_a_schema_without_effect_are_named() -> None:
         ({"response_format": {"type": "json_schema", "schema": schema}}, "response_format"),
     ):
         request = CompletionRequest.model_validate({"prompt": "x", **fields})
-        _, ignored = generate_options(request, DEFAULTS)
-        assert set(ignored) == {f"{name}#/items/not", f"{name}#/uniqueItems"}
+        options, ignored = generate_options(request, DEFAULTS)
+        assert (ignored, structure_name(request)) == ((), name)
+        assert set(ignored_places(options.json_schema or "")) == {"#/items/not", "#/uniqueItems"}

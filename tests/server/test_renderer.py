@@ -4,6 +4,7 @@ takes over."""
 from __future__ import annotations
 
 import asyncio
+import json
 import multiprocessing
 import os
 import signal
@@ -16,9 +17,10 @@ from pathlib import Path
 import pytest
 
 from offload.errors import BadRequest, DeviceFailed
-from specoffload.chat.conversation import Conversation
+from specoffload.chat.conversation import Conversation, Tool
 from specoffload.chat.format import ChatFormat, ChatPrompt
-from specoffload.server.renderer import Renderer
+from specoffload.server.renderer import Renderer, Structure
+from specoffload.server.rendering_turns import MOST_PROCESSES, MOST_QUICK, Turns
 
 HI = Conversation(({"role": "user", "content": "hi"},))
 ECHO = ChatFormat.of("{{ messages[0].content }}")
@@ -72,3 +74,65 @@ def test_a_template_that_does_not_end_is_the_requests_fault() -> None:
         with pytest.raises(BadRequest, match="takes over 1 s of processor time"):
             _rendered(renderer, ChatFormat.of(slow))
         assert _rendered(renderer) == "hi"
+
+
+_SLOW = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_a_conversation_behind_six_slow_ones_is_rendered_before_them() -> None:
+    async def asked(renderer: Renderer) -> tuple[str, int]:
+        slow = [
+            asyncio.ensure_future(renderer.prepare(ChatFormat.of(_SLOW), HI, "a", 140_000))
+            for _ in range(6)
+        ]
+        await asyncio.sleep(0.1)
+        text = (await renderer.prepare(ECHO, HI, "a", 40)).text
+        n_done = sum(one.done() for one in slow)
+        for one in slow:
+            with pytest.raises(BadRequest, match="takes over 2 s"):
+                await one
+        return text, n_done
+
+    with closing(Renderer(time_limit_s=2.0)) as renderer:
+        assert asyncio.run(asked(renderer)) == ("hi", 0)
+        assert _rendered(renderer) == "hi"
+
+
+def test_a_grammar_that_takes_long_to_compile_is_refused_and_others_go_on() -> None:
+    patterns = [{"pattern": f"a{{{i}}}|[a-z]*{i}[a-z]*"} for i in range(24)]
+    slow = Structure(json_schema=json.dumps({"allOf": patterns}))
+    quick = Structure(json_schema=json.dumps({"type": "array", "uniqueItems": True}))
+    with closing(Renderer()) as renderer:
+        with pytest.raises(BadRequest, match="the grammar takes over 1 s of processor time"):
+            asyncio.run(renderer.check(slow))
+        assert asyncio.run(renderer.check(quick)) == ("#/uniqueItems",)
+        assert asyncio.run(renderer.check(Structure('root ::= "a"'))) == ()
+        with pytest.raises(BadRequest, match="does not parse"):
+            asyncio.run(renderer.check(Structure("root ::= (")))
+        asked = Conversation((HI.messages[0],), schema=slow.json_schema, tools=(Tool("f"),))
+        with pytest.raises(BadRequest, match="the grammar takes over 1 s"):
+            asyncio.run(renderer.prepare(ChatFormat.of(None), asked))
+
+
+def test_clients_take_turns_and_small_conversations_come_first() -> None:
+    turns: Turns[str] = Turns()
+    for client, n_bytes, item in (
+        ("a", 9000, "large"), ("a", 9001, "large too"), ("a", 10, "small"), ("b", 9999, "other")
+    ):  # fmt: skip
+        turns.enter(client, n_bytes, item, 0.0)
+    assert turns.next(0.1) == ("a", "small")
+    assert turns.next(0.1) == ("b", "other"), "its client has none that runs"
+    turns.ended("a")
+    turns.enter("a", 5, "later", 3.0)
+    left = [turns.next(3.0) for _ in range(3)]
+    assert left == [("a", "large"), ("a", "large too"), ("a", "later")]
+    assert turns.next(3.0) is None
+
+
+def test_slow_processes_make_room_up_to_a_limit() -> None:
+    turns: Turns[str] = Turns(n_quick=MOST_QUICK)
+    assert not turns.may_start
+    turns.n_quick, turns.n_slow = MOST_QUICK - 1, 1
+    assert turns.may_start
+    turns.n_slow = MOST_PROCESSES
+    assert not turns.may_start

@@ -5,13 +5,14 @@
     scripts/lab/run attack --part http --seed 7 --only 1234       one try, to repeat a breach
     scripts/lab/run attack --part http --scale large --only 0-2500
 
-Parts: http (malformed requests while a witness asks), headers (model files with one field of
-their header changed), plans (plans of all shapes with changed headers), graphs (changed graphs for
-a worker, whose memory is guarded), images (files that take long, grow or are damaged), limits
-(descriptors, disk, memory), kills (kill -9, SIGTERM and SIGINT at random moments), peers (strangers
-at a worker, hostile workers and hubs, workers that hang), overload (64 clients over a queue of 16).
-Servers listen on loopback. They run in process
-groups of their own, which are killed at the end.
+Parts: http (malformed requests while a witness asks), steps (schemas, conversations and bodies
+whose steps multiply, beside a client that may not wait over 2 s), headers (model files with one
+field of their header changed), plans (plans of all shapes with changed headers), graphs (changed
+graphs for a worker, whose memory is guarded), images (files that take long, grow or are damaged),
+limits (descriptors, disk, memory), kills (kill -9, SIGTERM and SIGINT at random moments), peers
+(strangers at a worker, hostile workers and hubs, workers that hang), overload (64 clients over a
+queue of 16). Servers listen on loopback. They run in process groups of their own, which are killed
+at the end.
 The models are the embedded pair and tiny ones in a temporary folder. Try number i of a seed is
 always the same.
 
@@ -44,6 +45,7 @@ from lab.attack.outcome import Breach, Outcome, show
 from lab.attack.peers_part import peers_part
 from lab.attack.plans_part import plans_part
 from lab.attack.program import bad_lines, serving
+from lab.attack.steps_part import steps_part
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ def overload_part(seed: int, numbers: range, folder: Path) -> Outcome:
 
 PARTS = {
     "http": Part(http_part, {"small": 300, "large": 10_000}),
+    "steps": Part(steps_part, {"small": 40, "large": 10_000}),
     "headers": Part(headers_part, {"small": 60, "large": 1000}),
     "plans": Part(plans_part, {"small": 200, "large": 10_000}),
     "graphs": Part(graphs_part, {"small": 400, "large": 10_000}),

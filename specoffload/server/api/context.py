@@ -51,6 +51,7 @@ from specoffload.server.api.parameters import (
     conversation_of,
     generate_options,
     prompts_of,
+    structure_name,
     wish_of,
 )
 from specoffload.server.api.requests import (
@@ -74,13 +75,14 @@ from specoffload.server.engine.messages import (
     unavailable,
 )
 from specoffload.server.log import add_words
-from specoffload.server.renderer import Renderer
+from specoffload.server.renderer import Renderer, Structure
 from specoffload.session.chat import answer_options, check_options, format_of
 from specoffload.session.images import PromptImages
 
 _OVERHEAD_BYTES = 2**20  # room for tools, schemas, and the JSON around a prompt
 _MOST_LOGGED = 1000
 _MOST_NAME_CHARS = 80
+_N_BYTES = "specoffload.body_bytes"  # key in a request's scope
 
 log = logging.getLogger("specoffload.server")
 
@@ -157,9 +159,20 @@ class ServerContext:
         reading = self._bodies.read(request.stream(), limit_bytes, n_ctx)
         async with reading as data:
             held.enter_context(self._bodies.hold(len(data)))
+            request.scope[_N_BYTES] = len(data)
             return read_json(data)
 
-    def options(self, request: Request, body: GenerationRequest) -> GenerateOptions:
+    async def options(self, request: Request, body: GenerationRequest) -> GenerateOptions:
+        """Return the request's options, and record fields without effect.
+
+        Raises BadRequest, also for a grammar that takes too long to compile, and RequestFailed
+        (404) as `check_model` does.
+        """
+        options = self._options(request, body)
+        await self._check_structure(request, body, options)
+        return options
+
+    def _options(self, request: Request, body: GenerationRequest) -> GenerateOptions:
         """Return the request's options, and record fields without effect.
 
         Raises BadRequest, and RequestFailed (404) as `check_model` does.
@@ -168,6 +181,15 @@ class ServerContext:
         options, idle = generate_options(body, self.defaults)
         ignore(request, [*ignored_names(body), *idle])
         return replace(options, cache_salt=salt_of(request.scope, body.cache_salt))
+
+    async def _check_structure(
+        self, request: Request, body: GenerationRequest, options: GenerateOptions
+    ) -> None:
+        """Have the grammar of a request compiled, and record its keywords without effect."""
+        if (name := structure_name(body)) is not None:
+            structure = Structure(options.grammar, options.json_schema)
+            places = await self._renderer.check(structure, *_turn_of(request))
+            ignore(request, [name + place for place in places])
 
     def check_model(self, name: str | None) -> None:
         """Raise RequestFailed (404) if `name` is another model's and --strict-model is set.
@@ -188,11 +210,13 @@ class ServerContext:
 
     async def question(self, request: Request, body: ChatRequest) -> tuple[ChatJob, ChatPrompt]:
         """Return the job of a chat request, and the prompt. Raises BadRequest."""
-        options = self.options(request, body)
+        options = self._options(request, body)
         images = self._images()
         conversation = conversation_of(body, self._chat, images, options.json_schema)
         check_options(conversation, options)
-        prompt = await self._renderer.prepare(self._chat_format(), conversation)
+        await self._check_structure(request, body, options)
+        turn = _turn_of(request)
+        prompt = await self._renderer.prepare(self._chat_format(), conversation, *turn)
         ignore(request, [f"tools.{note.tool}{note.place}" for note in prompt.notes])
         self._note_thinking(request, body, prompt)
         self._log_once(prompt.notes)
@@ -300,7 +324,8 @@ class ServerContext:
         self._note_omitted(request, body)
         images = self._images(marker)
         conversation = replace(conversation_of(body, self._chat, images), cache_points=())
-        prompt = await self._renderer.prepare(self._chat_format(), conversation)
+        turn = _turn_of(request)
+        prompt = await self._renderer.prepare(self._chat_format(), conversation, *turn)
         self._note_thinking(request, body, prompt)
         return prompt.text, images
 
@@ -346,6 +371,11 @@ class ServerContext:
 
         stream_id = request.headers.get(STREAM_ID)
         return self.streams.keep(stream_id, begin) if stream and stream_id else begin()
+
+
+def _turn_of(request: Request) -> tuple[str, int]:
+    """Return a request's client and the bytes of its body, by which rendering takes turns."""
+    return client_of(request), request.scope.get(_N_BYTES, 0)
 
 
 class _HeldResponse(Response):

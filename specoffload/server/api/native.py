@@ -39,7 +39,7 @@ def native_router(context: ServerContext) -> APIRouter:
     @router.post("/completions")
     async def completion(request: Request, body: NativeRequest) -> Response:
         """Continues each prompt; several prompts are answered with a list."""
-        options = context.options(request, body)
+        options = await context.options(request, body)
         prompts = await context.prompts(request, body.prompt)
         jobs = [CompletionJob(prompt, options) for prompt in prompts]
 
@@ -49,7 +49,7 @@ def native_router(context: ServerContext) -> APIRouter:
     @router.post("/infill")
     async def infill(request: Request, body: InfillRequest) -> Response:
         """Writes the text between two others; 501 for a model that was not trained to."""
-        options = context.options(request, body)
+        options = await context.options(request, body)
         extra = tuple((part.filename, part.text) for part in body.input_extra or ())
         fill = Fill(body.input_prefix, body.input_suffix, body.prompt, extra)
 

@@ -86,7 +86,7 @@ def openai_router(context: ServerContext) -> APIRouter:
     @router.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """Continues each prompt `n` times."""
-        options = context.options(request, body)
+        options = await context.options(request, body)
         prompts = await context.prompts(request, body.prompt)
         n = body.n or 1
         if n * len(prompts) > MAX_ANSWERS:

@@ -10,7 +10,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from offload.errors import BadRequest
-from offload.sampling.json_schema import ignored_places
 from offload.sampling.options import read_logit_bias, sampler_letters, sampler_names
 from specoffload.chat.cache_points import MOST_POINTS
 from specoffload.chat.conversation import (
@@ -89,7 +88,7 @@ def generate_options(
         changes["dry_sequence_breakers"] = _breakers(request.dry_sequence_breakers)
     if request.logit_bias is not None:
         changes["logit_bias"] = read_logit_bias(request.logit_bias)
-    structure = _structure(request, idle)
+    structure = _structure(request)
     if structure:  # replaces a default grammar or schema
         changes |= {"grammar": None, "json_schema": None, **structure}
     if request.stop is not None:
@@ -184,24 +183,34 @@ def _stops(given: str | list[str]) -> tuple[str, ...]:
     return stops
 
 
-def _structure(request: GenerationRequest, idle: list[str]) -> dict[str, Any]:
+_TEXT = {"type": "text"}
+
+
+def structure_name(request: GenerationRequest) -> str | None:
+    """Return the field that restricts the form of the answer, None if the request has none."""
+    if request.grammar:
+        return "grammar"
+    if request.json_schema:
+        return "json_schema"
+    return None if _schema_of(request.response_format or _TEXT) is None else "response_format"
+
+
+def _structure(request: GenerationRequest) -> dict[str, Any]:
     """Return the option that restricts the form of the answer, if the request has one.
 
-    Adds the places of a schema's keywords without effect to `idle`. Raises BadRequest for more than
-    one of grammar, json_schema and response_format, and for a schema that cannot be followed.
+    Schemas are not read here, because that takes long. Raises BadRequest for more than one of
+    grammar, json_schema and response_format.
     """
     found: dict[str, Any] = {}
     if request.grammar:
         found["grammar"] = ("grammar", request.grammar)
     schemas = {
         "json_schema": request.json_schema or None,
-        "response_format": _schema_of(request.response_format or {"type": "text"}),
+        "response_format": _schema_of(request.response_format or _TEXT),
     }
     for name, schema in schemas.items():
         if schema is not None:
-            text = json.dumps(schema)
-            idle += [name + place for place in ignored_places(text)]
-            found[name] = ("json_schema", text)
+            found[name] = ("json_schema", json.dumps(schema))
     if len(found) > 1:
         raise BadRequest(f"{' and '.join(found)} exclude each other: send one of them")
     return dict(found.values())
