@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from offload.ggml.drivers import has_amd_driver, nvidia_driver, wsl_gpu_without_cuda
 from offload.ggml.extra_buffers import amx_buffer_type
 from offload.ggml.library.abi import PACKAGE_VERSION
 from offload.ggml.threads import cpu_features
@@ -29,6 +30,7 @@ _TRIAL = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 sys.path[:] = {path!r}
+from offload.ggml.drivers import has_amd_driver, nvidia_driver, wsl_gpu_without_cuda
 from offload.ggml.extra_buffers import amx_product_is_right
 sys.exit({right} if amx_product_is_right() else {wrong})
 """
@@ -152,16 +154,20 @@ def _try_in_a_child() -> str:
 def missing_in_build(root: Path = Path("/"), *, has_gpu: bool) -> tuple[str, ...]:
     """Return sentences on hardware that the build does not use. `root` is for tests."""
     found = []
-    if not has_gpu:
-        for driver, name, flag in (
-            ("proc/driver/nvidia/version", "an NVIDIA", "cuda"),
-            ("dev/kfd", "an AMD", "rocm"),
-        ):
-            if (root / driver).exists():
-                found.append(
-                    f"{name} driver is here, but the library was built without it and computes on "
-                    f"the CPU: scripts/setup --gpu {flag} builds it anew"
-                )
+    for name, flag, is_here in (
+        ("an NVIDIA", "cuda", not has_gpu and nvidia_driver(root) is not None),
+        ("an AMD", "rocm", not has_gpu and has_amd_driver(root)),
+    ):
+        if is_here:
+            found.append(
+                f"{name} driver is here, but the library was built without it and computes on "
+                f"the CPU: scripts/setup --gpu {flag} builds it anew"
+            )
+    if not has_gpu and wsl_gpu_without_cuda(root):
+        found.append(
+            "WSL2 has a GPU (/dev/dxg) but no CUDA of Windows: for an NVIDIA card, install its "
+            "driver in Windows (none in WSL2), and run scripts/setup again"
+        )
     flags = _processor_flags(root)
     if "avx2" in flags and cpu_features().get("AVX2") != "1":
         found.append(

@@ -122,14 +122,23 @@ def test_a_batch_is_computed_whatever_the_trial_says(tiny_dense: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("driver", "flag"), [("proc/driver/nvidia/version", "cuda"), ("dev/kfd", "rocm")]
+    ("files", "words"),
+    [
+        (("proc/driver/nvidia/version",), "--gpu cuda"),
+        (("dev/dxg", "usr/lib/wsl/lib/libcuda.so"), "--gpu cuda"),
+        (("dev/dxg", "usr/lib/wsl/lib/libcuda.so.1"), "--gpu cuda"),
+        (("dev/dxg",), "no CUDA of Windows"),
+        (("dev/kfd",), "--gpu rocm"),
+    ],
 )
 def test_a_driver_that_the_build_does_not_use_is_named(
-    tmp_path: Path, driver: str, flag: str
+    tmp_path: Path, files: tuple[str, ...], words: str
 ) -> None:
-    (tmp_path / driver).parent.mkdir(parents=True)
-    (tmp_path / driver).touch()
-    assert f"--gpu {flag}" in missing_in_build(tmp_path, has_gpu=False)[0]
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (sentence,) = missing_in_build(tmp_path, has_gpu=False)
+    assert words in sentence
     assert missing_in_build(tmp_path, has_gpu=True) == ()
 
 
