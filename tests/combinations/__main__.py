@@ -1,4 +1,4 @@
-"""`scripts/test-combinations`: tries combinations for some minutes, and reports what failed."""
+"""`scripts/test-combinations`: tries combinations, or walks, and reports what failed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from combinations.cases import TABLES, Case, Pair, all_pairs, by_use, covering, refused_pairs
 from combinations.trying import Record, Trier, grouped
+from combinations.walks import report as walks_report
+from combinations.walks import walk_for
 
 
 def plan(tables: list[str], seed: str, strength: int) -> list[Case]:
@@ -29,13 +31,19 @@ def main(
     seed: Annotated[str, typer.Option(help="Chooses the cases. Default: today's date.")] = "",
     table: Annotated[list[str] | None, typer.Option(help="session, request or command.")] = None,
     strength: Annotated[int, typer.Option(help="2 covers pairs, 3 triples.")] = 2,
+    walk: Annotated[
+        bool, typer.Option("--walk", help="Walk through a server's life instead.")
+    ] = False,
     record: Annotated[
-        Path, typer.Option(help="File of what was tried; a later run goes on.")
-    ] = Path(".work/combinations.jsonl"),
+        Path | None, typer.Option(help="File of what was tried; a later run goes on.")
+    ] = None,
 ) -> None:
-    """Try combinations of features. Ends with code 1 if one has a fault."""
+    """Try combinations of features, or walk. Ends with code 1 if something has a fault."""
     seed = seed or datetime.date.today().isoformat()
+    record = record or Path(f".work/{'walks' if walk else 'combinations'}.jsonl")
     record.parent.mkdir(parents=True, exist_ok=True)
+    if walk:
+        raise typer.Exit(_walk(minutes, seed, record))
     known = Record(record)
     cases = [c for c in plan(table or [*TABLES], seed, strength) if not known.has(c)]
     typer.echo(f"seed {seed}: {len(cases)} cases left, {len(known.outcomes)} tried before")
@@ -61,6 +69,18 @@ def main(
     for line in report(known):
         typer.echo(line)
     raise typer.Exit(1 if failed else 0)
+
+
+def _walk(minutes: float, seed: str, record: Path) -> int:
+    """Walk, and print each walk as it ends. Returns the exit code."""
+    code = 0
+    for walked in walk_for(minutes, seed, record):
+        n_steps = sum(walked.steps.values())
+        typer.echo(f"walk {walked.number}: {n_steps} steps in {walked.took_s} s {walked.fault}")
+        code = 1 if walked.fault else code
+    for line in walks_report(record, seed):
+        typer.echo(line)
+    return code
 
 
 def _until(cases: list[Case], end_s: float) -> Iterator[Case]:

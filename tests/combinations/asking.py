@@ -13,7 +13,10 @@ from typing import Any
 from combinations.cases import Case
 
 Body = dict[str, Any]
-PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
+PATHS = {
+    "chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages",
+    "completions": "/v1/completions", "native": "/completion",
+}  # fmt: skip
 WORDS = ("red", "green", "blue")
 SCHEMA = {
     "type": "object",
@@ -169,9 +172,10 @@ def png() -> bytes:
 
 def reply_of(api: str, answer: Body) -> Reply:
     """Read a whole answer."""
-    return {"chat": _chat_reply, "responses": _responses_reply, "messages": _messages_reply}[api](
-        answer
-    )
+    return {
+        "chat": _chat_reply, "responses": _responses_reply, "messages": _messages_reply,
+        "completions": _completions_reply, "native": _native_reply,
+    }[api](answer)  # fmt: skip
 
 
 def _chat_reply(answer: Body) -> Reply:
@@ -220,11 +224,31 @@ def _messages_reply(answer: Body) -> Reply:
     return reply
 
 
+def _completions_reply(answer: Body) -> Reply:
+    (choice,), usage = answer["choices"], answer["usage"]
+    return Reply(
+        choice["text"], reason=choice["finish_reason"], n_prompt=usage["prompt_tokens"],
+        n_answer=usage["completion_tokens"],
+    )  # fmt: skip
+
+
+def _native_reply(answer: Body) -> Reply:
+    reason = {"limit": "length"}.get(answer["stop_type"], answer["stop_type"])
+    timings = answer["timings"]
+    n_read = timings["prompt_n"] + timings["cache_n"]
+    assert n_read == answer["tokens_evaluated"], f"{n_read} tokens are timed: {answer}"
+    return Reply(
+        answer["content"], reason=reason, n_prompt=n_read, n_answer=answer["tokens_predicted"],
+        raw=answer,
+    )  # fmt: skip
+
+
 def streamed_reply(api: str, events: Sequence[tuple[str, Body]]) -> Reply:
     """Join the events of a stream: (event's name, its data)."""
-    return {"chat": _chat_stream, "responses": _responses_stream, "messages": _messages_stream}[
-        api
-    ](events)
+    return {
+        "chat": _chat_stream, "responses": _responses_stream, "messages": _messages_stream,
+        "completions": _completions_stream, "native": _native_stream,
+    }[api](events)  # fmt: skip
 
 
 def _chat_stream(events: Sequence[tuple[str, Body]]) -> Reply:
@@ -281,3 +305,20 @@ def _messages_stream(events: Sequence[tuple[str, Body]]) -> Reply:
             block["input"] = json.loads(told)
     answer["content"] = [blocks[i] for i in sorted(blocks)]
     return _messages_reply(answer)
+
+
+def _completions_stream(events: Sequence[tuple[str, Body]]) -> Reply:
+    reply = Reply()
+    for _, data in events:
+        if usage := data.get("usage"):
+            reply.n_prompt, reply.n_answer = usage["prompt_tokens"], usage["completion_tokens"]
+        for choice in data.get("choices", ()):
+            reply.text += choice["text"]
+            reply.reason = choice.get("finish_reason") or reply.reason
+    return reply
+
+
+def _native_stream(events: Sequence[tuple[str, Body]]) -> Reply:
+    *_, (_, last) = events
+    text = "".join(data["content"] for _, data in events)
+    return _native_reply({**last, "content": text})

@@ -46,11 +46,10 @@ class Judge:
             str(self.model), "--device", "cpu", "--spec-type", "none", "--parallel", "1",
             "--ctx-size", str(self.n_ctx), "--threads", "1", *self.cache_words,
         ]  # fmt: skip
-        self._session = open_words(words)
-        self._rows: dict[tuple[int, ...], NDArray[np.float32]] = {}
+        self.session = open_words(words)
 
     def close(self) -> None:
-        self._session.close()
+        self.session.close()
 
     def check(self, answer: Answer, what: str) -> None:
         """Add a fault for each property that does not hold of `answer`."""
@@ -62,8 +61,8 @@ class Judge:
 
     def plain(self, prompt: Sequence[int], options: GenerateOptions) -> Answer:
         """The answer of the plain way."""
-        self._session.forget()
-        pieces = [*self._session.generate(prompt, replace(options, id_slot=-1))]
+        self.session.forget()
+        pieces = [*self.session.generate(prompt, replace(options, id_slot=-1))]
         return answer_of(tuple(prompt), options, pieces)
 
     def _check_counts(self, answer: Answer, what: str) -> None:
@@ -81,7 +80,7 @@ class Judge:
 
     def _check_text(self, answer: Answer, what: str) -> None:
         """The text is that of the tokens, without a character lost or twice."""
-        pieces = b"".join(self._session.target.model.piece(t, special=False) for t in answer.tokens)
+        pieces = b"".join(self.session.target.model.piece(t, special=False) for t in answer.tokens)
         if pieces.decode("utf-8", "replace").rstrip("\ufffd") != answer.text.rstrip("\ufffd"):
             self._add(what, f"the text {answer.text!r} is not that of {answer.tokens}")
 
@@ -96,7 +95,7 @@ class Judge:
         if at >= min(len(answer.tokens), len(wanted.tokens)):
             self._add(what, f"the answer has another length: {told}")
             return
-        row = self._row((*answer.prompt, *wanted.tokens[:at]))
+        row = self.row((*answer.prompt, *wanted.tokens[:at]))
         noise = (_EXACT_NOISE if self.is_exact else _NOISE) * float(row.std())
         gap = abs(float(row[answer.tokens[at]] - row[wanted.tokens[at]]))
         if answer.options.temperature > 0 and not self.is_exact:
@@ -104,9 +103,10 @@ class Judge:
         if gap > noise:
             self._add(what, f"token {at} differs by {gap:.2g} where {noise:.1g} is noise: {told}")
 
-    def _row(self, text: tuple[int, ...]) -> NDArray[np.float32]:
-        engine: Engine = self._session.target
-        self._session.forget()
+    def row(self, text: tuple[int, ...]) -> NDArray[np.float32]:
+        """Logits after `text`."""
+        engine: Engine = self.session.target
+        self.session.forget()
         engine.sequences.rewind(0, 0)
         row = engine.sequences.extend(0, list(text), 1)[0]
         engine.sequences.rewind(0, 0)

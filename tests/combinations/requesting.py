@@ -95,11 +95,11 @@ class Asker:
         for name, arguments in reply.calls:
             if name != TOOL:
                 yield f"{how}: the tool {name!r} does not exist"
-            elif forced and not _is_valid(arguments):
+            elif forced and not is_valid(arguments):
                 yield f"{how}: {arguments!r} does not follow the schema"
         if case["constraint"] == "schema" and not ended_by_stop:
             begun = "def " if case["prefill"] == "begun" else ""
-            if not begun and not _is_valid(reply.text):
+            if not begun and not is_valid(reply.text):
                 yield f"{how}: {reply.text[:80]!r} does not follow the schema"
 
     def _whole(self, case: Case, body: Body) -> Reply:
@@ -114,7 +114,7 @@ class Asker:
         answer = self._http.post(PATHS[case["api"]], json=body | more)
         if answer.status_code != 200:
             self._checked(answer)
-        return streamed_reply(case["api"], [*_events(answer.text)])
+        return streamed_reply(case["api"], [*events_of(answer.text)])
 
     def _checked(self, answer: httpx.Response) -> Body:
         found: Body = answer.json()
@@ -133,7 +133,8 @@ def sentence_of(body: Body) -> str:
     return words
 
 
-def _events(text: str) -> Iterator[tuple[str, Body]]:
+def events_of(text: str) -> Iterator[tuple[str, Body]]:
+    """Events of a stream: (name, data). Raises AssertionError for an error in it."""
     for block in text.split("\n\n"):
         name, data = "", list[str]()
         for line in block.splitlines():
@@ -155,7 +156,7 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _is_valid(text: str) -> bool:
+def is_valid(text: str) -> bool:
     """True if the text is an object of asking.SCHEMA."""
     if not _is_json(text):
         return False
