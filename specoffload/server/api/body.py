@@ -18,6 +18,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from offload.errors import BadRequest
+from specoffload.server.api.half_pairs import without_half_pairs
 from specoffload.server.api.media_bytes import MediaBytes
 from specoffload.server.engine.messages import Event, Problem, RequestFailed, unavailable
 
@@ -147,8 +148,15 @@ class HeldBodies:
 
 def read_json(data: bytearray) -> dict[str, Any]:
     """Return the JSON object in `data`. Raises RequestFailed (400) for anything else."""
+    text = data.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
     try:
-        found = from_json(data, allow_inf_nan=False)
+        try:
+            found = from_json(text, allow_inf_nan=False)
+        except ValueError:
+            whole = without_half_pairs(text)
+            if whole is None:
+                raise
+            found = from_json(whole, allow_inf_nan=False)
     except ValueError as e:
         raise invalid(f"the body is not JSON: {e}") from e
     if not isinstance(found, dict):
