@@ -79,7 +79,7 @@ def test_an_image_of_a_tool_becomes_a_word_and_is_logged(server: Running, path: 
     start = f"127.0.0.1 POST {path} 200 "
     eventually(lambda: any(line.startswith(start) for line in server.lines))
     said = next(line for line in server.lines if line.startswith(start))
-    assert ": omitted from tool results: image (1) · #" in said
+    assert ": omitted: image (1) · #" in said
 
 
 def test_an_image_of_the_user_is_refused(server: Running) -> None:

@@ -65,6 +65,25 @@ def test_a_response_that_is_named_has_the_whole_conversation(server: Running) ->
     assert counted.json()["input_tokens"] == third.json()["usage"]["input_tokens"]
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "document", "source": {"type": "text", "data": "needle"}},
+        {"type": "search_result", "content": [{"type": "text", "text": "needle"}]},
+        {"type": "note", "text": "needle"},
+    ],
+)
+def test_a_response_that_is_named_has_the_text_of_foreign_parts(
+    server: Running, part: dict[str, Any]
+) -> None:
+    asked = {"role": "user", "content": [part, {"type": "input_text", "text": "?"}]}
+    first = _ask(server, [asked]).json()
+    second = _ask(server, [THEN], previous_response_id=first["id"])
+    whole = _ask(server, [asked, *first["output"], THEN], store=False)
+    assert _text(second) == _text(whole)
+    assert "user: needle" in _text(second)
+
+
 def test_instructions_belong_to_one_request_only(server: Running) -> None:
     first = _ask(server, "hi", instructions="Be brief.").json()
     assert "Be brief." not in _text(_ask(server, [THEN], previous_response_id=first["id"])).replace(

@@ -84,21 +84,6 @@ def left_out_places(request: ConversationRequest) -> list[str]:
     ]
 
 
-def omitted_parts(
-    request: ConversationRequest, *, reads_images: bool = False
-) -> list[tuple[str, str]]:
-    """Return the kind and the call's id of each part of tool results that is left out."""
-    return [
-        (kind, message.tool_call_id or "a call")
-        for message in request.messages
-        if message.role == "tool"
-        for _, part in _parts(message)
-        if (kind := omitted_kind(part.type)) is not None
-        and (part.foreign is None or readable_text(part.foreign) is None)
-        and not (reads_images and part.type == "image_url")
-    ]
-
-
 def _parts(message: ChatMessage) -> Iterator[tuple[int, TextPart]]:
     return enumerate(message.content) if isinstance(message.content, list) else iter(())
 
@@ -160,48 +145,55 @@ def _content(
     if isinstance(message.content, str):
         return message.content, []
     content, ends = "", []
-    name = _image_name(where, message, is_old=is_old)
+    place = _resent_place(where, message, is_old=is_old)
     for part in message.content:
-        content += _text(where, message.role, part, images, name)
+        content += _text(where, message.role, part, images, place)
         if part.cache_control is not None:
             ends.append(len(content))
     return content, ends
 
 
-def _image_name(where: str, message: ChatMessage, *, is_old: bool) -> str:
-    """Return what an image of the message is called if it is left out; "" if it has to be read."""
+def _resent_place(where: str, message: ChatMessage, *, is_old: bool) -> str:
+    """Return the place of files that may be left out; "" if they have to be read.
+
+    A client sends these files with each later request, so a refusal would end the conversation.
+    """
     if message.role == "tool":
-        return f"image in the result of {message.tool_call_id or 'a call'}"
-    return f"image in {where}" if is_old and message.role in ("user", "assistant") else ""
+        return f"the result of {message.tool_call_id or 'a call'}"
+    return where if is_old and message.role in ("user", "assistant") else ""
 
 
-def _text(
-    where: str, role: str, part: TextPart, images: ConversationImages, image_name: str
-) -> str:
+def _text(where: str, role: str, part: TextPart, images: ConversationImages, place: str) -> str:
     """Return the text of a part, or the marker of an image; empty if the part is left out.
 
-    Raises BadRequest for images, sounds, videos and files that cannot be read, except in results
-    of tools.
+    Raises BadRequest for images, sounds, videos and files that cannot be read and have no `place`.
     """
     if part.type in _TEXT_TYPES:
         return part.text or part.refusal or ""
     if part.type == "image_url" and (images.are_read or role != "tool"):
         given = part.image_url
         url = given.url if isinstance(given, ImageUrl) else given
-        return images.take(where, url, image_name)
+        return images.take(where, url, place and f"image in {place}")
     if part.foreign is not None:
         if role == "assistant" and thoughts_of(part.foreign) is not None:
             return ""
         text = readable_text(part.foreign)
         if text is not None or is_left_out(part.foreign):
             return text or ""
-    if role == "tool":
+    kind = omitted_kind(part.type)
+    if place:
+        images.omitted.append((str(kind), place))
         return placeholder(part.type)
-    if (kind := omitted_kind(part.type)) in ("audio", "video"):
+    if kind in ("audio", "video"):
         # The first words are llama-server's. Its hint at a projector would not help here.
         raise BadRequest(
             f"{kind} input is not supported by this server ({where}): it reads text and images, "
             "and llama-server reads more with a projector for it"
+        )
+    if kind == "image":
+        raise BadRequest(
+            f"{where}: a part of type {part.type[:80]!r} needs the image itself or its address, "
+            "because this server keeps no files"
         )
     raise BadRequest(
         f"{where}: a part has type {part.type[:80]!r}, and this server reads text and images only"

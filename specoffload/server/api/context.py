@@ -31,7 +31,7 @@ from specoffload.server.api.body import (
     ignored_names,
     read_json,
 )
-from specoffload.server.api.chat_messages import left_out_places, omitted_parts
+from specoffload.server.api.chat_messages import left_out_places
 from specoffload.server.api.image_reading import (
     ImageReader,
     ImageText,
@@ -220,7 +220,7 @@ class ServerContext:
         ignore(request, [f"tools.{note.tool}{note.place}" for note in prompt.notes])
         self._note_thinking(request, body, prompt)
         self._log_once(prompt.notes)
-        self._note_omitted(request, body)
+        self._note_omitted(request, body, images)
         asked = answer_options(prompt, options)
         text = ImageText(prompt.text, images.marker, prompt.cache_ends)
         taken = await images.fetched(self._fetches)
@@ -285,22 +285,23 @@ class ServerContext:
         unused = [f"chat_template_kwargs.{name}" for name in prompt.unused if name in own]
         ignore(request, list(dict.fromkeys([*wish.ignored, *switches, *efforts, *unused])))
 
-    def _note_omitted(self, request: Request, body: ConversationRequest) -> None:
+    def _note_omitted(
+        self, request: Request, body: ConversationRequest, images: ConversationImages
+    ) -> None:
         """Tell client and operator which parts of messages the model does not get."""
         if has_billing_line(body):
             ignore(request, [BILLING_LINE])
         ignore(request, left_out_places(body))
-        omitted = omitted_parts(body, reads_images=self.card.reads_images)
-        if not omitted:
+        if not images.omitted:
             return
-        ignore(request, [f"{kind} in the result of {call}" for kind, call in omitted])
-        kinds = Counter(kind for kind, _ in omitted)
+        ignore(request, [f"{kind} in {place}" for kind, place in images.omitted])
+        kinds = Counter(kind for kind, _ in images.omitted)
         counted = ", ".join(f"{kind} ({n})" for kind, n in sorted(kinds.items()))
-        add_words(request.scope, f"omitted from tool results: {counted}")
+        add_words(request.scope, f"omitted: {counted}")
         self._log_once(
             [
-                f"a tool result has a part of type {kind}, which this server cannot read: the "
-                f"model gets [{kind} omitted] in its place"
+                f"a tool or an earlier turn has a part of type {kind}, which this server cannot "
+                f"read: the model gets [{kind} omitted] in its place"
                 for kind in sorted(kinds)
             ]
         )
@@ -321,9 +322,9 @@ class ServerContext:
         """
         self.check_model(body.model)
         ignore(request, ignored_names(body))
-        self._note_omitted(request, body)
         images = self._images(marker)
         conversation = replace(conversation_of(body, self._chat, images), cache_points=())
+        self._note_omitted(request, body, images)
         turn = _turn_of(request)
         prompt = await self._renderer.prepare(self._chat_format(), conversation, *turn)
         self._note_thinking(request, body, prompt)

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import model_validator
+from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from specoffload.server.api.omitted import omitted_kind
@@ -46,6 +45,12 @@ class SetAside(RequestModel):
         kept = {name: given[name] for name in ("type", "cache_control") if name in given}
         return kept | {"foreign": given}
 
+    @model_serializer(mode="wrap")
+    def _as_sent(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return the JSON from which the same is read again, as for a response that is kept."""
+        found: dict[str, Any] = fields(self) if self.foreign is None else self.foreign
+        return found
+
 
 def readable_text(part: Mapping[str, Any]) -> str | None:
     """Return the text of a part that is no part of this server's APIs; None if it has none.
@@ -75,31 +80,6 @@ def thoughts_of(part: Mapping[str, Any]) -> str | None:
     if str(part.get("type")).partition(".")[0] not in _THINKING_TYPES:
         return None
     return next(filter(None, (flat_text(part.get(name)) for name in _THOUGHTS)), None)
-
-
-def text_or_parts(value: Any) -> Any:
-    """Return a tool's result as it is if it is text, parts or null. Return other JSON as text."""
-    is_parts = isinstance(value, list) and all(
-        isinstance(part, dict) and isinstance(part.get("type"), str) for part in value
-    )
-    return value if value is None or isinstance(value, str) or is_parts else _json(value)
-
-
-def arguments_text(value: Any) -> Any:
-    """Return a call's arguments as JSON text. Text and null stay as they are.
-
-    An empty list is an empty object, because PHP writes both as [] (prism-php #659).
-    """
-    return value if value is None or isinstance(value, str) else _json(value or {})
-
-
-def object_of(value: Any) -> Any:
-    """Return an empty list as the empty object that a program in PHP means with it."""
-    return {} if value == [] else value
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def place_and_type(where: str, part_type: str) -> str:

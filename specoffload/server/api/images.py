@@ -118,6 +118,7 @@ class ConversationImages:
         self.are_read, self._rules = are_read, rules or MediaRules()
         self.marker = marker or new_marker()
         self.left_out: list[str] = []  # names of images that no model without a projector reads
+        self.omitted: list[tuple[str, str]] = []  # kinds and places of other files, as in "video"
         self._taken: list[tuple[str, str, bytes | _Remote | BadRequest]] = []
 
     async def fetched(self, places: asyncio.Semaphore) -> list[TakenImage]:

@@ -14,17 +14,23 @@ from offload.errors import BadRequest
 from specoffload.server.api.answers import Json
 from specoffload.server.api.foreign_parts import (
     SetAside,
-    arguments_text,
     flat_text,
     is_left_out,
-    object_of,
     place_and_type,
     readable_text,
+)
+from specoffload.server.api.loose_forms import (
+    anthropic_choice,
+    anthropic_tool,
+    arguments_text,
+    object_of,
+    parts_of,
     text_or_parts,
+    texts_of,
 )
 from specoffload.server.api.omitted import omitted_kind
 from specoffload.server.api.request_model import RequestModel
-from specoffload.server.api.requests import CacheControl, Whole, function_tool
+from specoffload.server.api.requests import Id, Mark, Whole, function_tool
 
 
 class ContentBlock(SetAside):
@@ -38,14 +44,14 @@ class ContentBlock(SetAside):
     type: str
     text: str | None = None
     thinking: Annotated[str | None, BeforeValidator(flat_text)] = None
-    id: str | None = None
+    id: Id = None
     name: str | None = None
     input: Annotated[str | None, BeforeValidator(arguments_text)] = None  # JSON text
-    tool_use_id: str | None = None
+    tool_use_id: Id = None
     content: str | list[ContentBlock] | None = None
     is_error: bool | None = None
     source: ImageSource | None = None
-    cache_control: CacheControl | None = None
+    cache_control: Mark = None
 
     @model_validator(mode="before")
     @classmethod
@@ -72,7 +78,7 @@ class ImageSource(RequestModel):
 
 class AnthropicMessage(RequestModel):
     role: Literal["user", "assistant", "system"]
-    content: str | list[ContentBlock] | None = None
+    content: Annotated[str | list[ContentBlock] | None, BeforeValidator(parts_of)] = None
 
 
 class AnthropicTool(RequestModel):
@@ -83,7 +89,7 @@ class AnthropicTool(RequestModel):
     description: str | None = None
     input_schema: Annotated[dict[str, Any] | None, BeforeValidator(object_of)] = None
     strict: bool | None = None
-    cache_control: CacheControl | None = None
+    cache_control: Mark = None
 
 
 class AnthropicToolChoice(RequestModel):
@@ -104,19 +110,19 @@ class CountRequest(RequestModel):
 
     model: str | None = None
     messages: list[AnthropicMessage] = Field(min_length=1)
-    system: str | list[ContentBlock] | None = None
-    tools: list[AnthropicTool] | None = None
-    tool_choice: AnthropicToolChoice | None = None
+    system: Annotated[str | list[ContentBlock] | None, BeforeValidator(parts_of)] = None
+    tools: list[Annotated[AnthropicTool, BeforeValidator(anthropic_tool)]] | None = None
+    tool_choice: Annotated[AnthropicToolChoice | None, BeforeValidator(anthropic_choice)] = None
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None  # the older name of output_config.format
-    cache_control: CacheControl | None = None  # of the last block of the last message
+    cache_control: Mark = None  # of the last block of the last message
 
 
 class MessagesRequest(CountRequest):
     """/v1/messages. Other fields go into the chat request as they are."""
 
     max_tokens: Whole = Field(ge=1)
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str] | None, BeforeValidator(texts_of)] = None
     stream: bool | None = None
     thread: dict[str, Any] | None = None  # a conversation that the server would keep
 
@@ -210,8 +216,11 @@ def _messages(request: CountRequest, ignored: list[str]) -> list[Json]:
         where = f"messages[{at}]"
         content = message.content
         if content is None:
-            if message.role != "assistant":
+            is_last = at == len(request.messages) - 1
+            if message.role != "assistant" and is_last:
                 raise BadRequest(f"{where}: content is missing")
+            if message.role != "assistant":
+                continue
             content = ""
         if isinstance(content, str):
             messages.append({"role": message.role, "content": content})
@@ -318,11 +327,12 @@ def _result(where: str, content: str | Sequence[ContentBlock], is_error: bool) -
 
 
 def _content(where: str, blocks: Sequence[ContentBlock]) -> str | list[Json]:
-    """Return the text of blocks, or parts if one of them is an image or has cache_control.
+    """Return the text of blocks, or parts if one of them is a file or has cache_control.
 
-    Texts are joined by newlines, and nothing comes between a text and an image.
+    Texts are joined by newlines, and nothing comes between a text and an image. Files that are no
+    images stay as parts of their type, about which `chat_messages.py` decides.
     """
-    if not any(block.type == "image" for block in blocks):
+    if not any(omitted_kind(block.type) for block in blocks):
         return _marked_text(where, blocks)
     parts: list[Json] = []
     for at, block in enumerate(blocks):
@@ -331,8 +341,10 @@ def _content(where: str, blocks: Sequence[ContentBlock]) -> str | list[Json]:
             if image is None:
                 raise BadRequest(f"{where}[{at}]: an image needs a source of type base64 or url")
             parts.append(image | (_MARK if block.is_marked else {}))
+        elif omitted_kind(block.type) is not None:
+            parts.append({"type": block.type})
         else:
-            follows_text = at > 0 and blocks[at - 1].type != "image"
+            follows_text = at > 0 and omitted_kind(blocks[at - 1].type) is None
             parts.append(_text_part(where, at, block, "\n" * follows_text))
     return parts
 

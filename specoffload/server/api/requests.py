@@ -9,7 +9,19 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, create_model, model
 from specoffload.chat.conversation import ReasoningFormat
 from specoffload.config.flag import FLOAT, INT, SWITCH
 from specoffload.config.sampling_flags import SAMPLING
-from specoffload.server.api.foreign_parts import SetAside, arguments_text, object_of, text_or_parts
+from specoffload.server.api.foreign_parts import SetAside
+from specoffload.server.api.loose_forms import (
+    arguments_text,
+    id_text,
+    mark_of,
+    nested_call,
+    nested_tool,
+    object_of,
+    objects_of,
+    parts_of,
+    text_of,
+    text_or_parts,
+)
 from specoffload.server.api.request_model import RequestModel
 
 MOST_CHOICES = 64  # answers of one chat request
@@ -144,6 +156,13 @@ class CacheControl(RequestModel):
     ttl: str | None = None
 
 
+Mark = Annotated[CacheControl | None, BeforeValidator(mark_of)]
+Id = Annotated[str | None, BeforeValidator(id_text)]
+ReasoningText = Annotated[str | None, BeforeValidator(text_of)]
+_Object = Annotated[dict[str, Any], BeforeValidator(object_of)]
+_Objects = Annotated[list[dict[str, Any]] | None, BeforeValidator(objects_of)]
+
+
 class TextPart(SetAside):
     """A part of a message: text, or an image of type image_url."""
 
@@ -153,10 +172,7 @@ class TextPart(SetAside):
     text: str | None = None
     refusal: str | None = None
     image_url: ImageUrl | str | None = None
-    cache_control: CacheControl | None = None
-
-
-_Object = Annotated[dict[str, Any], BeforeValidator(object_of)]
+    cache_control: Mark = None
 
 
 class FunctionCall(RequestModel):
@@ -171,11 +187,14 @@ class CustomCall(RequestModel):
     input: str | None = None
 
 
-class ToolCall(RequestModel):
-    id: str | None = None
+class _Call(RequestModel):
+    id: Id = None
     type: str | None = None
     function: FunctionCall | None = None
     custom: CustomCall | None = None
+
+
+ToolCall = Annotated[_Call, BeforeValidator(nested_call)]
 
 
 class ChatMessage(RequestModel):
@@ -184,14 +203,14 @@ class ChatMessage(RequestModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None  # vLLM's and OpenRouter's name of reasoning_content
-    reasoning_details: list[dict[str, Any]] | None = None  # OpenRouter's parts of the same
-    thinking_blocks: list[dict[str, Any]] | None = None  # LiteLLM's
+    name: Id = None
+    reasoning_content: ReasoningText = None
+    reasoning: ReasoningText = None  # vLLM's and OpenRouter's name of reasoning_content
+    reasoning_details: _Objects = None  # OpenRouter's parts of the same
+    thinking_blocks: _Objects = None  # LiteLLM's
     tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-    cache_control: CacheControl | None = None  # the whole message
+    tool_call_id: Id = None
+    cache_control: Mark = None  # the whole message
 
     @model_validator(mode="before")
     @classmethod
@@ -208,6 +227,8 @@ class ChatMessage(RequestModel):
             message["role"] = "tool"
         if message.get("role") == "tool":
             message["content"] = text_or_parts(message.get("content"))
+        else:
+            message["content"] = parts_of(message.get("content"))
         return message
 
 
@@ -219,22 +240,16 @@ class Function(RequestModel):
 
 
 class ToolParameter(RequestModel):
-    """A tool: a function in an object of its own, or flat as in the Responses API (Cursor)."""
+    """A tool: a function in an object of its own, or in a form of other APIs (Cursor)."""
 
     type: str
     function: Function | None = None
-    cache_control: CacheControl | None = None
+    cache_control: Mark = None
 
     @model_validator(mode="before")
     @classmethod
     def _nested(cls, found: Any) -> Any:
-        if not isinstance(found, dict) or found.get("type") != "function":
-            return found
-        if found.get("function") is not None or "name" not in found:
-            return found
-        own = {name: value for name, value in found.items() if name in Function.model_fields}
-        others = {name: value for name, value in found.items() if name not in own}
-        return {**others, "function": own}
+        return nested_tool(found, Function.model_fields)
 
 
 def function_tool(
@@ -287,7 +302,7 @@ class ConversationRequest(RequestModel):
     tools: list[ToolParameter] | None = Field(None, max_length=MOST_TOOLS)
     tool_choice: str | ChatToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: _Object | None = None
     # `specoffload/chat/thinking.py` reads these forms.
     reasoning_effort: Any = None
     enable_thinking: Any = None

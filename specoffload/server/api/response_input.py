@@ -8,23 +8,29 @@ from __future__ import annotations
 
 import base64
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from offload.errors import BadRequest
 from specoffload.server.api.answers import Json
 from specoffload.server.api.foreign_parts import (
     SetAside,
-    arguments_text,
     is_left_out,
     place_and_type,
     readable_text,
+)
+from specoffload.server.api.loose_forms import (
+    arguments_text,
+    flat_choice,
+    items_of,
+    parts_of,
+    text_of,
     text_or_parts,
 )
 from specoffload.server.api.omitted import omitted_kind
 from specoffload.server.api.request_model import RequestModel
-from specoffload.server.api.requests import ImageUrl, Whole
+from specoffload.server.api.requests import Id, ImageUrl, Whole
 from specoffload.server.api.response_tools import (
     ResponsesTool,
     ResponsesToolChoice,
@@ -59,10 +65,10 @@ class InputItem(SetAside):
     )
 
     type: str | None = None
-    id: str | None = None  # of an item that the server made, or of one that it shall take here
+    id: Id = None  # of an item that the server made, or of one that it shall take here
     role: str | None = None
     content: str | list[ItemPart] | None = None
-    call_id: str | None = None
+    call_id: Id = None
     name: str | None = None
     namespace: str | None = None
     arguments: str | None = None
@@ -81,6 +87,11 @@ class InputItem(SetAside):
             item["call_id"] = item.get("call_id") or item.get("id")
         elif item.get("type") in _RESULTS:
             item["output"] = text_or_parts(item.get("output"))
+        if isinstance(item.get("summary"), str):
+            item["summary"] = [item["summary"]]
+        for name in ("content", "summary"):
+            if name in item:
+                item[name] = parts_of(item[name])
         return item
 
     encrypted_content: str | None = None  # of reasoning, as `sealed` writes it
@@ -94,11 +105,11 @@ class ResponsesRequest(RequestModel):
     """/v1/responses. Other fields are copied unchanged into the chat request."""
 
     model: str | None = None
-    input: str | list[InputItem]
-    instructions: str | None = None
+    input: Annotated[str | list[InputItem], BeforeValidator(items_of)]
+    instructions: Annotated[str | None, BeforeValidator(text_of)] = None
     max_output_tokens: Whole | None = Field(None, ge=1)
     tools: list[ResponsesTool] | None = None
-    tool_choice: str | ResponsesToolChoice | None = None
+    tool_choice: Annotated[str | ResponsesToolChoice | None, BeforeValidator(flat_choice)] = None
     text: TextOptions | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
@@ -157,7 +168,7 @@ def as_chat(request: ResponsesRequest) -> tuple[Json, list[str]]:
 
 def _response_format(form: Json) -> Json:
     """Return a response format in the form of chat requests, with the schema in its own object."""
-    if form.get("type") != "json_schema":
+    if form.get("type") != "json_schema" or "json_schema" in form:
         return form
     inner = {name: form[name] for name in ("name", "schema", "strict") if name in form}
     return {"type": "json_schema", "json_schema": inner}
@@ -178,8 +189,12 @@ def _messages(request: ResponsesRequest, tools: ResponsesTools, ignored: list[st
             ignored.append(where)
             continue
         item = _readable(where, given, ignored)
-        if given.content and not item.content and item.role in ("user", "system", "developer"):
-            if at == len(request.input) - 1:
+        is_last = at == len(request.input) - 1
+        is_asking = item.role in ("user", "system", "developer")
+        if is_asking and given.content is None and not is_last:
+            continue
+        if given.content and not item.content and is_asking:
+            if is_last:
                 raise BadRequest(
                     f"{where}: nothing of it can be read, and this server reads text and images"
                 )
@@ -294,11 +309,20 @@ def _message(where: str, item: InputItem) -> Json:
 
 
 def _content(where: str, content: str | list[ItemPart]) -> str | list[Json]:
-    """Return the text of a message, or parts if one of them is an image."""
-    if isinstance(content, str) or not any(part.type == "input_image" for part in content):
+    """Return the text of a message, or parts if one of them is an image or another file.
+
+    Files that are no images stay as parts of their type, about which `chat_messages.py` decides.
+    """
+    if isinstance(content, str) or not any(omitted_kind(part.type) for part in content):
         return _text(where, content)
+    return _parts(where, content)
+
+
+def _parts(where: str, content: list[ItemPart]) -> list[Json]:
     return [
-        _image(part) or {"type": "text", "text": _part_text(where, at, part)}
+        _image(part) or {"type": part.type}
+        if omitted_kind(part.type)
+        else {"type": "text", "text": _part_text(where, at, part)}
         for at, part in enumerate(content)
     ]
 
@@ -318,12 +342,7 @@ def _result(where: str, output: str | list[ItemPart]) -> str | list[Json]:
     """Return the result of a tool as text, or as parts if one of them is left out."""
     if isinstance(output, str) or not any(omitted_kind(part.type) for part in output):
         return _text(where, output)
-    return [
-        _image(part) or {"type": part.type}
-        if omitted_kind(part.type)
-        else {"type": "text", "text": _part_text(where, at, part)}
-        for at, part in enumerate(output)
-    ]
+    return _parts(where, output)
 
 
 def _text(where: str, content: str | list[ItemPart]) -> str:

@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, model_validator
 
 from offload.errors import BadRequest
 from specoffload.server.api.answers import Json
-from specoffload.server.api.foreign_parts import object_of
+from specoffload.server.api.loose_forms import flat_tool, object_of
 from specoffload.server.api.request_model import RequestModel
 from specoffload.server.api.requests import function_tool
 
@@ -49,11 +49,7 @@ class ResponsesTool(RequestModel):
     @model_validator(mode="before")
     @classmethod
     def _flat(cls, found: Any) -> Any:
-        """Return a function in the form of chats, an object of its own, as a flat one."""
-        inner = found.get("function") if isinstance(found, dict) else None
-        if not isinstance(inner, dict) or "name" in found:
-            return found
-        return {**inner, **{name: value for name, value in found.items() if name != "function"}}
+        return flat_tool(found)
 
 
 class ResponsesToolChoice(RequestModel):

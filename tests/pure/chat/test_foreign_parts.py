@@ -13,7 +13,8 @@ from offload.errors import BadRequest
 from specoffload.chat.conversation import ChatSettings
 from specoffload.server.api import message_input, response_input
 from specoffload.server.api.body import checked
-from specoffload.server.api.chat_messages import left_out_places, omitted_parts
+from specoffload.server.api.chat_messages import left_out_places
+from specoffload.server.api.images import ConversationImages
 from specoffload.server.api.parameters import conversation_of
 from specoffload.server.api.requests import ConversationRequest
 
@@ -189,7 +190,35 @@ def test_a_document_without_text_is_refused_from_the_user_and_omitted_from_a_res
     messages, _ = told_of_messages(*turns)
     assert messages[2]["content"] == "[document omitted]"
     part = {"role": "tool", "tool_call_id": "t1", "content": [document]}
-    assert omitted_parts(checked({"messages": [part]}, ConversationRequest)) == [("document", "t1")]
+    images = ConversationImages(are_read=False)
+    turn = checked({"messages": [part]}, ConversationRequest)
+    conversation_of(turn, ChatSettings(), images)
+    assert images.omitted == [("document", "the result of t1")]
+
+
+@pytest.mark.parametrize("kind", ["document", "file", "input_file", "input_audio", "video_url"])
+def test_a_file_of_an_earlier_turn_that_cannot_be_read_does_not_end_the_session(kind: str) -> None:
+    """A client sends it again with each later request, after the refusal or a change of server."""
+    part = {"type": kind, "file_id": "f1"}
+    asked = {"role": "user", "content": [part, {"type": "text", "text": "See."}]}
+    name = kind.removeprefix("input_").removesuffix("_url")
+    for ask in (told_of_messages, lambda *m: told({"messages": list(m)}), told_of_items):
+        with pytest.raises(BadRequest, match=f"messages.0.: a part|{name} input is not supported"):
+            ask(asked)
+        for later in ([USER], [{"role": "assistant", "content": "No."}, USER]):
+            messages, _ = ask(asked, *later)
+            assert messages[0]["content"] == f"[{name} omitted]See."
+    images = ConversationImages(are_read=True)
+    turns = checked({"messages": [asked, USER]}, ConversationRequest)
+    conversation_of(turns, ChatSettings(), images)
+    assert images.omitted == [(name, "messages[0]")]
+
+
+def test_an_image_that_another_server_keeps_is_refused_in_a_question_only() -> None:
+    asked = {"role": "user", "content": [{"type": "input_image", "file_id": "f1"}]}
+    with pytest.raises(BadRequest, match="keeps no files"):
+        told_of_items(asked)
+    assert told_of_items(asked, USER)[0][0]["content"] == "[image omitted]"
 
 
 def test_a_question_of_which_nothing_can_be_read_is_refused_and_an_earlier_one_is_not() -> None:
