@@ -139,6 +139,7 @@ class RunningModels(Running):
         *,
         most: int = 1,
         idle_s: float | None = None,
+        check: Callable[[Entry], None] | None = None,
         autoload: bool = True,
         entries: Callable[[], list[Entry]] | None = None,
         access: AccessRules | None = None,
@@ -147,7 +148,7 @@ class RunningModels(Running):
     ) -> None:
         self.factories = factories
         self.entries = entries or (lambda: [Entry(name, ()) for name in factories])
-        self._of_pool: dict[str, Any] = {"most": most, "idle_s": idle_s}
+        self._of_pool: dict[str, Any] = {"most": most, "idle_s": idle_s, "check": check}
         self._autoload, self._grace_s = autoload, grace_s
         super().__init__(None, access, max_queue, has_metrics=True)
 

@@ -292,8 +292,7 @@ def _described(model: Model, created: int, *, is_known: bool) -> Json:
     """Describe a model, to somebody without a key by its names and its state alone."""
     entry = model.entry
     status: Json = {"value": model.status}
-    has_failed = model.failure is not None and model.status == "unloaded"
-    if has_failed:
+    if model.has_failed:
         status["failed"] = True
     if model.status == "loading":
         status["progress"] = _progress(model)
@@ -310,7 +309,7 @@ def _described(model: Model, created: int, *, is_known: bool) -> Json:
     status["args"] = list(entry.words)
     if entry.preset:
         status["preset"] = entry.preset
-    if has_failed:
+    if model.has_failed:
         status |= {"exit_code": model.exit_code, "message": str(model.failure)}
     told |= {
         "tags": list(entry.tags),
@@ -438,7 +437,8 @@ class _Forward(Response):
             if self._waits and not autoload and not (model.is_running or model.rests):
                 raise invalid("model is not loaded")
             add_words(scope, model.name)
-            if not self._waits:
+            # A question about an open model is no use of it: whoever watches it lets it sleep.
+            if not self._waits or (not has_body and model.is_ready):
                 await self._at_once(model, scope, receive, send)
                 return
             wish = self._pool.ask(model)

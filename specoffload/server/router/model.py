@@ -130,6 +130,10 @@ class Model:
         return self.entry.name
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return (self.entry.name, *self.entry.aliases)
+
+    @property
     def key(self) -> str:
         """The name by which the decision tells versions apart."""
         return f"{self.name}, version {self.version}"
@@ -156,13 +160,23 @@ class Model:
     def status(self) -> str:
         """The state in llama-server's words."""
         if self.phase is Phase.CLOSED:
+            if self.checking is not None:
+                return "loading"  # its file is read before others are closed
             return "sleeping" if self.rests else "unloaded"
         return "loaded" if self.is_ready or self.phase is Phase.CLOSING else "loading"
 
     @property
+    def has_failed(self) -> bool:
+        """True after a failure, until the model is asked for again."""
+        is_asked = bool(self.wishes) or self.load_asked_s is not None
+        return self.failure is not None and self.status == "unloaded" and not is_asked
+
+    @property
     def loading(self) -> Loading | None:
         """The progress of loading, if it is loading and has told any."""
-        return self.served.engine.loading if self.served and self.status == "loading" else None
+        if self.served is None or self.phase is Phase.CLOSED or self.status != "loading":
+            return None
+        return self.served.engine.loading
 
     @property
     def exit_code(self) -> int:

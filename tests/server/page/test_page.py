@@ -176,7 +176,7 @@ def test_why_says_what_the_server_says_of_itself(page: Any, url: str) -> None:
 def test_what_the_server_refuses_is_said_in_its_words(page: Any) -> None:
     send(page, "x " * 2000)
     answer = wait_for_answer(page)
-    assert "the context 512" in answer.locator(".error").inner_text()
+    assert "available context size (512 tokens)" in answer.locator(".error").inner_text()
     limit(page, 4)
     answer.get_by_role("button", name="Ask again").wait_for()
 

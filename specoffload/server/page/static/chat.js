@@ -32,6 +32,7 @@ export class Answers {
     const body = { ...sampling, messages: wire(conversation), timings_per_token: true };
     const message = conversation.add("assistant", "");
     if (language) message.language = language;
+    if (body.model) message.model = body.model;
     message.stream = newStreamId();
     await this.#follow(conversation, message, (signal) => streamChat(body, message.stream, signal));
   }

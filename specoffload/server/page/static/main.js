@@ -7,7 +7,7 @@ import { announce, byId, el, icon } from "./dom.js";
 import { Tray } from "./images.js";
 import { Keeper } from "./keeper.js";
 import { List } from "./list.js";
-import { Models } from "./models.js";
+import { Models, stateOf, stateWords } from "./models.js";
 import { health, read, ServerError, write } from "./server.js";
 import { askKey, openSettings, Settings } from "./settings.js";
 import { Thread } from "./thread.js";
@@ -19,8 +19,17 @@ const WATCH_MS = 15000;
 const NAME = "specoffload";
 
 const settings = new Settings();
-const models = new Models(byId("model-choice"), () => void readServer().catch(trouble));
-const state = { props: null, model: null, isReady: false, conversations: [], current: null, shelf: null, keeper: null };
+const models = new Models(byId("model-choice"), {
+  chosen() {
+    say("");
+    void watch();
+  },
+  moved(words) {
+    say(words);
+    announce(words);
+  },
+});
+const state = { props: null, model: null, loads: true, loading: {}, notice: "", trouble: "", isReady: false, conversations: [], current: null, shelf: null, keeper: null };
 const text = byId("composer-text");
 const send = byId("send");
 
@@ -40,13 +49,15 @@ const answers = new Answers({
     showList();
     announce(message.error ?? message.cutOff ?? (message.stopped ? "Stopped" : "The answer is complete"));
     if (message.status === 401) askForKey();
-    if (message.status === 503 || message.status === 0) void watch();
+    if (message.error && message.model) models.tried(message.model, { isReasonTold: true }); // its start may have failed
+    if (models.areSeveral || message.status === 503 || message.status === 0) void watch();
   },
 });
 
 const thread = new Thread({
   language: () => settings.language,
   running: () => answers.running(state.current),
+  waitingFor: (message) => waitingWords(message),
   retry: (message) => ask(() => (state.current.leaf = message.parent)),
   edit: (message, content) => ask(() => state.current.add("user", content, message.parent, message.images)),
   show(message) {
@@ -76,6 +87,7 @@ function ask(change) {
   const conversation = state.current;
   if (answers.running(conversation)) return;
   change();
+  say("");
   if (!state.conversations.includes(conversation)) state.conversations.unshift(conversation);
   write("specoffload.current", conversation.id);
   const written = answers.write(conversation, { ...settings.sampling, ...models.fields }, servesDemo() ? "python" : "");
@@ -104,7 +116,7 @@ const otherTabs = {
     if (known === state.current) open(new Conversation({ system: settings.system }));
     showList();
   },
-  failed: (error) => banner(`This conversation cannot be kept: ${error.message}`),
+  failed: (error) => say(`This conversation cannot be kept: ${error.message}`),
 };
 
 /** Go on with the answers that were being written when the page was left. */
@@ -159,12 +171,19 @@ function servesDemo() {
   return state.props?.only_continues === true;
 }
 
+const modelWords = () => stateWords(state.model, { loads: state.loads, isAwaited: models.isAwaited && !state.loading[state.model?.id] });
+
 function showWelcome() {
   const welcome = byId("welcome");
   welcome.hidden = !state.current.isEmpty || !state.isReady;
   if (welcome.hidden) return;
-  const parts = welcomeParts(servesDemo(), state.model?.id ?? "The model", (idea) => ask(() => state.current.add("user", idea)));
-  welcome.replaceChildren(...parts);
+  const canLoad = !models.isAwaited && ["unloaded", "sleeping", "failed"].includes(stateOf(state.model));
+  const load = canLoad ? () => void loadModel() : null;
+  const words = modelWords();
+  const shown = JSON.stringify([servesDemo(), words]);
+  if (welcome.dataset.shown === shown) return; // a button in it keeps the focus
+  welcome.dataset.shown = shown;
+  welcome.replaceChildren(...welcomeParts(servesDemo(), words, (idea) => ask(() => state.current.add("user", idea)), load));
 }
 
 // ---- the composer
@@ -229,7 +248,7 @@ function selectTab(name, { focus = false } = {}) {
 
 async function refreshWhy() {
   if (state.isReady) await readServer().catch(trouble);
-  if (!state.props) return byId("why").replaceChildren(el("p", {}, "The server has not loaded its model yet."));
+  if (!state.props) return byId("why").replaceChildren(el("p", {}, state.model ? modelWords() : "The server has not loaded its model yet."));
   const last = state.current.path().findLast((m) => m.meter?.timings);
   showWhy(byId("why"), state.props, state.model, last?.meter);
 }
@@ -322,27 +341,45 @@ addEventListener("pageshow", (event) => event.persisted && location.reload());
 
 // ---- the server
 
+/** Show what the server does, or else what went wrong with it, or else the page's own notice. */
 function banner(words, fraction) {
   const root = byId("banner");
-  root.hidden = !words;
-  if (!words) return;
-  const bar = fraction === undefined ? null : el("progress", { max: "1", value: String(fraction), "aria-label": words });
-  root.replaceChildren(el("span", {}, words), ...(bar ? [bar] : []));
+  const shown = words || state.trouble || state.notice;
+  root.hidden = !shown;
+  if (!shown) return;
+  const bar = fraction === undefined ? null : el("progress", { max: "1", value: String(fraction), "aria-label": shown });
+  root.replaceChildren(el("span", {}, shown), ...(bar ? [bar] : []));
 }
 
-/** Say something until the server is looked at again. */
+/** Show a notice until the next one, or "". */
+function say(words) {
+  state.notice = words;
+  banner("");
+}
+
+/** Show a notice for some seconds. */
 function announceAt(words) {
-  banner(words);
+  say(words);
   announce(words);
-  setTimeout(() => state.isReady && banner(""), 6000);
+  setTimeout(() => state.notice === words && say(""), 6000);
 }
 
 async function readServer() {
-  Object.assign(state, await models.read());
-  tray.show(state.props?.modalities?.vision === true);
+  Object.assign(state, await models.read(), { trouble: "" });
+  const inputs = state.model.architecture?.input_modalities ?? [];
+  tray.show(state.props?.modalities?.vision ?? inputs.includes("image"));
   byId("model-name").textContent = state.model.id;
-  byId("model-name").hidden = "model" in models.fields; // the list shows it
+  byId("model-name").hidden = models.areSeveral; // the list shows it
   document.title = `${state.model.id} · ${NAME}`;
+}
+
+async function loadModel() {
+  try {
+    await models.load();
+  } catch (error) {
+    return trouble(error);
+  }
+  await watch();
 }
 
 function askForKey() {
@@ -351,12 +388,23 @@ function askForKey() {
 
 function trouble(error) {
   if (error instanceof ServerError && error.status === 401) askForKey();
-  else banner(error.message);
+  else {
+    state.trouble = error.message;
+    banner("");
+  }
 }
 
-/** Words on the models that are being loaded, of a server that has several. */
-function loadingModels(loading) {
-  return Object.entries(loading ?? {}).map(([name, { step, value }]) => `Loading ${name}${step ? `, ${step}: ${Math.floor(100 * value)} %` : " …"}`);
+/** Words on the loading of a model of several, and its progress if it is known. */
+function modelLoading(name) {
+  const told = state.loading[name];
+  if (!told) return [""];
+  return told.step ? [`Loading ${name}, ${told.step}: ${Math.floor(100 * told.value)} %`, told.value] : [`Loading ${name} …`];
+}
+
+function waitingWords(message) {
+  if (!message.model || message.model !== state.model?.id) return "reading the prompt";
+  if (state.loading[message.model]) return "loading the model";
+  return state.props ? "reading the prompt" : "waiting for the model";
 }
 
 function loadingWords(found) {
@@ -379,18 +427,20 @@ async function watch() {
     found = { ready: false, status: 0, message: "The server does not answer." };
   }
   if (mine !== n_watches) return; // a later look is under way
-  const wasReady = state.isReady;
+  const needsMore = !state.isReady || !state.props || models.areSeveral;
   state.isReady = found.ready;
-  const loading = loadingModels(found.loading);
-  if (!found.ready) banner(...loadingWords(found));
-  else if (!wasReady || !state.props) {
-    banner(loading.join(" · "));
-    await readServer().catch(trouble);
-  }
+  state.loading = found.loading ?? {};
+  if (found.ready && needsMore) await readServer().catch(trouble);
+  if (mine !== n_watches) return;
+  banner(...(found.ready ? modelLoading(state.model?.id) : loadingWords(found)));
   showWelcome();
   showComposer();
   showUse();
-  watching = setTimeout(watch, found.ready && !loading.length ? WATCH_MS : POLL_MS);
+  const growing = answers.running(state.current);
+  if (growing) thread.grow(growing);
+  const isAwaited = models.isAwaited || (growing && !state.props);
+  const isSettled = found.ready && !found.loading && !isAwaited;
+  watching = setTimeout(watch, isSettled ? WATCH_MS : POLL_MS);
 }
 
 async function start() {

@@ -5,7 +5,7 @@ import { picture } from "./images.js";
 import { Markdown } from "./markdown.js";
 import { Meter, MeterView } from "./meter.js";
 
-/** `acts` are the thread's: edit(message, text), retry(message), show(message), language(). */
+/** `acts` are the thread's: edit(message, text), retry(message), show(message), language(), waitingFor(message). */
 export class MessageView {
   constructor(message, conversation, acts) {
     this.message = message;
@@ -25,7 +25,8 @@ export class MessageView {
 
   #answerParts() {
     this.markdown = new Markdown(this.body);
-    this.waiting = el("div", { class: "waiting", role: "status" }, el("span", { class: "pulse" }), "reading the prompt");
+    this.waitingFor = el("span", {}, "reading the prompt");
+    this.waiting = el("div", { class: "waiting", role: "status" }, el("span", { class: "pulse" }), this.waitingFor);
     this.thoughts = el("div", { class: "thoughts" });
     this.thoughtsTitle = el("summary", {}, "Reasoning");
     this.reasoning = el("details", { class: "reasoning", hidden: true }, this.thoughtsTitle, this.thoughts);
@@ -50,6 +51,7 @@ export class MessageView {
     const { reasoning, content, thinking } = parts(m);
     const hasText = Boolean(content || reasoning || m.tool_calls?.length);
     this.waiting.hidden = !growing || hasText;
+    if (!this.waiting.hidden) this.#say(this.acts.waitingFor(m));
     this.reasoning.hidden = !reasoning;
     this.thoughts.textContent = reasoning;
     this.isThinking = growing && thinking;
@@ -62,7 +64,12 @@ export class MessageView {
     this.error.hidden = !said;
     this.error.classList.toggle("mild", !m.error);
     this.error.textContent = said;
-    this.meter.show(m.meter instanceof Meter ? m.meter : new Meter(m.meter), { growing });
+    this.meter.show(m.meter instanceof Meter ? m.meter : new Meter(m.meter), { growing, name: m.model });
+  }
+
+  /** The element is a live region, so it changes only with its words. */
+  #say(words) {
+    if (this.waitingFor.textContent !== words) this.waitingFor.textContent = words;
   }
 
   /** A model that writes only code fences none. */

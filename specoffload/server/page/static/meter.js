@@ -23,8 +23,10 @@ export class Meter {
   chunk(chunk, now_s) {
     if (chunk.usage) this.usage = chunk.usage;
     const delta = chunk.choices?.[0]?.delta;
-    if (delta?.content || delta?.reasoning_content || delta?.tool_calls) this.n_chunks += 1;
+    const hasText = Boolean(delta?.content || delta?.reasoning_content || delta?.tool_calls);
     const t = chunk.timings;
+    if (!hasText && !t) return; // a sign of life, which takes time and has no tokens
+    if (hasText) this.n_chunks += 1;
     if (t) this.timings = t;
     this.start_s ??= now_s;
     const at_s = t ? t.predicted_ms / 1e3 : now_s - this.start_s;
@@ -72,7 +74,7 @@ export class Meter {
   }
 }
 
-/** The plots of a meter, kept up to date by `show`. */
+/** The plots of a meter, kept up to date by `show`. `name`: the model, if the server has several. */
 export class MeterView {
   constructor() {
     this.plots = {
@@ -85,7 +87,7 @@ export class MeterView {
     this.root = el("div", { class: "meter", hidden: true }, plots, this.summary);
   }
 
-  show(meter, { growing = false } = {}) {
+  show(meter, { growing = false, name } = {}) {
     const t = meter.timings;
     this.root.hidden = meter.n_tokens === 0;
     if (this.root.hidden) return;
@@ -97,7 +99,8 @@ export class MeterView {
     this.plots.acceptance.show(t?.draft_n ? `${Math.round((100 * t.draft_n_accepted) / t.draft_n)} %` : null, meter.acceptance, 1);
     const bytes = t?.streamed_bytes ?? 0;
     this.plots.link.show(bytes && t.predicted_ms ? `${size(bytes / (t.predicted_ms / 1e3))}/s` : null, meter.link);
-    this.summary.textContent = growing ? "" : summary(meter, last);
+    const parts = growing ? [] : [name, summary(meter, last)];
+    this.summary.textContent = parts.filter(Boolean).join(" · ");
   }
 }
 

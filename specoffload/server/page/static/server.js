@@ -49,6 +49,7 @@ async function request(path, options = {}) {
 }
 
 export const getJson = async (path) => (await request(path)).json();
+export const postJson = async (path, body) => (await request(path, { method: "POST", body: JSON.stringify(body) })).json();
 
 /** `{ready: true}`, with `loading` of several models, or what is known of the loading: `{ready: false, message, step, progress}`. */
 export async function health() {
@@ -91,11 +92,14 @@ export async function cancelStream(id) {
   }
 }
 
+/** The status of an error amid a stream, whose code may be a word such as "context_length_exceeded". */
+const statusOf = ({ code, type }) => (typeof code === "number" ? code : type === "server_error" ? 500 : 400);
+
 async function* chunks(response) {
   for await (const data of events(response.body)) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
-    if (chunk.error) throw new ServerError(chunk.error.code, chunk.error.message, chunk);
+    if (chunk.error) throw new ServerError(statusOf(chunk.error), chunk.error.message, chunk);
     yield chunk;
   }
   throw new ServerError(0, "The connection ended before the answer did.");
