@@ -14,7 +14,7 @@ from specoffload.config.command_line import CommandLine, Given, read_command_lin
 from specoffload.config.environment import Environment
 from specoffload.config.flag import HIDDEN
 from specoffload.config.options import Options, ServeOptions
-from specoffload.config.presets import EVERY, Preset, read_preset_file, remarks_on
+from specoffload.config.presets import EVERY, UNNAMED, Preset, read_preset_file, remarks_on
 from specoffload.config.resolution import Config
 from specoffload.errors import KNOWN, UsageError
 from specoffload.models.folder import models_of
@@ -244,9 +244,13 @@ def _line_of(
             del given[place]
     if not given.keys() & {_MODEL, _REPO}:
         if read_hub_name(name) is None:
-            raise UsageError(
-                f"preset {name!r} names no model: add model = FILE or hf-repo = user/repo:quant"
-            )
+            words = f"preset {name!r} names no model: add model = FILE or hf-repo = user/repo:quant"
+            if name == UNNAMED:
+                words += (
+                    f"; lines before the first section are of this preset, and those for all "
+                    f"models belong below [{EVERY}]"
+                )
+            raise UsageError(words)
         given[_REPO] = Given(name, f"preset {name}")
     given[_ALIAS] = Given(name, "the model's name")
     left_out = [(key, f"it is the server's own, not the model {name}'s") for key in preset.left_out]

@@ -25,7 +25,7 @@ from specoffload.config.values import SAMPLER_NAMES
 from specoffload.errors import UsageError
 
 EVERY = "*"  # the section whose values hold for all models
-_UNNAMED = "default"  # llama.cpp's name of the lines before the first section
+UNNAMED = "default"  # llama.cpp's name of the lines before the first section
 _BEFORE_SECTIONS = "\0"  # stands for the same lines while the file is read
 _MOST_KEY_CHARS = 200  # the parser's time grows with the square of a key's length
 _LINE_ENDS = re.compile(r"\r\n|\n|\r")
@@ -130,7 +130,7 @@ def read_presets(text: str, source: str) -> dict[str, Preset]:
         if section == _BEFORE_SECTIONS:
             if not values.keys() - {"version"}:
                 continue
-            name = _UNNAMED
+            name = UNNAMED
         if name in found:
             raise UsageError(f"{source}: two sections have the name [{name}]")
         found[name] = _preset(name, values, source)

@@ -1,4 +1,4 @@
-"""Serves an application below a path, for --api-prefix."""
+"""Paths of requests: below --api-prefix, and with single slashes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from specoffload.server.api.refusals import problem_response
 from specoffload.server.engine.messages import Problem
 
 _SEGMENTS = re.compile(r"(?:/[A-Za-z0-9._~-]+)*")  # of characters that no client encodes
+_SLASHES, _RAW = re.compile("//+"), re.compile(b"//+")
 
 
 def read_prefix(text: str) -> str:
@@ -24,6 +25,23 @@ def read_prefix(text: str) -> str:
     if not _SEGMENTS.fullmatch(path):
         raise UsageError(f"--api-prefix {text}: a path looks like /llm")
     return path
+
+
+class SingleSlashes:
+    """ASGI middleware that reads several slashes as one.
+
+    Clients write `/v1//models` if their base address ends with a slash (open-webui #12117).
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and "//" in scope["path"]:
+            raw = scope.get("raw_path") or scope["path"].encode()
+            single = {"path": _SLASHES.sub("/", scope["path"]), "raw_path": _RAW.sub(b"/", raw)}
+            scope = {**scope, **single}
+        await self._app(scope, receive, send)
 
 
 class BelowPrefix:

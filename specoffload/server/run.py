@@ -40,7 +40,7 @@ from specoffload.server.engine.process import Factory
 from specoffload.server.forwarded import ForwardedHeaders
 from specoffload.server.hangup import Terminal
 from specoffload.server.log import RequestLog, ServerLog
-from specoffload.server.prefix import BelowPrefix, read_prefix
+from specoffload.server.prefix import BelowPrefix, SingleSlashes, read_prefix
 from specoffload.server.renderer import Renderer
 from specoffload.server.router.app import create_router
 from specoffload.server.router.model import Entry, RoutedEngine, Served
@@ -349,8 +349,9 @@ async def serve_until(
     for name in ("asyncio", "uvicorn.error", "specoffload.server"):
         logging.getLogger(name).addFilter(OncePerWhile())
     unsaid = () if report.is_verbose() else frozenset(prefix + path for path in _POLLED)
+    below = BelowPrefix(app, prefix) if prefix else app
     config = uvicorn.Config(
-        RequestLog(BelowPrefix(app, prefix) if prefix else app, say, unsaid=unsaid),
+        RequestLog(SingleSlashes(below), say, unsaid=unsaid),
         proxy_headers=False,  # ForwardedHeaders reads them, and others
         loop="asyncio",
         http=functools.partial(Connection, waiting=waiting, say=say),  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from fake_generator import FakeFactory
 from prometheus_client.parser import text_string_to_metric_families
 from running import RunningModels, eventually, http
 
+from offload.errors import BadModel
 from specoffload.server.access import AccessRules
 from specoffload.server.router import app as router_app
 from specoffload.server.router.model import Entry
@@ -334,6 +335,64 @@ def test_a_model_that_nobody_uses_is_closed(start: Start) -> None:
     assert text_of(say(server, "one")).startswith("hello")
 
 
+@pytest.mark.parametrize("path", ["/props", "/slots", "/metrics", "/health"])
+def test_a_model_that_is_only_watched_is_closed(start: Start, path: str) -> None:
+    server = start(idle_s=0.5)
+    text_of(say(server, "one"))
+
+    def sleeps_while_it_is_watched() -> bool:
+        if server.statuses()["one"] == "sleeping":
+            return True
+        assert http.get(f"{server.url}{path}?model=one").status_code in (200, 503)
+        return False
+
+    eventually(sleeps_while_it_is_watched)
+
+
+def test_a_failure_is_told_until_the_model_is_asked_for_again(start: Start, tmp_path: Path) -> None:
+    bad_if = tmp_path / "bad"
+    bad_if.touch()
+    checks: list[str] = []
+    may_end = threading.Event()
+
+    def check(entry: Entry) -> None:
+        checks.append(entry.name)
+        if not may_end.wait(20) or bad_if.exists():
+            raise BadModel(f"{entry.name}.gguf is not a GGUF file")
+
+    server = start(check=check)
+
+    def state(name: str) -> dict[str, Any]:
+        listed = http.get(server.url + "/models").json()["data"]
+        return {k: v for m in listed if m["id"] == name for k, v in m["status"].items()}
+
+    def load() -> None:
+        assert http.post(server.url + "/models/load", json={"model": "two"}).status_code == 200
+
+    text_of(say(server, "one"))
+    events: list[str] = []
+    with http.stream("GET", server.url + "/models/sse") as answer:
+        load()
+        eventually(lambda: state("two")["value"] == "loading")  # while its file is read
+        assert "failed" not in state("two")
+        may_end.set()
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                events.append(json.loads(line[6:])["data"]["status"])
+            if len(events) == 2:
+                break
+    assert events == ["loading", "unloaded"]
+    assert state("two")["failed"]
+    assert "is not a GGUF file" in state("two")["message"]
+    assert server.statuses()["one"] == "loaded"
+    may_end.clear()
+    load()
+    assert "failed" not in state("two")
+    bad_if.unlink()
+    may_end.set()
+    eventually(lambda: server.statuses() == {"one": "unloaded", "two": "loaded"})
+
+
 def test_models_that_do_not_fit_together_take_turns(start: Start, tmp_path: Path) -> None:
     lacks = tmp_path / "lacks"
     factories = {
@@ -523,3 +582,41 @@ def test_a_body_counts_while_it_arrives(start: Start) -> None:
         client.sendall(b"Content-Length: 600000\r\n\r\n" + half)
         eventually(lambda: router_app._bodies.n_bytes == len(half))
     eventually(lambda: router_app._bodies.n_bytes == 0)
+
+
+def test_names_are_found_as_ollamas_clients_write_them(start: Start) -> None:
+    """With `:latest`, and in any case, if only one model can be meant."""
+    names = ("Qwen3:8B", "one", "ONE", "tagged:latest")
+    entries = [*(Entry(name, ()) for name in names), Entry("last", (), aliases=("Little",))]
+    factories = {entry.name: FakeFactory(name=entry.name) for entry in entries}
+    server = start(factories, entries=lambda: entries)
+    for asked, found in (
+        ("Qwen3:8B:latest", "Qwen3:8B"),
+        ("qwen3:8b", "Qwen3:8B"),
+        ("one:latest", "one"),
+        ("ONE", "ONE"),
+        ("ONE:latest", "ONE"),
+        ("tagged:latest", "tagged:latest"),
+        ("Tagged:latest", "tagged:latest"),
+        ("tagged", "tagged:latest"),
+        ("little:latest", "last"),
+        ("One", None),
+        ("one:8b", None),
+        (":latest", None),
+    ):
+        answer = say(server, asked)
+        assert answer.status_code == (400 if found is None else 200), (asked, answer.text)
+        if found is not None:
+            assert answer.json()["model"] == found
+    listed = http.get(server.url + "/api/tags").json()["models"]
+    assert [model["name"] for model in listed] == [entry.name for entry in entries]
+
+
+def test_a_model_that_was_unloaded_has_not_failed(start: Start) -> None:
+    server = start()
+    for name in ("one", "two"):
+        text_of(say(server, name))
+    http.post(server.url + "/models/unload", json={"model": "two"})
+    eventually(lambda: server.statuses()["two"] == "unloaded")
+    listed = http.get(server.url + "/models").json()["data"]
+    assert not [m["id"] for m in listed if {"failed", "exit_code"} & m["status"].keys()]

@@ -12,6 +12,7 @@ from running import Running, StartServer, eventually, http
 
 from specoffload.config.options import ServeOptions
 from specoffload.errors import UsageError
+from specoffload.server.access import AccessRules
 from specoffload.server.prefix import read_prefix
 from specoffload.server.run import TlsFiles, read_tls
 
@@ -40,6 +41,20 @@ def test_answers_and_streams_come_over_https_below_the_prefix(secure: Running) -
         assert http.get(secure.url + path).status_code == 200, path
     eventually(lambda: any(" POST /llm/v1/completions 200 " in line for line in secure.lines))
     assert not any("/health" in line for line in secure.lines)
+
+
+@pytest.mark.parametrize("path", ["//v1/models", "/v1//models", "//v1///models", "//health"])
+def test_several_slashes_are_read_as_one(secure: Running, path: str) -> None:
+    """open-webui #12117: a base address that ends with a slash."""
+    answer = http.get(secure.url + path)
+    assert answer.status_code == 200
+    assert answer.json() == http.get(secure.url + path.replace("//", "/").replace("//", "/")).json()
+
+
+@pytest.mark.parametrize("path", ["//props", "/v1//chat/completions", "//slots"])
+def test_several_slashes_lead_round_no_key(start_server: StartServer, path: str) -> None:
+    server = start_server(access=AccessRules(keys=("secret",)))
+    assert http.get(server.url + path).status_code == 401
 
 
 def test_paths_without_the_prefix_are_404_with_a_sentence(secure: Running) -> None:

@@ -36,6 +36,7 @@ from specoffload.server.router.model import Entry, Model, RoutedEngine, Served, 
 from specoffload.server.router.sharing import Share, Sharing
 
 _RETRY_AFTER_S = 5
+_LATEST = ":latest"  # ollama's clients add it to names that they read in /api/tags
 
 
 class ModelPool:
@@ -86,9 +87,20 @@ class ModelPool:
     # ---- what routes ask
 
     def find(self, name: str) -> Model | None:
-        """Return the model of this name or alias, or None."""
-        found = self.models.get(name)
-        return found or next((m for m in self.models.values() if name in m.entry.aliases), None)
+        """Return the model of this name or alias, or None.
+
+        As in ollama, `NAME:latest` is NAME, and capital letters only tell models apart whose names
+        are equal otherwise.
+        """
+        wanted = (name, name.removesuffix(_LATEST), name + _LATEST)
+        for one in wanted:
+            found = self.models.get(one)
+            found = found or next((m for m in self.models.values() if one in m.entry.aliases), None)
+            if found is not None:
+                return found
+        folded = {one.casefold() for one in wanted}
+        alike = [m for m in self.models.values() if folded & set(map(str.casefold, m.names))]
+        return alike[0] if len(alike) == 1 else None
 
     def ask(self, model: Model) -> Wish:
         """Return a wish for a model, which is granted when it can take the request.
