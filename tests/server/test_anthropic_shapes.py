@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from pydantic import TypeAdapter, ValidationError
 from told_answers import answers, ended, no_parser
 
@@ -36,6 +36,7 @@ def _chat(**fields: Any) -> dict[str, Any]:
     return as_chat(MessagesRequest.model_validate(given))[0]
 
 
+@settings(deadline=None)
 @given(answers)
 def test_the_events_add_up_to_the_whole_message(deltas: list[Delta]) -> None:
     told = _told()

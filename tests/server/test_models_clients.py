@@ -29,7 +29,7 @@ def test_anthropics_client_chooses_and_hears_of_unknown_models(models: RunningMo
             with client.messages.stream(model=name, max_tokens=99, messages=asked) as stream:
                 assert "".join(stream.text_stream).startswith("yes")
         assert [model.id for model in client.models.list()] == ["one", "two"]
-        with pytest.raises(anthropic.BadRequestError, match="model 'three' not found"):
+        with pytest.raises(anthropic.NotFoundError, match="model 'three' not found"):
             client.messages.create(model="three", max_tokens=9, messages=asked)
 
 

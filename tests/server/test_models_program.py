@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from program import SERVE, serving
@@ -132,6 +136,37 @@ def test_a_damaged_file_closes_no_model_and_a_new_file_is_found(folder: Path) ->
     assert output.count("small: prompts are kept in RAM 100%") <= 1, output
 
 
+def test_a_pipe_in_the_folder_keeps_no_server_from_ending(folder: Path) -> None:
+    """SIGTERM while the folder is listed again and again. Its pipes are open, and have no data."""
+    (folder / "more").mkdir()
+    pipes = [folder / "x.gguf", folder / "more" / "mmproj-y.gguf"]
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    writers = [os.open(pipe, os.O_RDWR | os.O_NONBLOCK) for pipe in pipes]
+    n_lists = 0
+
+    def list_again() -> None:
+        nonlocal n_lists
+        with suppress(httpx.HTTPError):
+            while http.get(program.url + "/models?reload=1").status_code == 200:
+                n_lists += 1
+
+    with serving("--models-dir", str(folder), "--device", "cpu") as program:
+        assert set(statuses(program.url)) == set(NAMES)
+        client = threading.Thread(target=list_again)
+        client.start()
+        eventually(lambda: n_lists > 3)
+        program.process.send_signal(signal.SIGTERM)
+        began_s = time.monotonic()
+        assert program.process.wait(20) == 0
+        assert time.monotonic() - began_s < 15
+        client.join(20)
+        output = program.process.communicate()[0]
+    for writer in writers:
+        os.close(writer)
+    assert "Traceback" not in output
+
+
 @pytest.mark.parametrize(
     ("vram", "together"),
     [
@@ -163,11 +198,15 @@ def test_models_share_two_devices(folder: Path) -> None:
 
 
 def test_a_command_line_that_names_no_list_of_models_is_refused(folder: Path) -> None:
+    loose = folder / "loose.ini"
+    loose.write_text(f"threads = 1\n[*]\nc = 512\n[a]\nmodel = {folder / 'small.gguf'}\n")
     for flags, words in (
         (["--models-dir", str(folder / "none")], "no such folder"),
         (["--models-dir", str(folder), "-m", "x.gguf"], "names one model"),
         (["--models-preset", str(folder / "none.ini")], "No such file"),
         (["a/x.gguf", "b/x.gguf"], "model 'x' appears multiple times"),
+        (["--models-preset", str(loose)], "'default' names no model"),
+        (["--models-preset", str(loose)], "for all models belong below [*]"),
     ):
         ended = subprocess.run([*SERVE, *flags], capture_output=True, text=True, timeout=60)
         assert ended.returncode == 2, (flags, ended.stderr)
