@@ -10,8 +10,10 @@ from typing import Any, Literal
 from offload.errors import BadRequest
 from specoffload.chat.thinking import TEMPLATE_SWITCHES, ThinkingWish, thinking_wish
 
-ReasoningFormat = Literal["auto", "none", "deepseek", "deepseek-legacy"]
-"""llama-server's: `none` leaves reasoning in the content, `deepseek-legacy` gives it twice."""
+ReasoningFormat = Literal["auto", "none", "deepseek", "deepseek-legacy", "hidden"]
+"""llama-server's: `none` leaves reasoning in the content, `deepseek-legacy` gives it twice.
+
+`hidden` is Groq's: the model reasons, and the answer has no reasoning."""
 
 ContinuedPart = Literal["auto", "reasoning_content", "content"]
 """The part of the last message that is continued. `auto`: the content, or else the reasoning."""
@@ -184,7 +186,8 @@ class ChatSettings:
             enabled, effort = False, None
         for asked in (own.enabled, wish.enabled):
             enabled = enabled if asked is None else asked
-        return ReasoningOptions(form or self.reasoning.format, enabled, effort)
+        shown = "hidden" if wish.is_hidden else form or self.reasoning.format
+        return ReasoningOptions(shown, enabled, effort)
 
     def kwargs_with(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the template variables of a conversation, without those that switch thinking."""

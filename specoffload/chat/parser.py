@@ -87,7 +87,11 @@ class StreamParser:
     def __init__(self, form: AnswerForm, new_id: Callable[[], str] | None = None) -> None:
         self._form = form
         self._reader = TextReader()
-        self._output = DeltaCollector(new_id or self._new_id, form.most_calls)
+        self._output = DeltaCollector(
+            new_id or self._new_id,
+            form.most_calls,
+            hides_reasoning=form.reasoning_format == "hidden",
+        )
         self._run: Reading[None] | None = self._read()
         self._step()
 

@@ -246,8 +246,18 @@ class DeltaCollector:
     dropped. White space at the end of other text is kept.
     """
 
-    def __init__(self, new_id: Callable[[], str], most_calls: int | None = None) -> None:
-        """`new_id` makes the ids of calls without one. Calls beyond `most_calls` are dropped."""
+    def __init__(
+        self,
+        new_id: Callable[[], str],
+        most_calls: int | None = None,
+        *,
+        hides_reasoning: bool = False,
+    ) -> None:
+        """`new_id` makes the ids of calls without one. Calls beyond `most_calls` are dropped.
+
+        With `hides_reasoning`, there are no deltas of reasoning.
+        """
+        self._hides_reasoning = hides_reasoning
         self.n_calls = 0
         self.is_reasoning = False  # True inside the reasoning, after its first text
         self._most_calls = most_calls
@@ -274,6 +284,7 @@ class DeltaCollector:
             text = text.lstrip()
         if text:
             self.is_reasoning = True
+        if text and not self._hides_reasoning:
             self._held_reasoning = self._add(Reasoning, self._held_reasoning + text)
 
     def end_reasoning(self) -> None:

@@ -31,7 +31,7 @@ class ThinkingWish:
     """What a request says about thinking. None: it does not say.
 
     `switches` and `efforts` are the forms that say `enabled` and `effort`. `ignored` are forms that
-    have no effect here.
+    have no effect here. `is_hidden`: the answer shall not have the reasoning.
     """
 
     enabled: bool | None = None
@@ -40,12 +40,13 @@ class ThinkingWish:
     switches: tuple[str, ...] = ()
     efforts: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    is_hidden: bool = False
 
 
 class _Said(NamedTuple):
     """One statement of a form. `weak` ones count only if no other form says the same."""
 
-    topic: Literal["enabled", "effort", "budget", "ignored"]
+    topic: Literal["enabled", "effort", "budget", "hidden", "ignored"]
     place: str
     value: Any = None
     weak: bool = False
@@ -74,6 +75,7 @@ def thinking_wish(forms: Mapping[str, Any]) -> ThinkingWish:
         tuple(one.place for one in strong),
         efforts,
         tuple(one.place for one in said if one.topic == "ignored"),
+        any(one.topic == "hidden" for one in said),
     )
 
 
@@ -96,7 +98,7 @@ def _read(place: str, value: Any) -> Iterator[_Said]:
         yield from _read_object(place, value)
     elif name == "include_reasoning":
         if _switch(place, value) is False:
-            yield _Said("ignored", place)
+            yield _Said("hidden", place)
     elif name in ("effort", "reasoning_effort"):
         yield from _read_effort(place, value)
     elif isinstance(value, str) and _word(value) not in _ON | _OFF:
@@ -129,13 +131,17 @@ def _read_object(place: str, given: dict[str, Any]) -> Iterator[_Said]:
         if value is None or key in _NEEDLESS:
             continue
         if key == "type":
-            if value not in _TYPES:
+            word = _word(value) if isinstance(value, str) else value
+            if word not in _TYPES and word not in _ON | _OFF and not isinstance(value, bool):
                 raise BadRequest(
                     f"{here}: {str(value)[:_MOST_CHARS]!r} is not one of {', '.join(_TYPES)}"
                 )
             yield from _read(here, value)
         elif key == "enabled":
             yield _Said("enabled", here, _switch(here, value))
+        elif key == "exclude":
+            if _switch(here, value):
+                yield _Said("hidden", here)
         elif key == "effort":
             yield from _read_effort(here, value)
         elif key in _BUDGETS:

@@ -140,7 +140,7 @@ _CHAT_FLAGS = (
     ),
     _chat(
         "reasoning_format", "--reasoning-format LLAMA_ARG_THINK",
-        choice(get_args(ReasoningFormat)),
+        choice(tuple(name for name in get_args(ReasoningFormat) if name != "hidden")),
         "auto and deepseek report reasoning apart from the answer, none leaves it in the answer.",
         rare=True,
     ),

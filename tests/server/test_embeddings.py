@@ -104,6 +104,7 @@ def test_llama_servers_own_form_of_it(program: Program, states: dict[str, Rows])
         ({}, "input"),
         ({"input": []}, "empty"),
         ({"input": [""]}, "empty"),
+        ({"input": ["x", ""]}, "input[1]: the prompt is empty"),
         ({"input": "x", "dimensions": 10**6}, "dimensions 1000000: this model's vectors have"),
         ({"input": "x", "dimensions": 0}, "dimensions"),
         ({"input": [-1]}, "is token -1"),

@@ -15,6 +15,7 @@ from specoffload.server.api.foreign_parts import flat_text
 
 _WORDS = ("auto", "none", "any", "required")  # of tool_choice
 _TEXT_TYPES = ("text", "input_text", "output_text")
+_FORMATS = {"parsed": "deepseek", "raw": "none"}  # Groq's names of llama-server's formats
 _FLAT_CALL = ("name", "arguments")
 
 
@@ -97,6 +98,11 @@ def object_of(value: Any) -> Any:
 def id_text(value: Any) -> Any:
     """Return an id as text. Some programs number calls."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def llama_format(value: Any) -> Any:
+    """Return a `reasoning_format` by llama-server's name. Groq has others for the same."""
+    return _FORMATS.get(value, value) if isinstance(value, str) else value
 
 
 def mark_of(value: Any) -> Any:

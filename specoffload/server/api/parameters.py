@@ -298,7 +298,7 @@ def _prompt(where: str, given: object) -> Prompt:
     if not isinstance(given, str | list):
         raise BadRequest(f"{where} must be text or a list of token ids")
     if not given:
-        raise BadRequest("the prompt is empty: at least one token is needed")
+        raise BadRequest(f"{where}: the prompt is empty: at least one token is needed")
     if isinstance(given, str):
         return given
     return tuple(_part(f"{where}[{at}]", part) for at, part in enumerate(given))

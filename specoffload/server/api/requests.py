@@ -13,6 +13,7 @@ from specoffload.server.api.foreign_parts import SetAside
 from specoffload.server.api.loose_forms import (
     arguments_text,
     id_text,
+    llama_format,
     mark_of,
     nested_call,
     nested_tool,
@@ -311,7 +312,7 @@ class ConversationRequest(RequestModel):
     reasoning: Any = None
     include_reasoning: Any = None
     output_config: dict[str, Any] | None = None
-    reasoning_format: ReasoningFormat | None = None
+    reasoning_format: Annotated[ReasoningFormat | None, BeforeValidator(llama_format)] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | Literal["reasoning_content", "content"] | None = None
 

@@ -35,6 +35,15 @@ def test_a_recorded_answer_becomes_its_message(answer: Recorded) -> None:
     assert parsed(answer.form, list(answer.text)) == message
 
 
+@pytest.mark.parametrize("answer", RECORDED, ids=lambda a: f"{a.family}-{RECORDED.index(a)}")
+def test_hidden_reasoning_is_left_out_and_the_rest_stays(answer: Recorded) -> None:
+    form = replace(answer.form, reasoning_format="hidden")
+    message = parsed(form, list(answer.text))
+    assert not message.reasoning
+    assert message.content == answer.content
+    assert [(call.name, call.arguments) for call in message.calls] == list(answer.calls)
+
+
 def test_every_family_has_a_recorded_answer_with_a_call() -> None:
     assert {answer.family for answer in RECORDED if answer.calls} == set(BY_NAME)
 

@@ -164,7 +164,7 @@ def test_forms_that_contradict_each_other_are_one_sentence(off: dict[str, Any]) 
         ({"enable_thinking": "maybe"}, "enable_thinking: 'maybe' is not true or false"),
         ({"enable_thinking": 2}, "enable_thinking: '2' is not true or false"),
         ({"think": [1]}, r"think: '\[1\]' is not true or false"),
-        ({"thinking": {"type": "on"}}, "thinking.type: 'on' is not one of enabled, disabled"),
+        ({"thinking": {"type": "some"}}, "thinking.type: 'some' is not one of enabled, disabled"),
         ({"thinking": {"budget_tokens": -2}}, "thinking.budget_tokens: -2 is not a number"),
         ({"thinking": {"budget_tokens": 1.5}}, "thinking.budget_tokens: 1.5 is not a number"),
         ({"reasoning_effort": 3}, "reasoning_effort: '3' is not the name of an effort"),
@@ -204,10 +204,31 @@ def test_a_budget_in_any_form_limits_the_reasoning() -> None:
         generate_options(both, GenerateOptions())
 
 
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"reasoning": {"exclude": True}}, "hidden"),
+        ({"include_reasoning": False}, "hidden"),
+        ({"include_reasoning": False, "reasoning_format": "raw"}, "hidden"),
+        ({"reasoning_format": "hidden"}, "hidden"),
+        ({"reasoning_format": "parsed"}, "deepseek"),
+        ({"reasoning_format": "raw"}, "none"),
+        ({"reasoning": {"exclude": False}}, "auto"),
+        ({"include_reasoning": True}, "auto"),
+    ],
+)
+def test_groq_and_openrouter_say_where_the_reasoning_goes(fields: Any, wanted: str) -> None:
+    assert conversation_of(request(fields), ChatSettings()).reasoning.format == wanted
+
+
+@pytest.mark.parametrize("kind", ["off", "DISABLED", "Disabled", False, "none"])
+def test_the_type_of_thinking_has_all_words_that_turn_it_off(kind: Any) -> None:
+    assert wish_of(request({"thinking": {"type": kind}})).enabled is False
+
+
 def test_fields_of_a_form_without_effect_are_named() -> None:
     fields = {"reasoning": {"exclude": True, "effort": "low", "summary": "auto"}}
-    assert wish_of(request(fields)).ignored == ("reasoning.exclude",)
-    assert wish_of(request({"include_reasoning": False})).ignored == ("include_reasoning",)
+    assert wish_of(request(fields)).ignored == ()
     assert wish_of(request({"thinking": {"type": "enabled", "keep": "all"}})).ignored == (
         "thinking.keep",
     )
