@@ -9,6 +9,7 @@ OffloadError
 ├── GraphRefused       a worker's client sent a graph that could write to a weight or elsewhere
 ├── NotSupported       this model, or this server with it, cannot do the request
 ├── NotWritten         a result could not be written to its file
+│   └── UnusableFolder a flag's folder cannot be made or written, so the program cannot start
 ├── BadRequest         tokens, positions or a sequence that the engine cannot take
 ├── DecodeStopped      another thread has stopped the decode, which left nothing behind
 └── DeviceFailed       a copy or a computation failed; the request is lost, the engine may go on
@@ -66,6 +67,10 @@ class GraphRefused(OffloadError):
 
 class NotWritten(OffloadError):
     """A result could not be written to its file: the disk is full, or fails."""
+
+
+class UnusableFolder(NotWritten):
+    """A folder that a flag needs cannot be made or written to. Another start fails alike."""
 
 
 class DeviceFailed(OffloadError):

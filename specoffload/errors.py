@@ -57,6 +57,7 @@ _MEANINGS: tuple[tuple[type[Exception], Meaning], ...] = (
     (offload_errors.DeviceFailed, _FAILED),
     (FetchFailed, _FAILED),
     (NotStored, _FAILED),
+    (offload_errors.UnusableFolder, Meaning(2, 500, "server_error")),
     (offload_errors.NotWritten, _FAILED),
     (offload_errors.DoesNotFit, Meaning(2, 400, "exceed_context_size_error")),
     (offload_errors.NotSupported, Meaning(2, 501, "not_supported_error")),

@@ -60,10 +60,21 @@ def image_library(on_progress: OnProgress = lambda *_: None) -> ImageLibrary:
     """Return libmtmd for the installed libllama. The first call compiles it.
 
     Two processes that ask at once compile once. Raises LibraryMismatch, with what the user can do,
-    if there is no compiler or no source.
+    if there is no compiler or no source, or if the cache folder cannot be written.
     """
     compiler = _compiler()
     folder = _cache() / _key(compiler)
+    try:
+        return _made(folder, compiler, on_progress)
+    except OSError as e:
+        raise LibraryMismatch(
+            f"libmtmd cannot be compiled into {folder} ({e.strerror or e}): let this user"
+            " write there, or set XDG_CACHE_HOME to another folder"
+        ) from e
+
+
+def _made(folder: Path, compiler: list[str], on_progress: OnProgress) -> ImageLibrary:
+    """As image_library. Raises OSError too."""
     version = hashlib.sha256(DECODER.read_bytes()).hexdigest()[:8]
     found = ImageLibrary(folder, folder / f"decode-image-{version}")
     if _is_made(found):

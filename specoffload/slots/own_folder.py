@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from offload.errors import NotWritten
+from offload.errors import UnusableFolder
 from offload.notes import Note, NoteKind
 
 SECRET_BYTES = 32
@@ -23,7 +23,7 @@ _MOST_LOOKS, _LOOK_S = 20, 0.05  # looks at a secret that another server is writ
 
 
 def made_folder(folder: Path) -> None:
-    """Make the folder for its owner alone, unless there is one. Raises NotWritten."""
+    """Make the folder for its owner alone, unless there is one. Raises UnusableFolder."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryFile(dir=folder):
@@ -63,8 +63,8 @@ def secret_of(folder: Path) -> bytes:
     """Return the secret of this user in a folder, and make it if there is none.
 
     It is a file that only this user can read. Somebody else who may write to the folder cannot make
-    one, because it would be that user's own. Raises NotWritten if the file is another user's, if
-    others may read it, or if it is no secret.
+    one, because it would be that user's own. Raises UnusableFolder if the file is another user's,
+    if others may read it, or if it is no secret.
     """
     path = folder / f".seal-{os.geteuid()}"
     try:
@@ -102,5 +102,5 @@ def _read_secret(path: Path) -> tuple[os.stat_result, bytes]:
         return os.fstat(handle), file.read(SECRET_BYTES + 1)
 
 
-def _unusable(folder: Path, why: str) -> NotWritten:
-    return NotWritten(f"--cache-disk: no prompts can be kept in {folder}: {why}")
+def _unusable(folder: Path, why: str) -> UnusableFolder:
+    return UnusableFolder(f"--cache-disk: no prompts can be kept in {folder}: {why}")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from specoffload.cli import commands
+from specoffload.config.environment import read_environment
 from specoffload.config.table import TABLE
 
 ROOT = Path(__file__).parents[3]
@@ -86,3 +87,18 @@ def test_systemd_understands_a_unit(unit: Path, tmp_path: Path) -> None:
         [analyze, "verify", "--man=no", str(copy)], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_service_has_a_folder_for_all_that_it_keeps() -> None:
+    """A dynamic user has no home. Its only writable folders are those that systemd makes."""
+    text = (DEPLOY / "specoffload.service").read_text(encoding="utf-8")
+    caches = Path("/var/cache") / re.findall(r"^CacheDirectory=(.+)$", text, re.M)[0]
+    named = dict(re.findall(r"^Environment=(\w+)=(.+)$", text, re.M))
+    kept = read_environment(named)
+    folders = (kept.profile_folder, kept.prompt_folder, kept.chat_history, kept.llama_cache)
+    assert all(folder.is_relative_to(caches) for folder in folders)
+    assert all(
+        Path(named[name]).is_relative_to(caches) for name in ("HOME", "HF_HOME", "XDG_CACHE_HOME")
+    )
+    assert "\nRestartPreventExitStatus=2\n" in text
+    assert "\nSupplementaryGroups=render video\n" in text
