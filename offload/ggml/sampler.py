@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes as C
 import math
+import threading
 from collections.abc import Sequence
 from time import perf_counter
 from weakref import WeakKeyDictionary
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.errors import BadRequest, DeviceFailed
+from offload.ggml.compiled_grammars import CompiledGrammars, GivenGrammar
 from offload.ggml.library.lib import library
 from offload.ggml.model import Model
 from offload.sampling.answers import ChosenLogprob
@@ -43,15 +45,52 @@ _MIROSTAT_TOKENS = 100  # tokens from which mirostat 1 estimates a distribution'
 _GRAMMAR_S = 10.0
 _GRAMMAR_S_PER_TOKEN = 0.02
 
-_grammar_tokens: WeakKeyDictionary[Model, GrammarTokens] = WeakKeyDictionary()
+_grammar_tokens: WeakKeyDictionary[Model, tuple[GrammarTokens, CompiledGrammars]]
+_grammar_tokens = WeakKeyDictionary()
+_preparing = threading.Lock()
 
 
 def grammar_tokens(model: Model) -> GrammarTokens:
     """Return the model's vocabulary for grammars, which is prepared once. Raises BadRequest."""
+    return _prepared(model)[0]
+
+
+def _prepared(model: Model) -> tuple[GrammarTokens, CompiledGrammars]:
+    with _preparing:
+        found = _grammar_tokens.get(model)
+        if found is None:
+            found = _grammar_tokens[model] = GrammarTokens(model), CompiledGrammars()
+        return found
+
+
+def is_compiled(model: Model, options: SamplingOptions) -> bool:
+    """True if a chain of these options has nothing to compile."""
+    if options.grammar is None and options.json_schema is None:
+        return True
     found = _grammar_tokens.get(model)
-    if found is None:
-        found = _grammar_tokens[model] = GrammarTokens(model)
-    return found
+    return found is not None and _given(options) in found[1]
+
+
+def grammar_for(model: Model, options: SamplingOptions) -> Grammar | None:
+    """Return the grammar of these options, None if they have none. Raises BadRequest.
+
+    Compiling one may take a second. llguidance does not hold Python's lock meanwhile, so another
+    thread may compile it ahead of the chain.
+    """
+    given = _given(options)
+    if given.gbnf is None and given.json_schema is None:
+        return None
+
+    def compiled() -> Grammar:
+        made = grammar_of(lambda: grammar_tokens(model), *given)
+        assert made is not None
+        return made
+
+    return _prepared(model)[1].of(given, compiled)
+
+
+def _given(options: SamplingOptions) -> GivenGrammar:
+    return GivenGrammar(options.grammar, options.json_schema, options.grammar_root)
 
 
 class SamplerChain:
@@ -77,12 +116,7 @@ class SamplerChain:
         self._n_accepted = 0
         self._logprobs: list[ChosenLogprob] = []
         self._told: tuple[NDArray[np.float32], _TokenArray | None] | None = None
-        self._grammar: Grammar | None = grammar_of(
-            lambda: grammar_tokens(model),
-            options.grammar,
-            options.json_schema,
-            options.grammar_root,
-        )
+        self._grammar = grammar_for(model, options)
         try:
             self._build()
             self._read_biases()

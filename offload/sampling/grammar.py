@@ -6,6 +6,7 @@ docs/results.md compares the speed with that of llama.cpp's grammars.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -107,6 +108,13 @@ class Grammar:
         self._n_raised = 0  # how often the limits were raised
         self._matcher = self._begun()
         self._check()
+
+    def copied(self) -> Grammar:
+        """Return a copy that moves on by itself. Nothing is compiled for it."""
+        other = copy.copy(self)
+        other._accepted = list(self._accepted)
+        other._matcher = self._matcher.deep_copy()
+        return other
 
     def allows(self, token: int) -> bool:
         """True if `token` may follow. Raises BadRequest past the limits."""

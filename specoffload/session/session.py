@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from offload.engine import Engine
 from offload.errors import BadRequest, DoesNotFit, NotSupported
-from offload.ggml.sampler import grammar_tokens
+from offload.ggml.sampler import grammar_for, grammar_tokens, is_compiled
 from offload.images.decoding import Bitmap
 from offload.images.mtmd import ImagePrompt
 from offload.notes import Note, kind_of
@@ -350,6 +350,18 @@ class Session:
         """
         tokens = self._prompt_tokens(tokens)
         return self.batcher.new_request(tokens, self._n_predict(tokens, options), options, beside)
+
+    def is_compiled(self, options: GenerateOptions) -> bool:
+        """True if a request with these options has no grammar to compile."""
+        return is_compiled(self.target.model, options)
+
+    def compile_grammar(self, options: GenerateOptions) -> None:
+        """Compile the grammar of these options, so that the next request with it need not.
+
+        Another thread may do so at any time.
+        """
+        with suppress(BadRequest):  # the request gets the error
+            grammar_for(self.target.model, options)
 
     def enqueue(self, request: Request) -> None:
         """Queue a request. `step` works on it until it is over or cancelled."""

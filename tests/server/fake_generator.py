@@ -204,6 +204,12 @@ class FakeGenerator:
             self._requests.remove(request)
         request.source.close()
 
+    def is_compiled(self, options: GenerateOptions) -> bool:
+        return True
+
+    def compile_grammar(self, options: GenerateOptions) -> None:
+        pass
+
     def is_worth_stopping(self, request: FakeRequest) -> bool:
         return False
 

@@ -31,6 +31,7 @@ from offload.stream.bell_use import BELLS, NoDoorbell
 from specoffload.errors import KNOWN
 from specoffload.generation.generation import OnProgress, Piece
 from specoffload.server.engine.acceptance import Acceptance, Accepted, accept, refusal
+from specoffload.server.engine.compiling import CompilingFirst
 from specoffload.server.engine.health import HEARTBEAT_S
 from specoffload.server.engine.messages import (
     Alive,
@@ -77,6 +78,10 @@ class _Line:
     def __init__(self, channel: Channel[FromEngine, ToEngine]) -> None:
         self._channel = channel
         self._sending = threading.Lock()
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK)
+        self._arrivals = select.poll()
+        self._arrivals.register(channel.fileno(), select.POLLIN)
+        self._arrivals.register(self._woken, select.POLLIN)
         threading.Thread(target=self._watch, name="channel watch", daemon=True).start()
 
     def send(self, message: FromEngine) -> None:
@@ -85,14 +90,22 @@ class _Line:
             self._channel.send(message)
 
     def take(self, wait: bool) -> list[ToEngine]:
-        """Return all messages that have arrived; with `wait`, wait until there is at least one.
+        """Return all messages that have arrived; with `wait`, wait for one or for `wake`.
 
         Exits this process if the API process is gone.
         """
+        if wait:
+            self._arrivals.poll()
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._woken)
         try:
-            return self._channel.receive() if wait else self._channel.received()
+            return self._channel.received()
         except (EOFError, OSError):
             os._exit(0)
+
+    def wake(self) -> None:
+        """End the wait of `take`, or the next one. Any thread may call it."""
+        os.eventfd_write(self._woken, 1)
 
     def _watch(self) -> None:
         """Send heartbeats until the other end closes, then exit the process at once.
@@ -164,7 +177,12 @@ class Service:
 
     def __init__(self, session: Session, line: _Line) -> None:
         self._session, self._line = session, line
-        self._arriving = Acceptance(session, line.take, self._tell_now, self._is_worth_stopping)
+        compiling = CompilingFirst(
+            line.take, line.wake, self._tell_now, session.is_compiled, session.compile_grammar
+        )
+        self._arriving = Acceptance(
+            session, compiling.receive, self._tell_now, self._is_worth_stopping
+        )
         self._running: dict[int, list[Request]] = {}  # unfinished answers by job id
         self._answers: dict[int, tuple[int, int]] = {}  # job id and answer's number, by id(Request)
         self._n_prompts: dict[int, int] = {}  # prompt tokens by job id
@@ -349,21 +367,12 @@ class Channel(Generic[_Sent, _Received]):
         except BlockingIOError:
             return 0
 
-    def receive(self) -> list[_Received]:
-        """Wait for a message; return all that arrived. Raises EOFError at the end, or OSError."""
-        while not (found := self._read(0)):
-            pass
-        return found
-
     def received(self) -> list[_Received]:
         """Return the messages that have arrived, if any. Raises EOFError at the end, or OSError."""
         try:
-            return self._read(socket.MSG_DONTWAIT)
+            data = self._socket.recv(_READ_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return []
-
-    def _read(self, flags: int) -> list[_Received]:
-        data = self._socket.recv(_READ_BYTES, flags)
         if not data:
             raise EOFError
         return self._frames.feed(data)

@@ -1,0 +1,82 @@
+"""Keeps the grammars compiled last, because clients send the same ones again and again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from offload.errors import BadRequest
+from offload.sampling.grammar import Grammar
+
+_MOST_S = 2.0  # processor time that compiling the kept ones took; a second stands for about 50 MB
+_LEAST_KEPT = 4  # are kept in any case, so that a request finds what was compiled for it
+_MOST_KEPT = 32
+
+
+class GivenGrammar(NamedTuple):
+    """A grammar as a request has it: GBNF with its first rule, or a JSON schema as text."""
+
+    gbnf: str | None
+    json_schema: str | None
+    root: str = "root"
+
+
+@dataclass(frozen=True)
+class _Kept:
+    found: Grammar | BadRequest
+    took_s: float
+
+
+class CompiledGrammars:
+    """Compiled grammars, and the errors of those that cannot be followed. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[GivenGrammar, _Kept] = OrderedDict()
+
+    def __contains__(self, given: GivenGrammar) -> bool:
+        with self._lock:
+            return given in self._kept
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def of(self, given: GivenGrammar, compiled: Callable[[], Grammar]) -> Grammar:
+        """Return a copy of the grammar, which is `compiled` if it is not kept.
+
+        Raises BadRequest if `compiled` does or did so.
+        """
+        with self._lock:
+            kept = self._kept.get(given)
+        if kept is None:
+            kept = _compiled(compiled)
+        self.put(given, kept.found, kept.took_s)
+        if isinstance(kept.found, BadRequest):
+            raise BadRequest(str(kept.found))
+        return kept.found.copied()
+
+    def put(self, given: GivenGrammar, found: Grammar | BadRequest, took_s: float) -> None:
+        """Keep a result as the newest. `took_s` is the processor time of compiling it."""
+        with self._lock:
+            self._kept[given] = _Kept(found, took_s)
+            self._kept.move_to_end(given)
+            total_s = sum(kept.took_s for kept in self._kept.values())
+            while len(self._kept) > _LEAST_KEPT and (
+                total_s > _MOST_S or len(self._kept) > _MOST_KEPT
+            ):
+                _, oldest = self._kept.popitem(last=False)
+                total_s -= oldest.took_s
+
+
+def _compiled(compiled: Callable[[], Grammar]) -> _Kept:
+    began_s = time.thread_time()
+    found: Grammar | BadRequest
+    try:
+        found = compiled()
+    except BadRequest as e:
+        found = e
+    return _Kept(found, time.thread_time() - began_s)
