@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import struct
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader
+from gguf import GGMLQuantizationType, GGUFReader
 
+from lab.attack.types_part import with_type
 from lab.synth import write_preset
 from offload.errors import BadModel
 from offload.model_file import read_facts
 
-_ALIGNED = 32
 OPENED = """
 import sys
 from offload.engine import EngineOptions, open_engine
@@ -24,27 +22,6 @@ with open_engine(sys.argv[1], EngineOptions(device="cpu", n_ctx=64)) as engine:
 """
 # Matrices, routers, experts, norms, biases, recurrent states and convolutions.
 PRESETS = ("qwen3-30b-a3b", "deepseek-v3", "gpt-oss-20b", "qwen3.5-35b-a3b", "deepseek-v4-flash")
-
-
-def with_type(path: Path, name: str, kind: GGMLQuantizationType) -> bytes | None:
-    """Return a file's bytes with zeros of another type in a tensor. None: its rows do not fit."""
-    reader = GGUFReader(path)
-    base = reader.data.ctypes.data
-    begin = min(t.field.parts[0].ctypes.data for t in reader.tensors) - base
-    infos, data = b"", bytearray()
-    for tensor in reader.tensors:
-        shape, type_, raw = [*map(int, tensor.shape)], tensor.tensor_type, tensor.data.tobytes()
-        if tensor.name == name:
-            n_elements, n_bytes = GGML_QUANT_SIZES[kind]
-            if shape[0] % n_elements:
-                return None
-            type_, raw = kind, bytes(int(np.prod(shape)) // n_elements * n_bytes)
-        text = tensor.name.encode()
-        infos += struct.pack("<Q", len(text)) + text
-        infos += struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, int(type_), len(data))
-        data += raw + bytes(-len(raw) % _ALIGNED)
-    head = path.read_bytes()[:begin] + infos
-    return head + bytes(-len(head) % _ALIGNED) + bytes(data)
 
 
 def kinds_of(path: Path) -> dict[str, str]:

@@ -6,9 +6,11 @@
     scripts/lab/run attack --part http --scale large --only 0-2500
 
 Parts: http (malformed requests while a witness asks), steps (schemas, conversations and bodies
-whose steps multiply, beside a client that may not wait over 2 s), headers (model files with one
-field of their header changed), plans (plans of all shapes with changed headers), graphs (changed
-graphs for a worker, whose memory is guarded), images (files that take long, grow or are damaged),
+whose steps multiply, long lists and foreign names, beside a client that may not wait over 2 s),
+headers (model files with one field of their header changed), types (model files with one tensor of
+another type), plans (plans of all shapes with changed headers), graphs (changed graphs for a
+worker, whose memory is guarded), images (files that take long, grow or are damaged), bodies (24
+large bodies at once beside the queue), models (reloads, names and secrets of several models),
 limits (descriptors, disk, memory), kills (kill -9, SIGTERM and SIGINT at random moments), peers
 (strangers at a worker, hostile workers and hubs, workers that hang), overload (64 clients over a
 queue of 16). Servers listen on loopback. They run in process groups of their own, which are killed
@@ -34,6 +36,7 @@ from pathlib import Path
 from rich.console import Console
 
 from lab.attack import ATTACK
+from lab.attack.bodies_part import bodies_part
 from lab.attack.client import N_TOKENS, decided_texts, overload
 from lab.attack.graphs_part import graphs_part
 from lab.attack.headers import headers_part
@@ -41,11 +44,13 @@ from lab.attack.http_part import SERVE, http_part
 from lab.attack.images_part import images_part
 from lab.attack.kills_part import kills_part
 from lab.attack.limits_part import CASES, limits_part
+from lab.attack.models_part import models_part
 from lab.attack.outcome import Breach, Outcome, show
 from lab.attack.peers_part import peers_part
 from lab.attack.plans_part import plans_part
 from lab.attack.program import bad_lines, serving
 from lab.attack.steps_part import steps_part
+from lab.attack.types_part import types_part
 
 
 @dataclass(frozen=True)
@@ -80,9 +85,12 @@ PARTS = {
     "http": Part(http_part, {"small": 300, "large": 10_000}),
     "steps": Part(steps_part, {"small": 40, "large": 10_000}),
     "headers": Part(headers_part, {"small": 60, "large": 1000}),
+    "types": Part(types_part, {"small": 40, "large": 1000}),
     "plans": Part(plans_part, {"small": 200, "large": 10_000}),
     "graphs": Part(graphs_part, {"small": 400, "large": 10_000}),
     "images": Part(images_part, {"small": 20, "large": 500}),
+    "bodies": Part(bodies_part, {"small": 24, "large": 1000}),
+    "models": Part(models_part, {"small": 60, "large": 1000}),
     "limits": Part(limits_part, {"small": len(CASES), "large": len(CASES)}),
     "kills": Part(kills_part, {"small": 5, "large": 30}),
     "peers": Part(peers_part, {"small": 12, "large": 300}),

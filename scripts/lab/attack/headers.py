@@ -29,7 +29,7 @@ from lab.synth import write_preset
 ARCHITECTURES = ("deepseek-v3", "qwen3-30b-a3b", "mistral-large", "qwen3-next-80b-a3b")
 _LIMIT_S = 30.0
 _ADDRESSES = 8 << 30  # address space of one process, in bytes
-_WORDS = ("run", "-p", "a b", "-n", "2", "-c", "128", "-m")
+WORDS = ("run", "-p", "a b", "-n", "2", "-c", "128", "-m")
 _MOST_LETTERS = 1500  # characters of the longest output of a refusal
 
 
@@ -41,9 +41,9 @@ def headers_part(seed: int, numbers: range, folder: Path) -> Outcome:
     ]
     fields = [fields_of(folder / f"{name}.gguf") for name in ARCHITECTURES]
     outcome.figures["fields"] = sum(map(len, fields))
-    _import_all()
+    import_all()
     for name in ARCHITECTURES:  # unchanged files, which must run
-        ended, breach = run_forked([*_WORDS, str(folder / f"{name}.gguf")], folder)
+        ended, breach = run_forked([*WORDS, str(folder / f"{name}.gguf")], folder)
         if ended != "runs":
             said = (folder / "said.txt").read_text()
             outcome.breaches.append(Breach(f"{name} {ended}: {breach} {said}", "as it is"))
@@ -55,7 +55,7 @@ def headers_part(seed: int, numbers: range, folder: Path) -> Outcome:
         field = fields[which][(turn * 7919) % len(fields[which])]
         path = folder / "mutated.gguf"
         path.write_bytes(mutated(rng, wholes[which], field))
-        ended, breach = run_forked([*_WORDS, str(path)], folder)
+        ended, breach = run_forked([*WORDS, str(path)], folder)
         outcome.tally[ended] += 1
         if breach:
             command = f"{ATTACK} --part headers --seed {seed} --only {number}"
@@ -64,7 +64,7 @@ def headers_part(seed: int, numbers: range, folder: Path) -> Outcome:
     return outcome
 
 
-def _import_all() -> None:
+def import_all() -> None:
     """Import what every process needs, before the first fork."""
     import specoffload.cli
     import specoffload.commands.run

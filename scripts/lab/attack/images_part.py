@@ -6,7 +6,8 @@ import asyncio
 import base64
 import io
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,9 @@ def _bomb(rng: random.Random) -> list[bytes]:
 MAKERS: tuple[Maker, ...] = (_slow, _large, _many, _damaged, _bomb)
 
 
-def images_part(seed: int, numbers: range, folder: Path) -> Outcome:
-    """Send one request with images for each number."""
-    outcome = Outcome("images", len(numbers))
+@contextmanager
+def serving_images(folder: Path) -> Iterator[Program]:
+    """Serve a small model that reads images, with random weights."""
     model, projector = folder / "model.gguf", folder / "mmproj.gguf"
     write(plan_shape(Shape("qwen2vl", "qwen2vl", _METADATA, n_vocab=600)), model, 3)
     write_projector(projector, "qwen2.5vl_merger", 64)
@@ -93,6 +94,13 @@ def images_part(seed: int, numbers: range, folder: Path) -> Outcome:
         *("--ctx-size", "1024", "--threads", "1", "--temp", "0", "--parallel", "4"),
     )
     with serving(folder / "images.log", flags) as server:
+        yield server
+
+
+def images_part(seed: int, numbers: range, folder: Path) -> Outcome:
+    """Send one request with images for each number."""
+    outcome = Outcome("images", len(numbers))
+    with serving_images(folder) as server:
         wrong = asyncio.run(_attack(server, seed, numbers, outcome))
         server.end()
         wrong += bad_lines(server.said())

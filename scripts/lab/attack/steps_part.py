@@ -1,7 +1,8 @@
 """Sends requests whose steps multiply, while a normal client checks that it does not wait.
 
 Each kind has a size that the seed chooses: schemas with references, choices and patterns,
-conversations of many calls, bodies beside the queue, and compressed bodies.
+conversations of many calls, bodies beside the queue, compressed bodies, long lists, and names of
+responses, streams and salts.
 """
 
 from __future__ import annotations
@@ -10,26 +11,24 @@ import asyncio
 import gzip
 import json
 import random
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from lab.attack import ATTACK
+from lab.attack.bystander import CHAT, HI, bystander
 from lab.attack.client import NoAnswer, Request, ask_for, send
 from lab.attack.http_part import SERVE
+from lab.attack.kept_requests import long_lists, salted, stored, stream
 from lab.attack.outcome import Breach, Outcome
 from lab.attack.program import Program, bad_lines, serving
 
 _N_AT_ONCE = 6
-_MOST_WAIT_S = 2.0  # of the normal client
 _PATIENCE_S = 60.0
 _PAUSE_S = 0.1
 _MOST_BYTES = 1 << 30  # resident, of the server with its engine
 
 Body = dict[str, Any]
-_CHAT = "/v1/chat/completions"
-_HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 
 
 def _schema(rng: random.Random) -> Body:
@@ -58,11 +57,11 @@ def _patterns(rng: random.Random) -> Body:
 def _schema_request(rng: random.Random) -> Request:
     schema = rng.choice((_schema, _patterns))(rng)
     if rng.random() < 0.5:
-        return ask_for(_CHAT, {**_HI, "json_schema": schema})
+        return ask_for(CHAT, {**HI, "json_schema": schema})
     function = {"name": "f", "parameters": {"type": "object", "properties": {"x": schema}}}
     choice = rng.choice(("auto", "required"))
     tools = [{"type": "function", "function": function}]
-    return ask_for(_CHAT, {**_HI, "tools": tools, "tool_choice": choice})
+    return ask_for(CHAT, {**HI, "tools": tools, "tool_choice": choice})
 
 
 def _conversation(rng: random.Random) -> Body:
@@ -82,7 +81,7 @@ def _conversation(rng: random.Random) -> Body:
 
 
 def _rendering_request(rng: random.Random) -> Request:
-    path = rng.choice((_CHAT, "/apply-template", "/v1/chat/completions/input_tokens"))
+    path = rng.choice((CHAT, "/apply-template", "/v1/chat/completions/input_tokens"))
     return ask_for(path, _conversation(rng))
 
 
@@ -113,7 +112,8 @@ def _compressed(rng: random.Random) -> Request:
 
 
 KINDS: tuple[Callable[[random.Random], Request], ...] = (
-    _schema_request, _rendering_request, _beside_the_queue, _compressed
+    _schema_request, _rendering_request, _beside_the_queue, _compressed,
+    long_lists, stored, stream, salted,
 )  # fmt: skip
 
 
@@ -140,19 +140,21 @@ def steps_part(seed: int, numbers: range, folder: Path) -> Outcome:
 async def _attack(program: Program, seed: int, numbers: range, outcome: Outcome) -> None:
     left = iter(numbers)
     over = asyncio.Event()
-    await send(program.port, ask_for(_CHAT, _HI))
-    watching = asyncio.ensure_future(_watch(program, over, outcome))
-    workers = (_send_all(program.port, seed, left, outcome) for _ in range(_N_AT_ONCE))
-    await asyncio.gather(*workers)
+    await send(program.port, ask_for(CHAT, HI))
+    measuring = asyncio.ensure_future(_measure(program, over, outcome))
+    with bystander(program.port, outcome, "steps"):
+        workers = (_send_all(program.port, seed, left, outcome) for _ in range(_N_AT_ONCE))
+        await asyncio.gather(*workers)
     over.set()
-    await watching
+    await measuring
 
 
 async def _send_all(port: int, seed: int, left: Iterator[int], outcome: Outcome) -> None:
     for number in left:
         command = f"{ATTACK} --part steps --seed {seed} --only {number}"
         try:
-            answer = await send(port, hostile(seed, number), _PATIENCE_S)
+            request = await asyncio.to_thread(hostile, seed, number)
+            answer = await send(port, request, _PATIENCE_S)
         except NoAnswer as e:
             outcome.tally["no answer"] += 1
             outcome.breaches.append(Breach(str(e), command))
@@ -162,25 +164,12 @@ async def _send_all(port: int, seed: int, left: Iterator[int], outcome: Outcome)
             outcome.breaches.append(Breach(f"{answer.status}: {answer.body[-300:]!r}", command))
 
 
-async def _watch(program: Program, over: asyncio.Event, outcome: Outcome) -> None:
-    """Ask for the health and for a short chat by turns, and note the longest waits."""
-    longest_s = {"/health": 0.0, _CHAT: 0.0}
+async def _measure(program: Program, over: asyncio.Event, outcome: Outcome) -> None:
+    """Note the most memory that the server takes."""
     most_bytes = 0
     while not over.is_set():
-        for path in longest_s:
-            request = ask_for(path, _HI) if path == _CHAT else Request(path, method="GET")
-            began_s = time.monotonic()
-            try:
-                await send(program.port, request)
-            except NoAnswer as e:
-                outcome.breaches.append(Breach(f"{path}: {e}", ATTACK))
-            longest_s[path] = max(longest_s[path], time.monotonic() - began_s)
         most_bytes = max(most_bytes, program.rss_bytes())
         await asyncio.sleep(_PAUSE_S)
-    for path, took_s in longest_s.items():
-        outcome.figures[f"{path}: longest s"] = round(took_s, 2)
-        if took_s > _MOST_WAIT_S:
-            outcome.breaches.append(Breach(f"{path} took {took_s:.1f} s", f"{ATTACK} --part steps"))
     outcome.figures["most MB"] = most_bytes >> 20
     if most_bytes > _MOST_BYTES:
         outcome.breaches.append(Breach(f"{most_bytes >> 20} MB", f"{ATTACK} --part steps"))
