@@ -154,16 +154,19 @@ def _on_unraisable(what: sys.UnraisableHookArgs) -> None:
         sys.__unraisablehook__(what)
 
 
+def _is_ours(number: int) -> bool:
+    return signal.getsignal(number) is _on_interrupt
+
+
 def _watch() -> None:
     """Exit if the handler does not run soon after a Ctrl-C, since the main thread is in C."""
     while number := os.read(_State.asleep, 1):
-        if number[0] not in _State.handled:
+        # A server has its own handlers. It may be over, and ours back, at the end of the sleep.
+        if number[0] not in _State.handled or not _is_ours(number[0]):
             continue
         # The handler may have run shortly before this thread woke, so accept earlier runs, too.
         since_s = time.monotonic() - _MOST_IN_C_S / 2
         time.sleep(_MOST_IN_C_S)
-        # A server has its own handlers.
-        is_ours = signal.getsignal(number[0]) is _on_interrupt
-        if is_ours and _State.handled_s < since_s:
+        if _is_ours(number[0]) and _State.handled_s < since_s:
             _State.number = number[0]
             _leave()
