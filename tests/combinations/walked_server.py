@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -109,12 +110,14 @@ class WalkedServer:
 
     def kill_engine(self) -> bool:
         """Kill the largest child, which has a model. False: there is none."""
-        children = psutil.Process(self._process.pid).children()
-        engines = [p for p in children if "forkserver" not in " ".join(p.cmdline())]
-        if not engines:
-            return False
-        max(engines, key=lambda process: process.memory_info().rss).kill()
-        return True
+        engines: dict[int, psutil.Process] = {}  # by resident bytes
+        for child in psutil.Process(self._process.pid).children():
+            with suppress(psutil.Error):  # it has just ended
+                if "forkserver" not in " ".join(child.cmdline()):
+                    engines[child.memory_info().rss] = child
+        if engines:
+            engines[max(engines)].kill()
+        return bool(engines)
 
     def terminate(self) -> None:
         """SIGTERM, as a service's stop. Returns at once."""
