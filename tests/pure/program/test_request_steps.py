@@ -19,8 +19,16 @@ from offload.errors import BadRequest
 from offload.sampling.gbnf import lark_of_gbnf
 from offload.sampling.json_schema import ignored_places
 from offload.sampling.options import read_logit_bias
-from specoffload.chat.conversation import Conversation, Tool
+from specoffload.chat.conversation import ChatSettings, Conversation, Tool
 from specoffload.chat.format import ChatFormat
+from specoffload.server.api.body import checked
+from specoffload.server.api.media_bytes import MediaBytes
+from specoffload.server.api.parameters import conversation_of
+from specoffload.server.api.requests import ConversationRequest
+from specoffload.server.api.response_input import ResponsesRequest, as_chat
+from specoffload.server.api.stored import StoredResponses
+from specoffload.server.api.whole_input import whole_request
+from specoffload.slots.stopping import StopScanner
 
 _SLACK = 3.0  # of linear inputs, whose ratio is 2; a quadratic one's is 4
 _LEAST_S = 0.004  # shorter times say nothing
@@ -263,3 +271,89 @@ def test_double_the_biases_are_read_in_double_the_time() -> None:
         return lambda: read_logit_bias(given)
 
     assert _ratio(made, 100) < _SLACK
+
+
+# ---- bodies, stops and kept responses
+
+
+def _parts(n: int) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": ["a", {"text": "b"}, None] * n}]}
+
+
+def _reasoning_parts(n: int) -> dict[str, Any]:
+    parts = [{"type": "reasoning.text", "text": "a"}] * n
+    return {"messages": [_USER, {"role": "assistant", "content": "b", "reasoning_details": parts}]}
+
+
+def _files_of_earlier_turns(n: int) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [{"type": "file"}] * 3}, _USER] * n}
+
+
+BODIES = (_parts, _reasoning_parts, _files_of_earlier_turns)
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda made: made.__name__[1:])
+def test_a_body_of_double_size_is_checked_in_double_the_time(
+    body: Callable[[int], dict[str, Any]],
+) -> None:
+    def made(n: int) -> Work:
+        given = body(n)
+        return lambda: conversation_of(checked(given, ConversationRequest), ChatSettings())
+
+    assert _ratio(made, 50) < _SLACK
+
+
+def test_double_the_items_are_read_in_double_the_time() -> None:
+    call = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
+    turn = {"role": "assistant", "content": "a", "tool_calls": [call] * 3}
+
+    def made(n: int) -> Work:
+        given = {"input": [_USER, turn, _result("c")] * n}
+        return lambda: as_chat(checked(given, ResponsesRequest))
+
+    assert _ratio(made, 20) < _SLACK
+
+
+def test_double_the_names_of_a_kept_response_are_resolved_in_double_the_time() -> None:
+    def made(n: int) -> Work:
+        stored, before = StoredResponses(), None
+        for i in range(n):
+            output = [{"type": "message", "id": f"m{i}", "role": "assistant", "content": "a"}]
+            own = [b'{"role": "user", "content": "b"}']
+            stored.keep("", {"id": f"r{i}", "output": output}, own, before)
+            before = f"r{i}"
+        named = [{"type": "item_reference", "id": f"m{i}"} for i in range(n)]
+        given = {"input": named, "previous_response_id": before}
+        request = checked(given, ResponsesRequest)
+        return lambda: whole_request(stored, "", request, 2**30)
+
+    assert _ratio(made, 20) < _SLACK
+
+
+@pytest.mark.parametrize("unit", [b';base64,AAAA"', b'"url":"A', b";base64", b'"data"   : ', b"A"])
+def test_media_of_double_size_are_found_in_double_the_time(unit: bytes) -> None:
+    def made(n: int) -> Work:
+        data = unit * n
+
+        def work() -> None:
+            media = MediaBytes()
+            for at in range(0, len(data), 1000):
+                media.add(data[at : at + 1000])
+
+        return work
+
+    assert _ratio(made, 1000) < _SLACK
+
+
+@pytest.mark.parametrize("stop", ["a" * 200 + "b", "ab" * 100, "b"])
+def test_a_text_of_double_length_is_searched_for_stops_in_double_the_time(stop: str) -> None:
+    def made(n: int) -> Work:
+        def work() -> None:
+            scanner = StopScanner([stop, stop[1:] + "c"])
+            for _ in range(n):
+                scanner.feed("a")
+            scanner.finish()
+
+        return work
+
+    assert _ratio(made, 500) < _SLACK
