@@ -220,3 +220,17 @@ def test_flags_of_llama_server_choose_it() -> None:
     assert pooling("--pooling", "cls") == "cls"
     auto = line_of("-np", "-1", command="serve").of(ServeOptions)
     assert for_serving(config_of(), auto).parallel == 4
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/embedding"])
+def test_a_text_that_is_too_long_is_recognised(program: Program, path: str) -> None:
+    """LiteLLM and agents look for the phrase, the code and both numbers."""
+    field = "input" if path == "/v1/embeddings" else "content"
+    answer = http.post(program.url + path, json={field: "word " * 100})
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    n_tokens = error["n_prompt_tokens"]
+    assert (n_tokens > 64, error["n_ctx"]) == (True, 64)
+    assert f"request ({n_tokens} tokens) exceeds the available context size (64" in error["message"]
+    assert error["type"] == "exceed_context_size_error"
+    assert error["code"] == ("context_length_exceeded" if path == "/v1/embeddings" else 400)

@@ -90,6 +90,18 @@ _TABLE: Mapping[Event, Mapping[Api, _Said]] = {
             f"tokens), and the answer needs at least one; {_REMEDY}",
         ),
     },
+    Event.TEXT_TOO_LONG: {
+        Api.OPENAI: _Said(
+            code="context_length_exceeded",
+            words="request ({n_prompt} tokens) exceeds the available context size ({n_ctx} "
+            "tokens): this model's maximum context length is {n_ctx} tokens in embeddings. "
+            "{message}",
+        ),
+        Api.NATIVE: _Said(
+            words="request ({n_prompt} tokens) exceeds the available context size ({n_ctx} "
+            "tokens). {message}",
+        ),
+    },
     Event.BODY_OVER_CONTEXT: {
         Api.OPENAI: _Said(
             code="context_length_exceeded",

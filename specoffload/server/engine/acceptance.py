@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from offload.ggml.library import interrupt
 from specoffload.errors import KNOWN
 from specoffload.generation.generation import N_SEEDS, GenerateOptions
-from specoffload.server.engine.calls import PromptTooLong, kept_places, prompt_tokens
+from specoffload.server.engine.calls import PromptTooLong, TextTooLong, kept_places, prompt_tokens
 from specoffload.server.engine.messages import (
     Cancel,
     ChatJob,
@@ -85,6 +85,9 @@ def refusal(session: Session, job_id: int, error: Exception, n_prompt: int | Non
     """Return what the client is told about a job that failed, and log what nobody expects."""
     if isinstance(error, PromptTooLong):
         n_prompt = error.n_prompt_tokens
+    if isinstance(error, TextTooLong):
+        told = problem_of(error, n_prompt_tokens=error.n_tokens, n_ctx=error.n_most)
+        return replace(told, event=Event.TEXT_TOO_LONG)
     problem = problem_of(error, n_prompt_tokens=n_prompt, n_ctx=session.card.n_ctx)
     if isinstance(error, PromptTooLong):
         event, is_least = Event.PROMPT_TOO_LONG, error.is_lower_bound

@@ -41,6 +41,17 @@ class PromptTooLong(DoesNotFit):
         self.n_prompt_tokens, self.is_lower_bound = n_prompt_tokens, at_least
 
 
+class TextTooLong(DoesNotFit):
+    """A text has more tokens than can be embedded at once."""
+
+    def __init__(self, n_tokens: int, n_most: int) -> None:
+        super().__init__(
+            f"a text of {n_tokens} tokens cannot be embedded: at most {n_most} are read at once; "
+            "raise --ubatch-size"
+        )
+        self.n_tokens, self.n_most = n_tokens, n_most
+
+
 class Embedded(NamedTuple):
     """The embedding of one text: float32 [1, width] if pooled, else [n_tokens, width]."""
 
@@ -76,6 +87,9 @@ def embed(session: Session, prompt: Prompt) -> Embedded:
     if not tokens:
         raise BadRequest("the input is empty: at least one token is needed")
     check_ids(tokens, session.card.n_vocab)
+    embedder = session.target.embedder
+    if embedder is not None and len(tokens) > embedder.n_most:
+        raise TextTooLong(len(tokens), embedder.n_most)
     rows, is_pooled = session.embed(tokens)
     return Embedded(rows, len(tokens), is_pooled)
 

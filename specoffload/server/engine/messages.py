@@ -115,6 +115,7 @@ class Event(Enum):
     """A reason for a refusal that each API has its own words for (`api/refusals.py`)."""
 
     PROMPT_TOO_LONG = "the prompt leaves no room for an answer in the context"
+    TEXT_TOO_LONG = "the text is longer than one that can be embedded"
     BODY_OVER_CONTEXT = "the body is larger than any prompt that fits the context"
     BODY_TOO_LARGE = "the body is larger than any that the server reads"
     QUEUE_FULL = "too many requests wait"
