@@ -32,7 +32,7 @@ from specoffload.chat.format import ChatFormat, ChatPrompt
 from specoffload.server.engine.child import start_shielded
 from specoffload.server.engine.health import describe_exit
 from specoffload.server.engine.process import IGNORED_SIGNALS
-from specoffload.server.rendering_turns import MOST_QUICK, Turns
+from specoffload.server.rendering_turns import Turns
 
 _TIME_LIMIT_S = 5.0  # processor time of one conversation; published templates take milliseconds
 _PATIENCE_S = 5.0
@@ -157,8 +157,13 @@ class _Worker:
         self._connection: Connection | None = None
         self._form: ChatFormat | None = None  # the format that was sent to the process last
 
+    @property
+    def is_started(self) -> bool:
+        """True while there is a process that can be asked."""
+        return self._connection is not None
+
     def warm(self) -> None:
-        """Start the process ahead of the first request. Returns at once."""
+        """Start the process ahead of its next request. Returns at once."""
         self.thread.submit(self._start)
 
     def close(self) -> None:
@@ -331,7 +336,7 @@ class Renderer:
         self._workers: set[_Worker] = set()
 
     def warm(self) -> None:
-        """Start a process ahead of the first request. Returns at once."""
+        """Start a process ahead of the next request. Returns at once."""
         worker = self._new_worker()
         worker.warm()
         self._idle.append(worker)
@@ -415,6 +420,8 @@ class Renderer:
             self._turns.n_quick -= 1
             self._turns.n_slow += 1
             self._dispatch()
+            if not self._idle and self._turns.may_start and not self._is_closed:
+                self.warm()  # so that the next request need not wait for a start
 
     def _on_reply(self, worker: _Worker, client: str, wish: _Wish, job: Future[_Reply]) -> None:
         self._turns.ended(client)
@@ -422,12 +429,15 @@ class Renderer:
             worker.is_slow = False
             self._turns.n_slow -= 1
             self._turns.n_quick += 1
-        if self._turns.n_quick > MOST_QUICK:
+        if self._turns.is_one_too_many:
             self._turns.n_quick -= 1
             self._workers.discard(worker)
             worker.close()
-        else:
+        elif worker.is_started:
             self._idle.append(worker)
+        else:  # its process was ended: the next request takes another one, if there is one
+            worker.warm()
+            self._idle.insert(0, worker)
         if not wish.reply.done():
             error = job.exception()
             if error is not None:

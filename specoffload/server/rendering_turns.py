@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 MOST_QUICK = 2  # processes that render and are not slow, as many as small machines have cores
+_MOST_SPARE = (
+    1  # kept beyond MOST_QUICK, because starting a process takes a second of processor time
+)
 MOST_PROCESSES = 8  # of which each takes about 60 MB
 _PATIENCE_S = 2.0
 _T = TypeVar("_T")
@@ -42,6 +45,11 @@ class Turns(Generic[_T]):
     def may_start(self) -> bool:
         """True if another process may start."""
         return self.n_quick < MOST_QUICK and self.n_quick + self.n_slow < MOST_PROCESSES
+
+    @property
+    def is_one_too_many(self) -> bool:
+        """True if a process that has become quick again should end."""
+        return self.n_quick > MOST_QUICK + _MOST_SPARE
 
     def enter(self, client: str, n_bytes: int, item: _T, now_s: float) -> None:
         self._waiting.append(_Waiting(client, n_bytes, now_s, item))

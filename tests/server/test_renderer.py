@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from running import eventually
 
 from offload.errors import BadRequest, DeviceFailed
 from specoffload.chat.conversation import Conversation, Tool
@@ -43,20 +44,20 @@ def _rendered(renderer: Renderer, form: ChatFormat = ECHO) -> str:
     return asyncio.run(renderer.prepare(form, HI)).text
 
 
-def _pid() -> int:
-    [pid] = [p.pid for p in multiprocessing.active_children() if p.name == "templates"]
-    assert pid is not None
-    return pid
+def _processes() -> set[int]:
+    return {
+        child.pid or 0 for child in multiprocessing.active_children() if child.name == "templates"
+    }
 
 
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_process_that_was_ended_or_stopped_is_replaced_unnoticed(sig: signal.Signals) -> None:
     with closing(Renderer(patience_s=1.0)) as renderer:
         assert _rendered(renderer) == "hi"
-        before = _pid()
+        [before] = _processes()
         os.kill(before, sig)
         assert _rendered(renderer) == "hi"
-        assert _pid() != before
+        assert before not in _processes()
 
 
 def test_a_process_that_ends_every_time_is_a_failure_of_ours(tmp_path: Path) -> None:
@@ -112,6 +113,30 @@ def test_a_grammar_that_takes_long_to_compile_is_refused_and_others_go_on() -> N
         asked = Conversation((HI.messages[0],), schema=slow.json_schema, tools=(Tool("f"),))
         with pytest.raises(BadRequest, match="the grammar takes over 1 s"):
             asyncio.run(renderer.prepare(ChatFormat.of(None), asked))
+
+
+def test_a_process_that_was_ended_is_started_again_before_it_is_asked() -> None:
+    patterns = [{"pattern": f"a{{{i}}}|[a-z]*{i}[a-z]*"} for i in range(24)]
+    slow = Structure(json_schema=json.dumps({"allOf": patterns}))
+    others = _processes()
+
+    async def refused(renderer: Renderer) -> tuple[set[int], set[int]]:
+        """Return the processes after a refusal, and those that rendered afterwards."""
+        with pytest.raises(BadRequest, match="the grammar takes over 1 s"):
+            await renderer.check(slow)
+        await asyncio.to_thread(eventually, lambda: len(_processes() - others) == 2, 60)
+        before = _processes() - others
+        assert (await renderer.prepare(ECHO, HI)).text == "hi"
+        return before, _processes() - others
+
+    with closing(Renderer()) as renderer:
+        before, after = asyncio.run(refused(renderer))
+        assert before == after, "one that became slow was ended, and two wait"
+
+
+def test_one_process_is_kept_beyond_those_that_work_side_by_side() -> None:
+    assert not Turns(n_quick=MOST_QUICK + 1).is_one_too_many
+    assert Turns(n_quick=MOST_QUICK + 2).is_one_too_many
 
 
 def test_clients_take_turns_and_small_conversations_come_first() -> None:

@@ -115,5 +115,5 @@ async def _try(port: int, seed: int, number: int, folder: Path, outcome: Outcome
     shown = [secret for secret in secrets if secret.encode() in said]
     if shown and _SECRET.encode() not in request.body:
         outcome.breaches.append(Breach(f"{request.path} shows {shown[0]}", command))
-    if answer.status >= 500 and answer.status != 503:
+    if answer.status >= 500 and answer.status != 503 and b"failed to load" not in answer.body:
         outcome.breaches.append(Breach(f"{answer.status}: {answer.body[-300:]!r}", command))
