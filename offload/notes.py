@@ -11,6 +11,7 @@ class NoteKind(StrEnum):
     DEVICE = "device"  # devices, and what lies on them
     CONTEXT = "context"
     WEIGHTS = "weights"
+    FLAGS = "flags"  # given flags that make the program slower
     MEMORY = "memory"  # weights that memory cannot hold
     DISK = "disk"
     PROMPTS = "prompts"  # prompts that are kept on the disk

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from offload.model import ModelFacts
 from offload.plan.sharing import SMALL_UBATCHES, UBATCHES
@@ -27,6 +28,10 @@ from offload.times.machine import (
     with_prompt,
 )
 
+# The first builds with a cache of experts, and with a CPU share beside it (docs/hybrid-model.md).
+CACHE_BUILD, CPU_SHARE_BUILD = "b11500", "b12569"
+_ANY_BUILD = ""
+
 
 @dataclass(frozen=True)
 class LlamaSpeeds:
@@ -37,9 +42,21 @@ class LlamaSpeeds:
     """
 
     flags: str  # that place the experts of layers: "--n-cpu-moe 58"
-    prefill_tps: float  # with these flags and the fastest ubatch
-    decode_tps: float  # with these flags
+    prefill_tps: float  # with `prompt_flags`
+    decode_tps: float  # with `flags`
     cache_decode_tps: tuple[float, float] | None  # with its cache of experts; None: all are on it
+    prompt_flags: str  # of the fastest prompts: "--n-cpu-moe 59 -ub 4096 -b 4096"
+    cache_flags: str  # of `cache_decode_tps`, and perhaps a CPU share; "" without a cache
+    build: str  # the first build with this cache; "" without a cache
+
+
+class LlamaStart(NamedTuple):
+    """A start of llama.cpp with one ubatch."""
+
+    prompt_s: float
+    left_bytes: int  # of the device memory, without the buffers of ubatches above the smallest
+    n_ubatch: int
+    resident: Sharing
 
 
 @dataclass(frozen=True)
@@ -122,8 +139,8 @@ class LlamaCpp:
             )
         )
 
-    def starts(self, machine: Machine, work: ModelWork, n_prompt: int) -> list[tuple[float, int]]:
-        """Return the prompt's seconds with `--n-cpu-moe` and each ubatch, and the bytes left.
+    def starts(self, machine: Machine, work: ModelWork, n_prompt: int) -> list[LlamaStart]:
+        """Return a start with `--n-cpu-moe` for each ubatch.
 
         Copies are pinned, and `work` includes the prompt's attention. The buffers of 512 tokens
         count as part of the context. Those of larger ubatches take more of the budget.
@@ -143,7 +160,9 @@ class LlamaCpp:
                 float(streamed_s(machine, work, ring, n_ubatch, passes=False)),
                 float(cpu_s(machine, work, resident, n_ubatch)),
             )
-            found.append((n_prompt / n_ubatch * ubatch_s, self.budget_bytes - reserve_bytes))
+            seconds = n_prompt / n_ubatch * ubatch_s
+            left_bytes = self.budget_bytes - reserve_bytes
+            found.append(LlamaStart(seconds, left_bytes, n_ubatch, resident))
         return found
 
 
@@ -163,13 +182,30 @@ def llama_speeds(
     if resident.n_resident < guessed.n_expert_layers:
         least, most = (1 / llama.cache_s(machine, its) for its in works)
         in_cache = least, most
-    prompt_s, _ = min(llama.starts(machine, prompt_work, n_prompt))
+    start = min(llama.starts(machine, prompt_work, n_prompt), key=lambda its: its.prompt_s)
+    ubatch = f"-ub {start.n_ubatch} -b {start.n_ubatch}"
+    cache_flags, build = "", _ANY_BUILD
+    if in_cache is not None:
+        cache_flags, build = _cache_flags(llama, machine, guessed)
     return LlamaSpeeds(
         _flags(facts, guessed, resident),
-        n_prompt / prompt_s,
+        n_prompt / start.prompt_s,
         1 / float(cpu_s(machine, guessed, resident, 1)),
         in_cache,
+        f"{_flags(facts, guessed, start.resident)} {ubatch}",
+        cache_flags,
+        build,
     )
+
+
+def _cache_flags(llama: LlamaCpp, machine: Machine, work: ModelWork) -> tuple[str, str]:
+    """Return the flags of the faster cache, and the build: all misses copied, or a CPU share."""
+    lru, shared = llama.lru_cache(machine, work), llama.cache_split(machine, work)
+    splits = hybrid_s(machine, work, shared, 1) < streamed_s(machine, work, lru, 1, passes=False)
+    chosen = shared if splits else lru
+    mib = int(chosen.n_slots * work.expert.size_bytes) >> 20
+    flags = f"{_flags(llama.facts, work, chosen)} --moe-cache-mib {mib}"
+    return flags, CPU_SHARE_BUILD if splits else CACHE_BUILD
 
 
 def _flags(facts: ModelFacts, work: ModelWork, resident: Sharing) -> str:

@@ -108,17 +108,17 @@ def _cell(facts: ModelFacts, title: str, gib: int, name: str, machine: Machine) 
         for end, work in works.items()
     }
     starts = llama.starts(machine, prompt_work, N_CTX)
-    rival_prompt_s, _ = min(starts)
+    rival_prompt_s = min(start.prompt_s for start in starts)
     n_generated = USUAL.workload(N_CTX).n_generated
 
     def one_start(end: str, prompt: float, decode: float) -> float:
         """The time of the planned mix in llama.cpp's best start ÷ our time."""
         work = works[end]
         theirs_s = min(
-            prompt_s
+            its.prompt_s
             + n_generated
-            * _rival_decode_s(replace(llama, budget_bytes=left), machine, work, CPU_SHARE)
-            for prompt_s, left in starts
+            * _rival_decode_s(replace(llama, budget_bytes=its.left_bytes), machine, work, CPU_SHARE)
+            for its in starts
         )
         ours_s = rival_prompt_s / prompt + n_generated * rivals_s[CPU_SHARE, end] / decode
         return theirs_s / ours_s

@@ -26,9 +26,9 @@ from offload.store.store import Room
 from offload.times.context import ContextOptions, context_memory
 from offload.units import size_words
 from specoffload.cli import app
-from specoffload.commands.plan_screen import rounded, speed_range, speed_words
 from specoffload.opening.context_size import request_seconds
 from specoffload.opening.planning import Planned
+from specoffload.opening.speeds import rounded, speed_range, speed_words
 
 GIB = 1 << 30
 VRAM_GIB = (8, 12, 16, 24, 32, 48, 80)

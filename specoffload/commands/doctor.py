@@ -50,7 +50,8 @@ def doctor(folder: Path, *, threads_now: str, numa: bool) -> None:
     tuned = load_tuned(folder, topology)
     there = frozenset((device.name.lower(), device.description) for device in devices())
     kept = kept_models(folder, MachineNow(there, threads_now, library_build()))
-    how = tuned.why_not or "not tuned yet (`specoffload tune numa`)"
+    command = "tune numa" if topology.is_numa else "tune MODEL.gguf"
+    how = tuned.why_not or f"not tuned yet (`specoffload {command}`)"
     if tuned.result is not None:
         how = f"{tuned.result.best}, {tuned_sentence(tuned.result)}"
     disks = KeptFile(folder).load()[0].disks
@@ -217,8 +218,8 @@ class KeptModel:
 
     def words(self, today: date) -> str:
         """The summary as one sentence for a user."""
-        if not self.measured_on:
-            return f"speeds of {self.model}: {self.why_not}"
+        if not (self.measured_on and self.n_sizes):
+            return f"speeds of {self.model}: {self.why_not or 'none measured yet'}"
         n_days = (today - date.fromisoformat(self.measured_on)).days
         age = "today" if n_days <= 0 else "1 day ago" if n_days == 1 else f"{n_days} days ago"
         found = f"speeds of {self.model}: {self.n_sizes} decode times of {self.measured_on} ({age})"

@@ -13,10 +13,12 @@ from offload.routing.routing import UNION_SIZES
 from offload.times.machine import expected_hits
 from offload.times.min_batch import NEVER
 from specoffload import report
+from specoffload.commands.plan_lines import others_bytes
 from specoffload.commands.plan_screen import show_plan, streamed_layers
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
-from specoffload.opening.context_size import ContextCost, planned_contexts
+from specoffload.opening.context_size import ContextCost, planned_contexts, planner_of
+from specoffload.opening.flag_costs import flag_cost
 from specoffload.opening.planning import Planned
 
 
@@ -29,9 +31,18 @@ def plan_config(
     `details`, all reasons are printed, too.
     Raises BadModel or DoesNotFit.
     """
-    planned, contexts = planned_contexts(config, own)
-    show_plan(planned, contexts, start or ("serve", str(config.model)), details=details)
-    report.data(as_dict(planned) | {"contexts": [_context(its) for its in contexts.costs]})
+    config, planner = planner_of(config, own)
+    config, planned, contexts = planned_contexts(config, planner)
+    cost = flag_cost(config, planner)
+    show_plan(planned, contexts, start or ("serve", str(config.model)), cost, details=details)
+    report.data(
+        as_dict(planned)
+        | {
+            "contexts": [_context(its) for its in contexts.costs],
+            "slow_flags": cost
+            and {"flags": list(cost.flags), "expected_without": _speeds(cost.planned)},
+        }
+    )
 
 
 def as_dict(planned: Planned) -> dict[str, Any]:
@@ -55,11 +66,7 @@ def as_dict(planned: Planned) -> dict[str, Any]:
             }
             for part in planned.parts or (planned,)
         ],
-        "expected": planned.expected
-        | {
-            "least_decode_tps": planned.least_decode_tps,
-            "least_full_context_decode_tps": planned.least_full_context_decode_tps,
-        },
+        "expected": _speeds(planned),
         "llama_cpp": None if planned.llama is None else asdict(planned.llama),
         "ends": {} if plan.decode_end is None else {"decode": asdict(plan.decode_end)},
         "cache": _cache(planned),
@@ -70,6 +77,7 @@ def as_dict(planned: Planned) -> dict[str, Any]:
             "available_bytes": room.available_bytes,
             "limited_by": room.limited_by,
             "fits": plan.streamed_bytes <= room.available_bytes,
+            "others_bytes": others_bytes(),
         },
         "disk": _disk(planned),
         "tables": _tables(planned),
@@ -79,6 +87,13 @@ def as_dict(planned: Planned) -> dict[str, Any]:
             way: {n: entry.seconds for n, entry in sorted(entries.items())}
             for way, entries in planned.costs.ways.items()
         },
+    }
+
+
+def _speeds(planned: Planned) -> dict[str, float]:
+    return planned.expected | {
+        "least_decode_tps": planned.least_decode_tps,
+        "least_full_context_decode_tps": planned.least_full_context_decode_tps,
     }
 
 

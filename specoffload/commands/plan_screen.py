@@ -1,24 +1,25 @@
-"""Prints the plan of `specoffload plan`: five lines, then tables. With -v, all reasons follow."""
+"""Prints the plan of `specoffload plan`: lines, then tables. With -v, all reasons follow."""
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from offload.model import is_experts, layer_of
 from offload.plan.host_tables import HostTables
-from offload.plan.llama_cpp import LlamaSpeeds
 from offload.plan.placement import Plan
 from offload.times.machine import even, expected_hits
 from offload.times.min_batch import NEVER
 from offload.times.table import PAYS, CostTable, Way
 from offload.units import milliseconds, rate_words, size_words
 from specoffload import report
+from specoffload.commands.plan_lines import context_lines, first_lines, mtp_speed
 from specoffload.config.hardware import PRESETS, hardware_of
 from specoffload.opening.context_size import Contexts
+from specoffload.opening.flag_costs import FlagCost
 from specoffload.opening.planning import ACCEPTED, Planned
+from specoffload.opening.speeds import prompt_words, rounded, speed_words
 
 _GIB = 1 << 30
 PLACES = {
@@ -28,12 +29,22 @@ PLACES = {
 }
 
 
-def show_plan(planned: Planned, contexts: Contexts, start: Sequence[str], *, details: bool) -> None:
+def show_plan(
+    planned: Planned,
+    contexts: Contexts,
+    start: Sequence[str],
+    cost: FlagCost | None = None,
+    *,
+    details: bool,
+) -> None:
     """Print the plan. `contexts`: what other contexts cost, if the context was chosen.
 
+    `cost` has the given flags without which the machine would be faster.
     `start` are the arguments of the command to start. With `details`, all reasons are printed, too.
     """
-    report.named(_first_lines(planned, start))
+    report.named(first_lines(planned, start))
+    if cost is not None:
+        report.paragraph(cost.note)
     if planned.hardware is not None and hardware_of(planned.hardware).shares_ram:
         report.paragraph(
             f"specoffload is not for this machine ({planned.hardware}): its GPU shares the RAM, so "
@@ -59,129 +70,8 @@ def show_plan(planned: Planned, contexts: Contexts, start: Sequence[str], *, det
         report.paragraph("Reasons, rates and the times of each way: -v")
 
 
-# -- numbers in words ------------------------------------------------------------------------------
-
-
-def rounded(value: float, n_digits: int = 2) -> str:
-    """An estimate as text with `n_digits` significant digits: 162.6 is 160 with two."""
-    value = float(f"{value:.{n_digits - 1}e}")
-    return f"{value:,g}" if value < 1e5 else f"{value:,.0f}"
-
-
-def speed_words(planned: Planned, *, full_context: bool = False) -> str:
-    """The expected tokens/s of decoding: a number, or a range such as "40 to 100".
-
-    It is a range if hits are guessed. It then begins with the speed of experts used equally often.
-    `full_context`: at the end of the context, where a token attends to all others; otherwise at
-    its beginning.
-    """
-    if full_context:
-        most_tps = planned.expected["full_context_decode_tps"]
-        least_tps = planned.least_full_context_decode_tps
-    else:
-        most_tps, least_tps = planned.expected["decode_tps"], planned.least_decode_tps
-    return speed_range(least_tps, most_tps)
-
-
-def speed_range(least_tps: float, most_tps: float) -> str:
-    """Two speeds as text, such as "40 to 100", or one if both look alike."""
-    most, least = rounded(most_tps), rounded(least_tps)
-    return most if least == most else f"{least} to {most}"
-
-
 def _duration(seconds: float) -> str:
     return milliseconds(seconds) if seconds < 1 else f"{rounded(seconds, 3)} s"
-
-
-# -- the first five lines --------------------------------------------------------------------------
-
-
-def _first_lines(planned: Planned, start: Sequence[str]) -> list[tuple[str, str]]:
-    fits = "fits" if planned.disk is None else "does not fit"
-    return [
-        (fits, _fit_words(planned)),
-        ("prompts", f"about {rate_words(rounded(planned.expected['prefill_tps']))} (± 40 %)"),
-        ("answers", _answer_words(planned)),
-        ("llama.cpp", _llama_words(planned)),
-        ("start", f"specoffload {shlex.join(start)}"),
-    ]
-
-
-def _fit_words(planned: Planned) -> str:
-    plan, room, facts = planned.plan, planned.room, planned.facts
-    name = f"{facts.path.name}, {size_words(facts.size_bytes)}"
-    if planned.on_cpu:
-        needed = size_words(plan.streamed_bytes + plan.used_bytes)
-        if room is None:
-            return f"{name}: {needed} in RAM, weights in the page cache (--mmap)"
-        free = size_words(room.available_bytes + plan.resident_bytes + plan.reserve_bytes)
-        if planned.disk is None:
-            return f"{name}: {needed} of {free} in RAM ({room.limited_by})"
-        return (
-            f"{name}: {needed} are needed, and RAM has {free} ({room.limited_by}). "
-            f"{size_words(planned.missing_bytes)} are read from the disk, which is slow"
-        )
-    of_all = f" of {size_words(planned.vram_bytes)}" if planned.vram_bytes else ""
-    on_gpu = f"{size_words(plan.used_bytes)}{of_all} on the GPU"
-    if not plan.streamed:
-        return f"{name}: {on_gpu}, nothing in RAM"
-    streamed = size_words(plan.streamed_bytes)
-    if room is None:
-        return f"{name}: {on_gpu}, {streamed} in the page cache (--mmap)"
-    free = size_words(room.available_bytes)
-    if planned.disk is None:
-        return f"{name}: {on_gpu}, {streamed} of {free} in RAM ({room.limited_by})"
-    return (
-        f"{name}: {on_gpu}, but {streamed} are for RAM, which has {free} ({room.limited_by}). "
-        f"{size_words(planned.missing_bytes)} are read from the disk, which is slow"
-    )
-
-
-def _answer_words(planned: Planned) -> str:
-    speed = speed_words(planned)
-    words = [f"about {rate_words(speed)}"]
-    if " to " in speed:
-        words.append("more if your texts prefer some experts")
-    if planned.expected["full_context_decode_tps"] < 0.95 * planned.expected["decode_tps"]:
-        at_end = speed_words(planned, full_context=True)
-        words.append(f"{at_end} at the end of {planned.context.n_ctx:,} tokens")
-    if "mtp_decode_tps" in planned.expected:
-        words.append(f"{_mtp_speed(planned)} with drafts by its own layers")
-    end = planned.plan.decode_end
-    if end is not None:
-        prompts, answers = end.in_words
-        words.append(f"{answers} with --plan-for decode (prompts {prompts})")
-    return ", ".join(words) + ("" if planned.is_guess else " (± 25 %)")
-
-
-def _mtp_speed(planned: Planned) -> str:
-    """The expected tokens/s with drafts by the model's own layers, as a number or a range."""
-    return speed_range(
-        planned.expected["least_mtp_decode_tps"], planned.expected["most_mtp_decode_tps"]
-    )
-
-
-def _llama_words(planned: Planned) -> str:
-    speeds = planned.llama
-    if speeds is not None:
-        return llama_words(speeds)
-    if planned.on_cpu and planned.disk is None:
-        return "about as fast, since it has the same CPU backend"
-    if planned.disk is not None:
-        return "not modelled: it reads through mmap what RAM does not hold (docs/disk.md)"
-    what = "several devices" if planned.parts else "this layout"
-    return f"not modelled for {what}; measure it: specoffload bench MODEL --vs llama-server=PATH"
-
-
-def llama_words(speeds: LlamaSpeeds) -> str:
-    """A sentence on llama.cpp's speeds with the same device memory."""
-    words = (
-        f"about {rate_words(rounded(speeds.decode_tps))} with {speeds.flags}, "
-        f"prompts {rounded(speeds.prefill_tps)}"
-    )
-    if speeds.cache_decode_tps is not None:
-        words += f"; with its cache {speed_range(*speeds.cache_decode_tps)}"
-    return f"{words} (same model of the machine, its best flags)"
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -194,12 +84,13 @@ def _show_contexts(planned: Planned, contexts: Contexts) -> None:
         mark = " *" if cost.n_ctx == planned.context.n_ctx else ""
         cells = ("does not fit", "", "")
         if its is not None:
-            prompts = rounded(its.expected["prefill_tps"])
-            cells = prompts, speed_words(its), speed_words(its, full_context=True)
+            cells = prompt_words(its), speed_words(its), speed_words(its, full_context=True)
         rows.append((f"{cost.n_ctx:,}{mark}", *cells))
     heads = ("context", "prompts, tokens/s", "answers", "at its end")
     report.table("What a context costs (--ctx-size; * is chosen)", heads, rows)
     report.paragraph(contexts.why)
+    for words in context_lines(planned, contexts):
+        report.paragraph(words)
 
 
 def _show_memory(planned: Planned, *, details: bool) -> None:
@@ -372,30 +263,38 @@ def batch_runs(planned: Planned) -> list[BatchRun]:
 
 
 def _show_batches(planned: Planned) -> None:
+    ends = [planned.used_equally.costs, planned.costs] if planned.is_guess else [planned.costs]
     rows = []
     for run in batch_runs(planned):
+        sizes = list(dict.fromkeys((run.first, run.last or run.first)))
         times = ""
         if run.seconds is not None:
-            first, last = map(_duration, run.seconds)
-            times = first if run.first == run.last else f"{first} to {last}"
-        rows.append((run.sizes, PLACES[run.way], times, _division_words(planned, run)))
+            times = "\n".join(_durations(ends, run.way, n) for n in sizes)
+        counts = "\n".join(_division_words(planned, run.way, n) for n in sizes)
+        rows.append((run.sizes, PLACES[run.way], times, counts))
     title = "Batches (estimate; a start measures them)"
     heads = ["tokens", "computed by", "a decode takes", "slots + link + CPU"]
     n_heads = 3 if planned.parts or not planned.facts.n_experts else 4
     report.table(title, heads[:n_heads], [row[:n_heads] for row in rows])
+    if any("\n" in row[2] for row in rows):
+        report.line("first line: the smallest batch of the row; second line: the largest")
+    if any(" to " in row[2] for row in rows):
+        report.line("of two times, the longer one assumes experts that are used equally often")
     if n_heads == 4:
         report.line("slots + link + CPU: a layer's experts in slots, copied, and on the CPU")
 
 
-def _division_words(planned: Planned, run: BatchRun) -> str:
-    """Return a streamed layer's experts by place, for the smallest and the largest batch."""
-    first, last = run.first, run.last or run.first
-    words = []
-    for n in dict.fromkeys((first, last)):
-        its = planned.division(run.way, n)
-        counts = (its.in_slots, its.over_link, its.on_cpu)
-        words.append("+".join(f"{float(count):.0f}" for count in counts))
-    return " to ".join(words)
+def _durations(tables: Sequence[CostTable], way: Way, n: int) -> str:
+    """A batch's time by each table that has its way: "12.6 ms to 28.6 ms", or one time."""
+    known = [table.seconds(way, n) for table in tables if table.has(way)]
+    return " to ".join(dict.fromkeys(map(_duration, sorted(known))))
+
+
+def _division_words(planned: Planned, way: Way, n_tokens: int) -> str:
+    """Return a streamed layer's experts by place, for a batch of `n_tokens`."""
+    its = planned.division(way, n_tokens)
+    counts = (its.in_slots, its.over_link, its.on_cpu)
+    return "+".join(f"{float(count):.0f}" for count in counts)
 
 
 def _powers_of_two(most: int) -> list[int]:
@@ -471,7 +370,7 @@ def _show_rest(planned: Planned) -> None:
         report.paragraph(_table_words(planned, planned.tables))
     if "mtp_decode_tps" in planned.expected:
         report.line(
-            f"With drafts by its own layers: answers about {rate_words(_mtp_speed(planned))}, if "
+            f"With drafts by its own layers: answers about {rate_words(mtp_speed(planned))}, if "
             f"{ACCEPTED:.0%} of the drafted tokens are right"
         )
     links = " and ".join(

@@ -158,6 +158,8 @@ def ways_as_data(table: CostTable) -> dict[str, list[dict[str, Any]]]:
 
 def _time_words(entry: Entry) -> str:
     """Milliseconds, their spread if the size was timed several times, and the number of timings."""
+    if entry.n_timed > 1 and entry.spread >= 1:
+        return f"no steady time ({entry.n_timed})"
     spread = f" ± {entry.spread:.0%}" if entry.n_timed > 1 else ""
     return f"{entry.seconds * 1e3:.2f}{spread} ({entry.n_timed})"
 

@@ -8,16 +8,12 @@ from __future__ import annotations
 import json
 import mmap
 import struct
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from offload.device import device_names
-from offload.plan.placement import Passes
-from offload.plan.sharing import UBATCHES
 from offload.regular_file import open_regular
 from offload.remote.address import RemoteOptions, named_remotely
 from offload.remote.probe import reach
@@ -26,7 +22,6 @@ from offload.stream.options import StreamingOptions
 from offload.threads.numa_plan import NumaPlan
 from offload.times.context import OWN, OWN_REQUIRED
 from offload.times.min_batch import NEVER, MinBatch
-from offload.trace.trace import NO_TRACE, Trace
 from specdec.options import DrafterName
 from specdec.whole_file import read_text
 from specoffload.chat.conversation import ChatSettings, ReasoningOptions
@@ -40,7 +35,13 @@ from specoffload.config.options import (
     Opening,
     Options,
     ServeOptions,
-    Toggle,
+)
+from specoffload.config.placing import (
+    HybridChoice,
+    PlacingFlags,
+    left_to_the_plan,
+    parts_of,
+    switched_off,
 )
 from specoffload.config.rpc_secret import read_secret
 from specoffload.config.speculation import (
@@ -72,20 +73,6 @@ _EAGLE_KEY = b"general.architecture" + struct.pack("<IQ", 8, 6) + b"eagle3"
 _HEADER_BYTES = 64 << 20  # first bytes of a file in which the key is searched
 
 
-@dataclass(frozen=True)
-class HybridChoice:
-    """The choice of --hybrid: when layers are split between CPU and GPU.
-
-    `on` splits always, `auto` at the batch sizes where splitting was measured to be faster, `off`
-    never. `asked` is True if the user chose it. The user is then told if no layer can be split.
-    `why` is the reason for `off` if the user did not choose it.
-    """
-
-    toggle: Toggle = Toggle.OFF
-    asked: bool = False
-    why: str = ""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Config(Opening):
     """Everything that opening a session needs."""
@@ -101,6 +88,7 @@ class Config(Opening):
     reasons: tuple[str, ...]
     stream_experts: bool = True
     hybrid: HybridChoice = HybridChoice()
+    placing: PlacingFlags | None = None  # None: no flag restricts the plan
     gpu_flags: tuple[str, ...] = ()  # flags that were given and change nothing without a GPU
     remote: RemoteOptions = RemoteOptions()
     rpc_secret: Secret | None = None  # proved to workers, which prove it, too
@@ -172,7 +160,8 @@ def resolve(options: Options, host: Host) -> Config:
     Raises UsageError or BadOption.
     """
     reasons = [*options.remarks]
-    options = _without(options, options.without | host.environment.without, reasons)
+    without = options.without | host.environment.without
+    options = _without(options, without, reasons)
     model, draft = _models(options, reasons)
     named = options.name("draft") if draft is not None else ""
     is_eagle = draft is not None and _is_eagle(draft)
@@ -180,7 +169,6 @@ def resolve(options: Options, host: Host) -> Config:
     spec_options = with_file(options.spec, named, is_eagle=is_eagle, reasons=reasons)
     options = replace(options, spec=spec_options)
     threads = choose_threads(options, host, reasons)
-    hybrid = _choose_hybrid(options)
     complaint = _mtp_complaint(model) if may_use_own_layers(options.spec) else "unused"
     spec = resolve_speculation(
         options,
@@ -209,19 +197,18 @@ def resolve(options: Options, host: Host) -> Config:
             reasons.append(said)
     idle = inactive((*reasons, *spec.reasons))
     options = replace(options, remarks=tuple(dict.fromkeys((*options.remarks, *idle))))
+    placing = PlacingFlags(options, without)
     plain = {field.name: getattr(options, field.name) for field in fields(Opening)}
     if model == demo_file("target.gguf"):
         plain["alias"] = options.alias or _DEMO_NAME
     return Config(
-        **plain | {"model": model, "draft": draft, "device": device},
-        min_batch=options.min_batch if isinstance(options.min_batch, MinBatch) else None,
-        ubatch_size=options.ubatch_size and min(options.ubatch_size, options.batch_size),
-        most_ubatch=_most_ubatch(options),
+        **plain
+        | left_to_the_plan(options, without)
+        | {"model": model, "draft": draft, "device": device},
         threads=threads.n_decode,
         threads_batch=threads.n_batch,
         spec=spec,
-        streaming=_streaming(options, hybrid, host.environment.without | options.without),
-        hybrid=hybrid,
+        placing=placing if placing.fields else None,
         gpu_flags=_gpu_flags(options),
         reasons=tuple(dict.fromkeys(reasons)),
         remote=remote,
@@ -321,64 +308,7 @@ def _gpu_flags(options: Options) -> tuple[str, ...]:
     )
 
 
-def _choose_hybrid(options: Options) -> HybridChoice:
-    """The choice of --hybrid; auto by default, off if --min-batch is a number."""
-    if options.hybrid is not None:
-        return HybridChoice(options.hybrid, asked=True)
-    if isinstance(options.min_batch, MinBatch):
-        flag = options.given.get("min_batch", "--min-batch")
-        return HybridChoice(why=f"{flag} decides alone (--hybrid auto measures what is faster)")
-    return HybridChoice(Toggle.AUTO)
-
-
-def _may_split(options: Options, hybrid: HybridChoice, without: frozenset[str]) -> bool:
-    """True if a start may split layers. `auto` splits none if it cannot measure what is faster."""
-    measures = options.use_profile and "profile" not in without
-    return hybrid.toggle is Toggle.ON or (hybrid.toggle is Toggle.AUTO and measures)
-
-
-def _most_ubatch(options: Options) -> int:
-    return options.batch_size if "batch_size" in options.given else UBATCHES[-1]
-
-
-def _passes(options: Options) -> Passes:
-    """The rule for batches whose experts do not fit the slots at once.
-
-    If the user asks for batches to stream, they do so in passes where slots are too few.
-    """
-    asked = options.min_batch
-    is_asked = isinstance(asked, MinBatch) and asked.experts <= _most_ubatch(options)
-    return "on" if is_asked else "auto"
-
-
-def _streaming(options: Options, hybrid: HybridChoice, without: frozenset[str]) -> StreamingOptions:
-    vram = options.vram_bytes
-    several = vram if isinstance(vram, tuple) else ()
-    chosen = StreamingOptions(
-        device_bytes=None if isinstance(vram, tuple) else vram,
-        each_device_bytes=several,
-        n_cpu_moe="fit" if options.n_cpu_moe is None else options.n_cpu_moe,
-        n_gpu_layers=options.n_gpu_layers,
-        mix=options.plan_for,
-        passes=_passes(options),
-        warmup=options.warmup,
-        hybrid=hybrid.toggle is not Toggle.OFF,
-        plan_for_splits=_may_split(options, hybrid, without),
-        trace=Trace() if options.trace is not None else NO_TRACE,
-    )
-    return replace(chosen, **_switched_off(StreamingOptions, without))
-
-
 # -- SPECOFFLOAD_WITHOUT: parts to leave out, for bisecting on a user's machine
-
-
-def _parts(section: type) -> set[str]:
-    """The names of the switches in a class of options that are on by default."""
-    return {f.name for f in fields(section) if f.default is True}
-
-
-def _switched_off(section: type, without: Iterable[str]) -> dict[str, Any]:
-    return {name: False for name in _parts(section) & {w.replace("-", "_") for w in without}}
 
 
 def _without(options: Options, without: frozenset[str], reasons: list[str]) -> Options:
@@ -386,7 +316,7 @@ def _without(options: Options, without: frozenset[str], reasons: list[str]) -> O
     if not without:
         return options
     sections = (StreamingOptions, DraftOptions)
-    known = {"profile"}.union(*map(_parts, sections))
+    known = {"profile"}.union(*map(parts_of, sections))
     known = {name.replace("_", "-") for name in known}
     if unknown := sorted(without - known):
         raise UsageError(
@@ -396,7 +326,7 @@ def _without(options: Options, without: frozenset[str], reasons: list[str]) -> O
     return replace(
         options,
         use_profile=options.use_profile and "profile" not in without,
-        of_draft=replace(options.of_draft, **_switched_off(DraftOptions, without)),
+        of_draft=replace(options.of_draft, **switched_off(DraftOptions, without)),
     )
 
 

@@ -220,8 +220,10 @@ def _or_none(is_none: Callable[[int], bool], least: int | None = None) -> Callab
 _MOST_NAMED_LAYER = 4096
 
 
-def cpu_moe(text: str) -> int | frozenset[int]:
-    """A number of layers, or `not:LAYER,...`, the set of all others' numbers."""
+def cpu_moe(text: str) -> int | frozenset[int] | None:
+    """A number of layers, `auto` (None), or `not:LAYER,...`, the set of all others' numbers."""
+    if text == "auto":
+        return None
     if text.startswith("not:"):
         named = frozenset(whole(number) for number in text.removeprefix("not:").split(","))
         if not all(0 <= layer <= _MOST_NAMED_LAYER for layer in named):
@@ -229,7 +231,7 @@ def cpu_moe(text: str) -> int | frozenset[int]:
         return named
     value = whole(text)
     if value < 0:
-        raise ValueError("must be at least 0")
+        raise ValueError("must be at least 0 or auto")
     return value
 
 

@@ -54,10 +54,10 @@ def planned_with_context(config: Config, own: PlanOptions) -> tuple[Config, Plan
     describes. Raises BadModel, DoesNotFit or UsageError, or WorkerUnavailable for a worker that
     cannot be reached.
     """
-    return _planned(*_planner_of(config, own))
+    return _planned(*planner_of(config, own))
 
 
-def _planner_of(config: Config, own: PlanOptions) -> tuple[Config, Planner]:
+def planner_of(config: Config, own: PlanOptions) -> tuple[Config, Planner]:
     """Return `config` with drafters that can draft, and a planner for the machine of `own`."""
     config.check_unused_workers()
     check_opens(read_facts(config.model))
@@ -90,15 +90,14 @@ class Contexts:
     costs: tuple[ContextCost, ...] = ()
 
 
-def planned_contexts(config: Config, own: PlanOptions) -> tuple[Planned, Contexts]:
-    """Return the plan as `planned_with_context` does, and what other contexts would cost.
+def planned_contexts(config: Config, planner: Planner) -> tuple[Config, Planned, Contexts]:
+    """Return what `planned_with_context` does, and what other contexts would cost.
 
     These are the contexts of `SHOWN_CTX` that the model was trained for, and the chosen one.
     """
-    config, planner = _planner_of(config, own)
     with_size, planned = _planned(config, planner)
     if config.ctx_size is not None:
-        return planned, Contexts()
+        return with_size, planned, Contexts()
     trained = trained_context(planner.facts, rope_of(config))
     sizes = sorted({*(n for n in SHOWN_CTX if n <= trained), planned.context.n_ctx})
     costs = []
@@ -109,7 +108,7 @@ def planned_contexts(config: Config, own: PlanOptions) -> tuple[Planned, Context
         # On the CPU, a context and the dense weights have to be in RAM.
         is_left = its is None or its.room is None or bool(its.room.available_bytes)
         costs.append(ContextCost(n_ctx, its if is_left else None))
-    return planned, Contexts(with_size.reasons[0], tuple(costs))
+    return with_size, planned, Contexts(with_size.reasons[0], tuple(costs))
 
 
 def _sized(

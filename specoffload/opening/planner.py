@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from offload.model_file import read_facts
 from offload.opening.start import Start, start_of
@@ -62,6 +64,13 @@ class Planner:
         self._decided: dict[tuple[int | None, bool], Decided] = {}
         self._planned: dict[tuple[int | None, bool], Planned] = {}
         self._complaints = (*self.kept.complaints, *complaints)
+
+    def with_changes(self, changes: Mapping[str, Any]) -> Planner:
+        """A planner of the same model and machine, with other values of the configuration."""
+        other = copy.copy(self)
+        other._config = replace(self._config, **changes)
+        other._decided, other._planned = {}, {}
+        return other
 
     def start(self, n_ctx: int | None) -> Start:
         """Return what an engine executes on this machine, with a context of `n_ctx` tokens."""

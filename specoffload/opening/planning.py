@@ -65,6 +65,7 @@ class Planned:
     parts: tuple[Planned, ...] = ()
     layout: Layout | None = None  # what a start executes; None for one device's part
     sharing_exponent: float = SHARING_USUAL  # of neighbouring tokens, until unions are counted
+    uses_equally: bool = False  # True: all experts are used equally often, whatever was counted
 
     @property
     def vram_bytes(self) -> int:
@@ -91,12 +92,19 @@ class Planned:
 
     def _work(self, hits: HitCurve | None) -> ModelWork:
         work = model_work(self.facts, hits, self.request.unions)
+        work = even(work) if self.uses_equally else work
         return replace(work, sharing_exponent=self.sharing_exponent)
 
     def with_sharing(self, exponent: float) -> Planned:
         """Return the plan for n neighbours that use n^`exponent` times the experts of one token."""
         parts = tuple(part.with_sharing(exponent) for part in self.parts)
         return replace(self, sharing_exponent=exponent, parts=parts)
+
+    @property
+    def used_equally(self) -> Planned:
+        """The plan for texts that use all experts equally often."""
+        parts = tuple(part.used_equally for part in self.parts)
+        return replace(self, uses_equally=True, parts=parts)
 
     @cached_property
     def ends_of_sharing(self) -> tuple[Planned, Planned] | None:

@@ -18,6 +18,7 @@ from specoffload.config.speculation import ignored
 from specoffload.generation.generation import OnProgress, ignore
 from specoffload.opening.context_size import sized
 from specoffload.opening.drafters import with_usable_drafters, without_text
+from specoffload.opening.flag_costs import flag_cost
 from specoffload.opening.kept_plan import KeptForPlan, with_imported_costs
 from specoffload.opening.planner import Planner
 from specoffload.opening.tokenizer import tokenizer_complaint
@@ -56,6 +57,9 @@ def session_start(config: Config, *, imports_costs: bool = True) -> SessionStart
     config = sized(config, planner)
     if on_cpu:
         config = _without_gpu_flags(config, choice.reason)
+    cost = None if on_cpu else flag_cost(config, planner)
+    if cost is not None:
+        config = replace(config, reasons=(cost.note, *config.reasons))
     return SessionStart(config, planner.kept, planner.start(config.ctx_size))
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from offload.notes import NoteKind, kind_of
 from specoffload import report
 from specoffload.chat.conversation import Conversation, Delta, Message
 from specoffload.chat.format import ChatFormat
@@ -27,7 +28,8 @@ _Part = TypeVar("_Part")
 def opened(config: Config) -> Iterator[Session]:
     """Open a session with a progress bar, and close it at the end of the block.
 
-    Start-up lines are shown with --verbose. News that comes during answers is shown at the end.
+    Start-up lines are shown with --verbose, and those on slow flags always. News
+    that comes during answers is shown at the end.
     """
     if config.is_demo:
         report.note(DEMO_WORDS)
@@ -36,8 +38,10 @@ def opened(config: Config) -> Iterator[Session]:
         session = Session(config, on_progress, on_news=news.append)
     with session:
         for words in session.notes:
-            if words not in config.remarks:
-                report.detail(words)
+            if words in config.remarks:
+                continue
+            say = report.note if kind_of(words) is NoteKind.FLAGS else report.detail
+            say(words)
         yield session
     for words in news:
         report.note(words)

@@ -33,11 +33,11 @@ from offload.times.context import ContextOptions
 from offload.times.machine import TYPICAL
 from specoffload import report
 from specoffload.cli import app
-from specoffload.commands.plan_screen import rounded
 from specoffload.config.hardware import PRESETS
 from specoffload.errors import UsageError
 from specoffload.kept import Kept, KeptFile, KeptLinks, today
 from specoffload.kept_machine import link_key
+from specoffload.opening.speeds import rounded
 
 GIB = 1 << 30
 KEYS = {
@@ -45,9 +45,15 @@ KEYS = {
     *("reserve_bytes", "reserve", "slot_bytes", "slots", "streamed_layers", "ubatch", "min_batch"),
     *("host_working_bytes", "pass_experts", "declined", "reasons", "expected", "ends", "hits"),
     *("unions", "machine", "cache", "lent_slots"),
-    *("hardware", "ways", "llama_cpp", "contexts", "host_projector_bytes"),
+    *("hardware", "ways", "llama_cpp", "slow_flags", "contexts", "host_projector_bytes"),
     *("host", "disk", "tables", "devices"),
 }
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("header") / "gpt-oss-120b.gguf"
+    return write_header_only(plan_preset("gpt-oss-120b", size="full"), path)
 
 
 @pytest.fixture(scope="module")
@@ -550,35 +556,82 @@ def test_a_layer_that_does_not_fit_its_slots_is_said(r1: Path) -> None:
 # -- the first lines, and contexts
 
 
-def test_five_lines_answer_what_everybody_asks(r1: Path) -> None:
+def test_the_first_lines_answer_what_everybody_asks(r1: Path) -> None:
     asked = (str(r1), "--hardware", "rtx-4090-ddr5", "--ram", "512GiB", "-b", "4096")
     printed = CliRunner().invoke(app, ["plan", *asked], catch_exceptions=False).stdout
     lines = printed.splitlines()
-    names = [line.partition(": ")[0] for line in lines[:5]]
-    assert names == ["fits", "prompts", "answers", "llama.cpp", "start"]
-    fits, prompts, answers, llama, start = (line.partition(": ")[2] for line in lines[:5])
+    names = [line.partition(": ")[0] for line in lines[:6]]
+    assert names == ["fits", "compared", "start", "llama.cpp", "prompts", "answers"]
+    fits, compared, start, llama, prompts, answers = (line.partition(": ")[2] for line in lines[:6])
     plan = planned(*asked)
     assert "of 23.0 GiB on the GPU" in fits
     assert "of 512.0 GiB in RAM (--ram)" in fits
-    assert rounded(plan["expected"]["prefill_tps"]) in prompts
-    assert rounded(plan["expected"]["decode_tps"]) in answers
-    rival = plan["llama_cpp"]
-    assert llama.startswith(
-        f"about {rounded(rival['decode_tps'])} tokens/s with --n-cpu-moe 58, "
-        f"prompts {rounded(rival['prefill_tps'])}; with its cache "
-    )
+    assert "kept prompts and the system need about 10.0 GiB" in fits
     assert start == f"specoffload serve {r1} -b 4096", "flags that only describe are left out"
+    rival = plan["llama_cpp"]
+    assert llama.startswith(f"llama-server -m {r1} -c {plan['ctx_size']} -ngl 99 --n-cpu-moe ")
+    assert f"about {rounded(plan['expected']['prefill_tps'])} tokens/s (± 40 %)" in prompts
+    assert f"llama.cpp {rounded(rival['prefill_tps'])} with {rival['prompt_flags']}" in prompts
+    assert rounded(plan["expected"]["decode_tps"]) in answers
+    assert "(± 25 %)" in answers
+    assert f"llama.cpp {rounded(rival['decode_tps'])} with --n-cpu-moe 58" in answers
+    assert compared.startswith("answers like llama.cpp with ")
     assert "deepseek2" not in printed
     assert "deepseek2" in shown(*asked)
+
+
+def test_the_comparison_follows_from_the_speeds_that_are_printed(
+    gpt_oss: Path,
+) -> None:
+    asked = (str(gpt_oss), "--hardware", "rtx-4090-ddr5", "-c", "65536")
+    plan, lines = planned(*asked), words_of(*asked)
+    ratio = plan["expected"]["prefill_tps"] / plan["llama_cpp"]["prefill_tps"]
+    assert ratio > 1.1
+    assert (
+        "compared: answers like llama.cpp with its cache and CPU share (b12569), prompts "
+        f"{rounded(ratio)} × as fast as llama.cpp with {plan['llama_cpp']['prompt_flags']}"
+    ) in lines
+    assert f"-c 65536 -ngl 99 {plan['llama_cpp']['cache_flags']} (and --moe-cache-cpu-" in lines
+    slow = (*asked, "-ncmoe", "26")
+    assert "compared: answers 0.52 to 0.99 × as fast as llama.cpp" in words_of(*slow)
+    assert "(each ± 25 %)" in lines
+
+
+def test_the_ram_of_kept_prompts_and_of_the_system_is_in_the_sum(gpt_oss: Path) -> None:
+    asked = (str(gpt_oss), "--vram", "24GiB", "-c", "4096", "--ram")
+    needed = planned(*asked, "512GiB")["streamed_bytes"] / GIB
+    assert shown(*asked, f"{needed + 11:.1f}GiB").startswith("fits: ")
+    barely = shown(*asked, f"{needed + 2:.1f}GiB")
+    assert barely.startswith("fits barely: ")
+    assert "need about 10.0 GiB more, so 8.0 GiB are missing" in barely
+    assert shown(*asked, "30GiB").startswith("needs the disk: ")
+
+
+def test_a_table_of_contexts_says_what_the_chosen_one_costs_and_why_short_ones_are_slower(
+    gpt_oss: Path,
+) -> None:
+    lines = shown(str(gpt_oss), "--hardware", "rtx-4090-ddr5")
+    assert (
+        "The chosen 131,072 tokens cost speed: prompts 2,000 tokens/s, where --ctx-size 32768 has "
+        "3,900; answers 34 to 77, where it has 36 to 84"
+    ) in lines
+    assert "Prompts in 4,096 tokens are slower, since they are shorter" in lines
+
+
+def test_a_row_of_batches_has_the_times_of_both_ends(gpt_oss: Path) -> None:
+    asked = (str(gpt_oss), "--hardware", "rtx-4090-ddr5", "-c", "65536")
+    expected = planned(*asked)["expected"]
+    fast, slow = (1e3 / expected[name] for name in ("decode_tps", "least_decode_tps"))
+    assert f"{fast:.1f} ms to {slow:.1f} ms" in shown(*asked)
 
 
 def test_llama_cpp_is_not_modelled_where_its_ways_are_not(r1: Path) -> None:
     on_disk = (str(r1), "--hardware", "rtx-4090-ddr5", "-c", "4096")
     assert planned(*on_disk)["llama_cpp"] is None
-    assert "llama.cpp: not modelled: it reads through mmap" in shown(*on_disk)
+    assert "compared: llama.cpp is not modelled: it reads through mmap" in shown(*on_disk)
     several = (str(r1), "--vram", "24GiB,20GiB", "--ram", "512GiB", "-c", "4096")
     assert planned(*several)["llama_cpp"] is None
-    assert "llama.cpp: not modelled for several devices" in shown(*several)
+    assert "compared: llama.cpp is not modelled for several devices" in shown(*several)
 
 
 def test_a_chosen_context_is_shown_beside_what_others_cost(r1: Path) -> None:
@@ -630,7 +683,7 @@ def test_without_a_gpu_the_plan_is_for_the_cpu_and_says_how_to_name_a_card(qwen:
     assert "This is the plan for the CPU of this machine" in printed
     assert "--hardware rtx-" in printed
     assert "--vram 24GiB --link 25GB/s --ram 128GiB" in printed
-    assert "llama.cpp: about as fast" in printed
+    assert "compared: answers and prompts like llama.cpp, which has the same CPU backend" in printed
     assert "GPU memory" not in printed
     described = planned(*asked, "--vram", "12GiB", "--link", "20GB/s")
     assert described["vram_bytes"] == 12 * GIB
@@ -654,7 +707,7 @@ def test_a_model_larger_than_ram_is_said_to_be_read_by_the_cpu(qwen: Path) -> No
     assert small["host"]["fits"] is False
     assert small["disk"]["bytes_per_token"] > 0
     assert small["expected"]["decode_tps"] < small["disk"]["most_decode_tps"]
-    assert "does not fit: Qwen3-30B-A3B.gguf" in shown(str(qwen), "--ram", "12GiB", "-c", "4096")
+    assert "needs the disk: Qwen3-30B-A3B.gguf" in shown(str(qwen), "--ram", "12GiB", "-c", "4096")
 
 
 def test_a_link_without_a_card_is_refused_with_what_is_missing(qwen: Path) -> None:

@@ -45,8 +45,8 @@ from offload.times.min_batch import NEVER
 from offload.times.search import Wanted, budget_s, fill
 from offload.times.table import CONTRADICTS, TOLERANCE, Way, agreeing
 from specoffload.cli import app
-from specoffload.commands.plan_screen import speed_words
 from specoffload.config.options import PlanOptions
+from specoffload.opening.speeds import speed_words
 
 GIB = 1 << 30
 ROOT = Path(__file__).parents[2]

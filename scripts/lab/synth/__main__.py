@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.padding import Padding
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -32,14 +33,14 @@ errors = Console(stderr=True)
 def _show_list(wanted: bool) -> None:
     if not wanted:
         return
-    table = Table("preset", "architecture", "full shape", "parameters", "size", "other names")
     for preset in PRESETS.values():
         planned = plan_preset(preset.name, size="full", vocab="none")
         n_parameters = sum(t.n_values for t in planned.tensors)
         size = f"{planned.size_bytes / 1e9:.1f} GB"
-        row = (preset.about, f"{n_parameters / 1e9:.1f} B", size)
-        table.add_row(preset.name, preset.architecture, *row, ", ".join(preset.aliases))
-    out.print(table)
+        # A table cuts names at 80 columns, and these have to be typed.
+        names = ", ".join((preset.name, *preset.aliases))
+        out.print(f"{names} ({preset.architecture}): {n_parameters / 1e9:.1f} B, {size}")
+        out.print(Padding(preset.about, (0, 0, 0, 4)))
     raise typer.Exit
 
 

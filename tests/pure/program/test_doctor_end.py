@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from datetime import date
 from pathlib import Path
 
 import pytest
 
 from numa.doctor import Finding
-from specoffload.commands.doctor import last_line, why_not_kept
+from specoffload.commands.doctor import KeptModel, last_line, why_not_kept
 
 BAD = Finding("memlock", "bad", "64 KiB may be locked", "set LimitMEMLOCK=infinity")
 WARN = Finding("smt", "warn", "threads share a core", "use --threads 8")
@@ -42,3 +43,9 @@ def test_a_folder_without_rights_is_named(tmp_path: Path) -> None:
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="ascii")
     assert "SPECOFFLOAD_PROFILE_DIR" in why_not_kept(tmp_path / "file" / "profiles")
+
+
+@pytest.mark.parametrize("measured_on", ["", "2026-03-01"])
+def test_a_model_without_times_has_a_sentence(measured_on: str) -> None:
+    words = KeptModel("tiny-oss", measured_on).words(date(2026, 3, 2))
+    assert words == "speeds of tiny-oss: none measured yet"

@@ -492,3 +492,14 @@ def test_two_overrides_are_one_list_whose_first_match_decides() -> None:
 def test_layers_whose_experts_stay_are_numbers(text: str) -> None:
     with pytest.raises(UsageError, match=f"--n-cpu-moe {text}"):
         line_of("--n-cpu-moe", text)
+
+
+def test_what_llama_cpp_chooses_by_itself_is_chosen_here_too() -> None:
+    assert line_of("--n-cpu-moe", "auto").options.n_cpu_moe is None
+
+
+@pytest.mark.parametrize("flag", ["--moe-cache-mib", "--moe-cache-policy", "--moe-cache-cpu-share"])
+def test_the_flags_of_llama_cpps_cache_of_experts_are_known(flag: str) -> None:
+    ((said, why),) = line_of(flag, "1").ignored
+    assert said == f"{flag} 1"
+    assert why.startswith("the cache of experts takes")

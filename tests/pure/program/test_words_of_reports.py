@@ -19,13 +19,13 @@ from specoffload import report
 from specoffload.commands import models
 from specoffload.commands.bench import _draft_words, _shown_name
 from specoffload.commands.models import describe, in_one_line
-from specoffload.commands.plan_screen import rounded
 from specoffload.commands.profile import show_table
 from specoffload.config.resolution import Config, demo_file
 from specoffload.errors import UsageError
 from specoffload.generation.statistics import GenerationStats
 from specoffload.kept import CACHE_IN_RAM, KeptRun
 from specoffload.models.local import CachedModel, models_below
+from specoffload.opening.speeds import rounded
 
 
 def test_an_answer_without_drafts_says_why() -> None:
@@ -157,11 +157,11 @@ def test_the_fastest_time_of_each_size_is_marked(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_size_that_was_timed_once_has_no_spread(monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = {1: Entry(0.002, 0.0, 1), 2: Entry(0.003, 0.05, 4)}
+    entries = {1: Entry(0.002, 0.0, 1), 2: Entry(0.003, 0.05, 4), 3: Entry(0.00023, 87.94, 3)}
     rows: list[tuple[str, ...]] = []
     monkeypatch.setattr(report, "table", lambda title, names, found: rows.extend(found))
     show_table(CostTable(32, 3, {Way.IN_PLACE: entries}))
-    assert rows == [("1", "2.00 (1)"), ("2", "3.00 ± 5% (4)")]
+    assert rows == [("1", "2.00 (1)"), ("2", "3.00 ± 5% (4)"), ("3", "no steady time (3)")]
 
 
 def test_a_listed_model_is_compared_with_the_memory_of_the_control_group(
