@@ -23,7 +23,7 @@ OTHERS = {
     "--off-name",
     *("--profile", "--record"),  # flags of scripts/lab/run simulate
     "--ulimit",  # flag of docker
-    "--fit-target",  # flag of llama.cpp
+    *("--fit-target", "--moe-cache-mib", "--moe-cache-cpu-share"),  # flags of llama.cpp
     *("--force-reinstall", "--no-cache-dir", "--quiet", "--no-deps", "--no-binary"),  # of pip
     "--disable-pip-version-check",
     "--no-undefined",  # flag of the linker
