@@ -1,4 +1,4 @@
-"""Options that restrict what a plan chooses, and the command line without them. Pure."""
+"""Options that restrict what a plan chooses, and the command line without them."""
 
 from __future__ import annotations
 
