@@ -17,6 +17,7 @@ from pathlib import Path
 
 PACKAGE = "llama_cpp"
 NEEDS_LIBLLAMA = re.compile(r"Requires-Dist: llama[-_]cpp[-_]python\b.*")
+_CUDA_12 = ("cuda_runtime", "cublas")  # folders of the packages of CUDA 12, one for each
 VERSIONED = re.compile(r"\.so\.\d+")  # other names of the same library
 
 
@@ -29,8 +30,13 @@ def bundle(ours: Path, libllama: Path, folder: Path) -> None:
             ignore=lambda _, names: {name for name in names if VERSIONED.search(name)},
         )  # fmt: skip
         (theirs,), (mine,) = b.glob("*.dist-info"), a.glob("*.dist-info")
-        _name_once(a / PACKAGE / "lib", [p.name for p in (b / PACKAGE / "lib").iterdir()])
-        needed = _requirements((theirs / "METADATA").read_text("utf-8"))
+        libraries = a / PACKAGE / "lib"
+        for file in sorted((b / PACKAGE / "lib").iterdir()):  # some have names with versions alone
+            if not (libraries / _plain(file.name)).exists():
+                shutil.copy(file, libraries / _plain(file.name))
+        _name_once(libraries)
+        tag, of_gpu = _for_gpus(libraries)
+        needed = [*_requirements((theirs / "METADATA").read_text("utf-8")), *of_gpu]
         metadata = mine / "METADATA"
         text, n = NEEDS_LIBLLAMA.subn("\n".join(needed), metadata.read_text("utf-8"))
         if n != 1:
@@ -40,19 +46,51 @@ def bundle(ours: Path, libllama: Path, folder: Path) -> None:
         for file in (theirs / "licenses").glob("LICENSE*"):
             shutil.copy(file, mine / "licenses" / f"llama-cpp-python-{file.name}")
         folder.mkdir(parents=True, exist_ok=True)
-        _wheel("pack", str(a), "-d", str(folder))
+        _wheel("pack", str(a), "-d", str(folder), *(("--build-number", tag) if tag else ()))
 
 
-def _name_once(folder: Path, names: list[str]) -> None:
-    """Let the libraries in `folder` need each other by the names that they have there.
-
-    `names` are those of all copies. Some libraries need the copies that were left out.
-    """
-    files = sorted(folder.glob("*.so"))
-    renamed = {name: VERSIONED.split(name)[0] + ".so" for name in names if VERSIONED.search(name)}
-    words = [word for pair in renamed.items() for word in ("--replace-needed", *pair)]
-    for file in files:
+def _name_once(folder: Path) -> None:
+    """Let the libraries in `folder` need each other by the names that they have there."""
+    for file in sorted(folder.glob("*.so")):
+        words = []
+        for name in _needed_by(file):
+            if VERSIONED.search(name) and (folder / _plain(name)).exists():
+                words += ["--replace-needed", name, _plain(name)]
         subprocess.run(["patchelf", *words, "--set-soname", file.name, str(file)], check=True)
+
+
+def _needed_by(library: Path) -> list[str]:
+    done = subprocess.run(
+        ["patchelf", "--print-needed", str(library)], check=True, capture_output=True, text=True
+    )
+    return done.stdout.splitlines()
+
+
+def _plain(name: str) -> str:
+    """A library's file name without its version."""
+    return VERSIONED.split(name)[0] + ".so" if VERSIONED.search(name) else name
+
+
+def _for_gpus(folder: Path) -> tuple[str, list[str]]:
+    """The build tag for the GPU backend in `folder`, and the packages that it requires.
+
+    CUDA's libraries are found in the folders of NVIDIA's packages. Returns "" for the CPU alone.
+    """
+    if (folder / "libggml-vulkan.so").exists():
+        return "1vulkan", []
+    cuda = folder / "libggml-cuda.so"
+    if not cuda.exists():
+        return "", []
+    found = re.search(r"libcudart\.so\.(\d+)", "\n".join(_needed_by(cuda)))
+    if found is None:
+        sys.exit("libggml-cuda.so does not need libcudart.so.N")
+    major = int(found[1])
+    suffix, places = ("", [f"cu{major}"]) if major >= 13 else (f"-cu{major}", list(_CUDA_12))
+    path = ":".join(["$ORIGIN", *(f"$ORIGIN/../../nvidia/{place}/lib" for place in places)])
+    subprocess.run(["patchelf", "--set-rpath", path, str(cuda)], check=True)
+    packages = ("nvidia-cuda-runtime", "nvidia-cublas")
+    needed = [f"Requires-Dist: {name}{suffix} <{major + 1},>={major}" for name in packages]
+    return f"1cuda{major}", needed
 
 
 def _requirements(metadata: str) -> list[str]:

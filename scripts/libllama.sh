@@ -6,10 +6,12 @@ pip() { # one line of progress; pip's output is in the log, and its errors are s
         { grep -iE "error|not found|cannot be installed" "$log" | tail -n 12; echo "failed: all of it is in $log"; exit 1; } >&2
 }
 
+libllama_pin() { sed -n 's/^ *"\(llama-cpp-python==[^"]*\)",$/\1/p' pyproject.toml; }
+
 # Prints the wheel of the pinned llama-cpp-python compiled with the settings $1, and compiles it if it is not kept yet.
 libllama_wheel() {
     local pin key wheels libraries
-    pin=$(sed -n 's/^ *"\(llama-cpp-python==[^"]*\)",$/\1/p' pyproject.toml)
+    pin=$(libllama_pin)
     # pip's cache ignores the flags of a compilation, so wheels of other flags have a folder of their own.
     key=$({ echo "$pin $1"; cc --version; grep -m1 ^flags /proc/cpuinfo; } 2>/dev/null | sha256sum | cut -c1-16)
     wheels=${XDG_CACHE_HOME:-$HOME/.cache}/specoffload/wheels/$key

@@ -196,6 +196,61 @@ def test_the_whole_wheel_needs_neither_a_compiler_nor_llama_cpp_python(
         assert wanted in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    ("library", "needs", "tag", "packages"),
+    [
+        ("libggml-cuda.so", "libcudart.so.13", "1cuda13", {"nvidia-cuda-runtime", "nvidia-cublas"}),
+        (
+            *("libggml-cuda.so", "libcudart.so.12", "1cuda12"),
+            {"nvidia-cuda-runtime-cu12", "nvidia-cublas-cu12"},
+        ),
+        ("libggml-vulkan.so", "libvulkan.so.1", "1vulkan", set()),
+    ],
+)
+def test_a_build_for_gpus_makes_a_wheel_that_says_so(
+    library: str,
+    needs: str,
+    tag: str,
+    packages: set[str],
+    source: Path,
+    wheel: Path,
+    tmp_path: Path,
+) -> None:
+    """The backend is a library of C that needs the library of the same name."""
+    lib = tmp_path / "theirs/llama_cpp/lib"
+    info = tmp_path / "theirs/llama_cpp_python-0.3.36.dist-info"
+    lib.mkdir(parents=True)
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: llama_cpp_python\nVersion: 0.3.36\nRequires-Dist: diskcache\n"
+    )
+    (info / "WHEEL").write_text("Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: py3-none-any\n")
+    (info / "RECORD").touch()
+    make = ["cc", "-shared", "-x", "c", "/dev/null", "-Wl,--no-as-needed"]
+    subprocess.run([*make, f"-Wl,-soname,{needs}", "-o", tmp_path / needs], check=True)
+    subprocess.run([*make, "-o", lib / library, "-x", "none", tmp_path / needs], check=True)
+    tools = source / ".venv-wheel/bin"
+    environ = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
+
+    def run(*words: str | Path) -> str:
+        done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run(tools / "python", "-m", "wheel", "pack", tmp_path / "theirs", "-d", tmp_path)
+    (libllama,) = tmp_path.glob("llama_cpp_python-*.whl")
+    run(tools / "python", source / "scripts/bundle_wheel.py", wheel, libllama, tmp_path / "made")
+    (made,) = (tmp_path / "made").glob("*.whl")
+    assert f"-{tag}-py3-none-" in made.name
+    with zipfile.ZipFile(made) as file:
+        (metadata,) = [name for name in file.namelist() if name.endswith("/METADATA")]
+        needed = re.findall(r"^Requires-Dist: (nvidia\S+)", file.read(metadata).decode(), re.M)
+        file.extract(f"llama_cpp/lib/{library}", tmp_path)
+    assert set(needed) == packages
+    path = run("patchelf", "--print-rpath", tmp_path / "llama_cpp/lib" / library)
+    assert path.count("$ORIGIN/../../nvidia/") == {"1cuda13": 1, "1cuda12": 2, "1vulkan": 0}[tag]
+
+
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash here")
 @pytest.mark.parametrize(
     ("typed", "completed"),

@@ -20,10 +20,11 @@ def checkout(tmp_path: Path) -> Path:
     """A folder in which scripts/setup makes its environment, and then stops."""
     scripts = tmp_path / "checkout/scripts"
     scripts.mkdir(parents=True)
-    for name in ("setup", "python_env.sh", "libllama.sh"):
+    for name in ("setup", "python_env.sh", "libllama.sh", "build_progress.py"):
         shutil.copy(SCRIPTS / name, scripts)
     for name in ("pyproject.toml", "constraints.txt", "scripts/cuda_toolkits.py"):
         (scripts.parent / name).touch()
+    (scripts.parent / "pyproject.toml").write_text('    "llama-cpp-python==0.3.36",\n', "utf-8")
     (scripts / "build_flags.py").write_text(f"raise SystemExit({STOPPED})", "utf-8")
     return scripts.parent
 
@@ -36,7 +37,12 @@ def false_python(folder: Path, name: str, version: str, *, makes: bool = True) -
     major, minor = version.split(".")
     is_old = int((int(major), int(minor)) < (3, 11))
     lib = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages/pip"
-    then = f'mkdir "$3/{lib}" && : >"$3/{lib}/__init__.py"' if makes else "exit 1"
+    record = "import sys; print(*sys.argv[1:], file=open('pip.txt', 'a'))"
+    then = (
+        f'mkdir "$3/{lib}" && : >"$3/{lib}/__init__.py" && echo "{record}" >"$3/{lib}/__main__.py"'
+        if makes
+        else "exit 1"
+    )
     text = f"""#!/bin/sh
 case "$1 $2" in
     "-c import sys; sys.exit"*) exit {is_old};;
@@ -51,15 +57,33 @@ esac
     (folder / name).chmod(0o755)
 
 
-def setup(checkout: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def setup(checkout: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     tools = checkout.parent / "tools"
     tools.mkdir(exist_ok=True)
-    for name in ("bash", "cat", "cut", "dirname", "mkdir", "rm", "rmdir", "sha256sum"):
+    for name in (
+        "bash",
+        "cat",
+        "cut",
+        "dirname",
+        "grep",
+        "mkdir",
+        "realpath",
+        "rm",
+        "sed",
+        "tail",
+        "touch",
+        "rmdir",
+        "sha256sum",
+    ):
         if not (tools / name).exists():
             (tools / name).symlink_to(str(shutil.which(name)))
     environ = {"PATH": f"{checkout.parent / 'bin'}:{tools}", "HOME": str(checkout), **variables}
     return subprocess.run(
-        [checkout / "scripts/setup"], env=environ, capture_output=True, text=True, check=False
+        [checkout / "scripts/setup", *words],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -123,3 +147,28 @@ def test_a_folder_that_is_no_environment_is_kept(checkout: Path) -> None:
 
 def test_a_named_python_that_is_missing_is_said(checkout: Path) -> None:
     assert "nowhere is not installed" in setup(checkout, PYTHON="nowhere").stderr
+
+
+def test_a_wheel_of_libllama_is_installed_in_place_of_a_compile(checkout: Path) -> None:
+    false_python(checkout.parent / "bin", "python3", "3.12")
+    for name in ("none.whl", "llama_cpp_python-0.3.35-1cuda-py3-none-any.whl"):
+        if name != "none.whl":
+            (checkout / name).touch()
+        done = setup(checkout, "--wheel", name)
+        assert done.returncode == 2
+        assert f"--wheel {name}" in done.stderr
+        assert "llama_cpp_python-0.3.36-*.whl" in done.stderr
+    wheel = checkout / "a folder" / "llama_cpp_python-0.3.36-1cuda-py3-none-any.whl"
+    wheel.parent.mkdir()
+    wheel.touch()
+    done = setup(checkout, "--wheel", str(wheel))
+    assert done.returncode == 0, done.stderr
+    first, second = (checkout / "pip.txt").read_text("utf-8").splitlines()
+    assert f"--no-deps {wheel}" in first
+    assert second.endswith("-e .[dev]")
+    # The choice is kept. A wheel that has not changed is not installed again.
+    for stamp in (checkout / ".venv").glob(".installed-*"):
+        stamp.unlink()
+    assert setup(checkout).returncode == 0
+    (third,) = (checkout / "pip.txt").read_text("utf-8").splitlines()[2:]
+    assert third.endswith("-e .[dev]")
