@@ -340,13 +340,11 @@ def test_a_model_that_is_only_watched_is_closed(start: Start, path: str) -> None
     server = start(idle_s=0.5)
     text_of(say(server, "one"))
 
-    def sleeps_while_it_is_watched() -> bool:
-        if server.statuses()["one"] == "sleeping":
-            return True
+    def is_closed() -> bool:
         assert http.get(f"{server.url}{path}?model=one").status_code in (200, 503)
-        return False
+        return any("closing one, which nobody has used" in line for line in server.lines)
 
-    eventually(sleeps_while_it_is_watched)
+    eventually(is_closed)
 
 
 def test_a_failure_is_told_until_the_model_is_asked_for_again(start: Start, tmp_path: Path) -> None:
