@@ -33,6 +33,10 @@ class BadModel(OffloadError):
     """The model file cannot be used."""
 
 
+class TruncatedModel(BadModel):
+    """The model file is shorter than its header says."""
+
+
 class DoesNotFit(OffloadError):
     """A budget is too small. `least_bytes` is the smallest that works, or None if unknown."""
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from offload.errors import BadModel
+from offload.errors import BadModel, TruncatedModel
 from offload.ggml.library import log
 from offload.ggml.library.lib import Library, library
 from offload.model import Header, TensorEntry, Value
@@ -82,7 +82,7 @@ def read_header(path: Path, size_bytes: int | None = None) -> Header:
     for tensor in tensors:
         end = tensor.offset_bytes + tensor.size_bytes
         if end > size_bytes:
-            raise BadModel(
+            raise TruncatedModel(
                 f"{path}: the file ends at byte {size_bytes} but tensor {tensor.name} needs bytes "
                 f"up to {end}; it is damaged or was not downloaded completely"
             )

@@ -23,6 +23,7 @@ from typing import Any
 from offload.errors import DeviceFailed, DeviceUnavailable, OffloadError
 from offload.model import ModelFacts, TensorEntry, is_experts, layer_of
 from offload.model_file import read_facts
+from specdec.whole_file import user_path
 from specoffload import report
 from specoffload.config.resolution import Config
 from specoffload.errors import UsageError
@@ -232,9 +233,10 @@ def program_of(text: str) -> Path:
     kind, equals, path = text.partition("=")
     if kind != "llama-server" or not equals or not path:
         raise UsageError(f"--vs {text}: must be llama-server=PATH")
-    if not Path(path).is_file():
+    program = user_path(path)
+    if not program.is_file():
         raise UsageError(f"--vs {text}: there is no file {path}")
-    return Path(path)
+    return program
 
 
 def sweep(draft: Path | None, *, is_eagle: bool = False) -> list[tuple[str, ...]]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from specdec.whole_file import decoded
+from specdec.whole_file import decoded, user_path
 from specoffload import report
 from specoffload.chat.conversation import Message
 from specoffload.config.options import ChatOptions, RunOptions
@@ -34,7 +34,7 @@ def split_model_and_prompt(
     if word is None:
         return model, prompt
     if model is None and may_name_model(word):
-        return Path(word), prompt
+        return user_path(word), prompt
     if prompt is not None:
         raise UsageError(
             f"Unexpected {word!r}: it is not a .gguf file, and a prompt was given already"

@@ -9,10 +9,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import TypeVar
 
 from specdec.options import SpecOptions
+from specdec.whole_file import user_path
 from specoffload.config.command_flags import POSITIONALS
 from specoffload.config.environment import Environment
 from specoffload.config.flag import FALSE, OPENS, TRUE, Flag, swept_values
@@ -378,7 +378,7 @@ class _Reader:
                     "without a flag"
                 )
         place = (ServeOptions, "models")
-        self.given[place] = Given(tuple(map(Path, self.words)), self.words[0])
+        self.given[place] = Given(tuple(map(user_path, self.words)), self.words[0])
 
     # -- variables
 

@@ -16,6 +16,7 @@ import psutil
 
 from numa.machine import cpu_quota, read_topology
 from numa.topology import Topology
+from specdec.whole_file import user_path
 from specoffload.errors import UsageError
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         measure_s=_measure_s(environ.get("SPECOFFLOAD_MEASURE_S")),
         rpc_secret=environ.get("SPECOFFLOAD_RPC_SECRET", ""),
         chat_history=_state(environ) / "specoffload" / "chat-history",
-        llama_cache=Path(environ.get("LLAMA_CACHE") or _caches(environ) / "llama.cpp"),
+        llama_cache=_named(environ, "LLAMA_CACHE") or _caches(environ) / "llama.cpp",
         ollama_folders=_ollama_folders(environ),
         without=frozenset(filter(None, environ.get("SPECOFFLOAD_WITHOUT", "").split(","))),
         variables={
@@ -105,26 +106,30 @@ def _measure_s(text: str | None) -> float | None:
 
 def _profile_folder(environ: Mapping[str, str]) -> Path:
     """The folder of measurements. Raises UsageError for a name that the file system rejects."""
-    named = environ.get("SPECOFFLOAD_PROFILE_DIR")
-    if not named:
+    named = _named(environ, "SPECOFFLOAD_PROFILE_DIR")
+    if named is None:
         return _caches(environ) / "specoffload" / "profiles"
     try:
-        Path(named).exists()
+        named.exists()
     except (OSError, ValueError) as e:
         raise UsageError(
-            f"SPECOFFLOAD_PROFILE_DIR={named:.60}...: not a folder name ({e})"
+            f"SPECOFFLOAD_PROFILE_DIR={str(named):.60}...: not a folder name ({e})"
         ) from None
-    return Path(named)
+    return named
 
 
 def _caches(environ: Mapping[str, str]) -> Path:
-    named = environ.get("XDG_CACHE_HOME")
-    return Path(named) if named else _home() / ".cache"
+    return _named(environ, "XDG_CACHE_HOME") or _home() / ".cache"
 
 
 def _state(environ: Mapping[str, str]) -> Path:
-    named = environ.get("XDG_STATE_HOME")
-    return Path(named) if named else _home() / ".local" / "state"
+    return _named(environ, "XDG_STATE_HOME") or _home() / ".local" / "state"
+
+
+def _named(environ: Mapping[str, str], variable: str) -> Path | None:
+    """The folder in a variable; None if it is empty or not set."""
+    named = environ.get(variable)
+    return user_path(named) if named else None
 
 
 def _home() -> Path:
@@ -142,9 +147,8 @@ def _home() -> Path:
 
 def _ollama_folders(environ: Mapping[str, str]) -> tuple[Path, ...]:
     """The folder in OLLAMA_MODELS, else the folders of the user and of ollama's system service."""
-    named = environ.get("OLLAMA_MODELS")
-    if named:
-        return (Path(named),)
+    if named := _named(environ, "OLLAMA_MODELS"):
+        return (named,)
     return (_home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models"))
 
 

@@ -11,10 +11,10 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, dataclass, fields
 from enum import Enum, StrEnum
-from pathlib import Path
 from typing import Any
 
 from specdec.options import DrafterName, PolicyName
+from specdec.whole_file import user_path
 
 # The commands that open a model, and `plan`, which shows how a model would be opened.
 OPENS = frozenset({"run", "chat", "serve", "bench", "profile", "plan", "tune all"})
@@ -78,7 +78,7 @@ def _float(text: str) -> float:
 INT = Kind("N", whole, is_open=True)
 FLOAT = Kind("X", _float, is_open=True)
 TEXT = Kind("TEXT", str)
-PATH = Kind("FILE", Path)
+PATH = Kind("FILE", user_path)
 SWITCH = Kind("", str, is_open=True)  # takes no value
 HIDDEN = "(hidden)"  # shown in place of a value that is not open
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -16,7 +15,7 @@ from pydantic_core import from_json
 
 from offload.times.machine import CORE_FLOPS, TYPICAL, Machine, ram_seen, vram_seen
 from offload.units import parse_bytes, parse_rate
-from specdec.whole_file import read_text
+from specdec.whole_file import read_text, user_path
 from specoffload.config.hardware_parts import CARDS, HOSTS, MACHINES, UNIFIED
 from specoffload.errors import UsageError
 
@@ -88,7 +87,7 @@ def hardware_of(name: str) -> Hardware:
     """
     if name in PRESETS:
         return PRESETS[name]
-    path = Path(name)
+    path = user_path(name)
     try:
         text = read_text(path, _MOST_BYTES)
         read: Any = tomllib.loads(text) if path.suffix == ".toml" else from_json(text)

@@ -23,7 +23,7 @@ from offload.threads.numa_plan import NumaPlan
 from offload.times.context import OWN, OWN_REQUIRED
 from offload.times.min_batch import NEVER, MinBatch
 from specdec.options import DrafterName
-from specdec.whole_file import read_text
+from specdec.whole_file import read_text, user_path
 from specoffload.chat.conversation import ChatSettings, ReasoningOptions
 from specoffload.chat.families import BUILT_IN
 from specoffload.config.environment import Environment, Host
@@ -386,7 +386,7 @@ def _read_template(named: str | None) -> str | None:
     if named in BUILT_IN:
         return BUILT_IN[named]
     try:
-        return read_text(Path(named))
+        return read_text(user_path(named))
     except (OSError, UnicodeDecodeError) as e:
         raise UsageError(
             f"--chat-template {named}: neither a readable file "

@@ -11,7 +11,6 @@ import shlex
 from collections.abc import Callable
 from enum import StrEnum
 from ipaddress import IPv4Network, IPv6Network, ip_network
-from pathlib import Path
 from typing import Any, Literal
 
 from offload.errors import BadRequest
@@ -21,7 +20,7 @@ from offload.sampling.options import sampler_names
 from offload.times.min_batch import MinBatch
 from offload.units import parse_bytes, parse_rate
 from specdec.options import DRAFTER_ALIASES, DrafterName, PolicyName
-from specdec.whole_file import read_text
+from specdec.whole_file import read_text, user_path
 from specoffload.config.flag import FALSE, TRUE, Kind, choice, whole
 from specoffload.config.options import DiskRoom, Ram, SplitMode, Toggle, WorkloadName
 
@@ -104,7 +103,7 @@ def disk_room(text: str) -> DiskRoom:
         raise ValueError("names no folder after the comma")
     if not size_bytes > 0:
         raise ValueError("must have a size above 0")
-    return DiskRoom(size_bytes, Path(folder).expanduser() if folder else None)
+    return DiskRoom(size_bytes, user_path(folder) if folder else None)
 
 
 def ram_size(text: str) -> int:
@@ -258,7 +257,7 @@ def words(text: str) -> tuple[str, ...]:
 def contents(name: str) -> str:
     """The text in the file `name`."""
     try:
-        return read_text(Path(name))
+        return read_text(user_path(name))
     except (OSError, UnicodeDecodeError) as e:
         why = e.strerror if isinstance(e, OSError) else e
         raise ValueError(f"cannot be read as UTF-8 text ({why})") from None

@@ -16,7 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from offload.errors import BadModel
+from offload.errors import BadModel, OffloadError, TruncatedModel
+from offload.model_file import read_facts
 from specoffload import report
 from specoffload.errors import FetchFailed, SpecOffloadError, UsageError
 from specoffload.models.hub_errors import PORTAL, check_variables, in_one_sentence
@@ -59,7 +60,7 @@ def fetch(
 
     name = replace(name, repo=_spelled(name.repo))
     cached = cached_model(name)
-    if cached is not None and header_only:
+    if cached is not None and header_only and not _damage(cached):
         return cached
     if offline or constants.HF_HUB_OFFLINE:
         if cached is None:
@@ -67,15 +68,33 @@ def fetch(
                 f"{name} is not in {constants.HF_HUB_CACHE}, and nothing is fetched with "
                 f"{'--offline' if offline else 'HF_HUB_OFFLINE'}"
             )
-        return cached
+        return _whole(cached)
     try:
         with in_one_sentence(name, token, suggests=cached is None):
             return _download_headers(name, token) if header_only else _download(name, token, check)
     except SpecOffloadError as e:
-        if cached is None:
+        if cached is None or not cached.exists():
             raise
         report.note(f"{e}; {name} is used as it was fetched before")
-        return cached
+        return _whole(cached)
+
+
+def _damage(path: Path) -> str:
+    """Return a sentence if a cached file is shorter than its header says, else ""."""
+    try:
+        read_facts(path)
+    except TruncatedModel as e:
+        return str(e)
+    except OffloadError:
+        return ""  # the command that opens the file says it
+    return ""
+
+
+def _whole(path: Path) -> Path:
+    """Return `path`. Raises FetchFailed if the file is shorter than its header says."""
+    if damage := _damage(path):
+        raise FetchFailed(f"{damage}: start once with the hub in reach, and the rest is fetched")
+    return path
 
 
 def projector_beside(
@@ -205,6 +224,7 @@ def _download(name: HubName, token: str | None, check: Callable[[HubName], None]
 
     info = _listing(name, token, has_sizes=True)
     commit, files = _listed(name, info)
+    _set_damaged_aside(name, files, info)
     if _check_room(name, files, info) > _CHECKED_BYTES:
         check(name)
     paths = []
@@ -217,6 +237,29 @@ def _download(name: HubName, token: str | None, check: Callable[[HubName], None]
         # Downloads by commit do not write the commit of a branch to the cache.
         _write_ref(_ref(_folder(name.repo), name.revision), commit)
     return paths[0]
+
+
+def _set_damaged_aside(name: HubName, files: Sequence[str], info: ModelInfo) -> None:
+    """Make each cached file whose size differs from the hub's an unfinished download.
+
+    The download resumes from it, and its checksum is compared at the end. Copies that broke off
+    leave such files, and so do disks that were full.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    for file in info.siblings or ():
+        if file.rfilename not in files or file.lfs is None or not file.size:
+            continue
+        cached = try_to_load_from_cache(name.repo, file.rfilename, revision=info.sha)
+        if not isinstance(cached, str) or not _SHA256.fullmatch(file.lfs.sha256):
+            continue
+        n_there = Path(cached).stat().st_size
+        if n_there != file.size:
+            report.note(
+                f"{file.rfilename} in {models_folder()} has {n_there} bytes, and the hub's has "
+                f"{file.size}: it is fetched again"
+            )
+            os.replace(Path(cached).resolve(), _partial(_folder(name.repo), file.lfs.sha256))
 
 
 def _write_ref(ref: Path, commit: str) -> None:

@@ -20,6 +20,7 @@ _NO_ROOM = {
 }
 _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 _NO_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
 _UNAUTHORISED, _FORBIDDEN, _PROXY_LOGIN, _TOO_MANY = 401, 403, 407, 429  # HTTP statuses
 _SERVER_ERRORS = 500  # and above
 _SHOWN_CHARS = 120
@@ -156,6 +157,11 @@ def _disk_words(name: HubName, error: OSError, folder: Path) -> str:
         return (
             f"{_NO_ROOM[error.errno]} {folder}: make room and start again, or "
             "have HF_HOME name another; the next start resumes the download"
+        )
+    if error.errno in _NO_LOCKS:
+        return (
+            f"{folder}, where models are kept, lies on a file system without locks ({why}): have "
+            "HF_HOME name a folder on another"
         )
     is_there = error.filename is not None and Path(str(error.filename)).is_relative_to(folder)
     if error.errno in _NOT_WRITABLE or (error.errno in _NO_FOLDER and is_there):

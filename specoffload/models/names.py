@@ -14,6 +14,7 @@ from itertools import takewhile
 from pathlib import Path
 from urllib.parse import quote, unquote
 
+from specdec.whole_file import user_path
 from specoffload.errors import UsageError
 
 _WORD = r"[A-Za-z0-9][\w.-]*"
@@ -117,7 +118,7 @@ def read_name(text: str) -> HubName | OllamaName | None:
 def may_name_model(word: str) -> bool:
     """True for a word that `run` takes for a model: a file, a folder, or a model's name."""
     try:
-        exists = Path(word).exists()
+        exists = user_path(word).exists()
     except (OSError, ValueError):  # raised for names that are too long or contain a NUL
         exists = False
     return exists or word.endswith(".gguf") or read_name(word) is not None

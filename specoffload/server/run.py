@@ -25,6 +25,7 @@ from fastapi import FastAPI
 from offload.notes import Note, NoteKind
 from offload.regular_file import check_regular
 from offload.remote.address import Address
+from specdec.whole_file import user_path
 from specoffload import report
 from specoffload.chat.conversation import ChatSettings
 from specoffload.config.options import ServeOptions
@@ -249,7 +250,7 @@ def listen(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65535:
         raise UsageError(f"--port {port}: must be 0 to 65535")
     if is_socket_path(host):
-        return listen_at(Path(host), BACKLOG)
+        return listen_at(user_path(host), BACKLOG)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

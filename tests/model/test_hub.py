@@ -378,9 +378,11 @@ def test_a_cache_that_cannot_be_written_says_so(hub: Hub, home: Path, tmp_path: 
     for number, why in (
         (errno.EROFS, "Read-only file system"),
         (errno.EACCES, "Permission denied"),
+        (errno.ENOLCK, "No locks available"),
+        (errno.ENOTSUP, "Operation not supported"),
     ):
         with (
-            pytest.raises(FetchFailed, match=rf"cannot be written \({why}\): have HF_HOME name"),
+            pytest.raises(FetchFailed, match=rf"kept, .* \({why}\): have HF_HOME name a folder"),
             in_one_sentence(HubName("u/r"), None, suggests=False),
         ):
             raise OSError(number, why, "/elsewhere")
@@ -398,6 +400,56 @@ def test_a_model_in_a_cache_that_is_only_read_is_used(hub: Hub, home: Path) -> N
     ref.chmod(0o400)
     done = fetching(hub, home, "maker/model-GGUF")
     assert (done.stdout.splitlines(), done.stderr) == ([path], ""), "nothing has to be written"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP])
+def test_a_cache_on_a_file_system_without_locks(
+    hub: Hub, home: Path, tmp_path: Path, number: int
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import fcntl\ndef flock(fd, how):\n    raise OSError({number}, 'no locks here')\n"
+        "fcntl.flock = flock\n",
+        encoding="utf-8",
+    )
+    path = f"{tmp_path}{os.pathsep}{environment(hub, home)['PYTHONPATH']}"
+    (said,) = fetching(hub, home, "maker/model-GGUF", PYTHONPATH=path).stdout.splitlines()
+    if number == errno.ENOSYS:  # other programs are kept out by a file's existence then
+        assert Path(said).read_bytes() == SMALL + b"4"
+    else:
+        assert said.startswith(f"FetchFailed {home}/hub, where models are kept, lies on a file")
+        assert "HF_HOME" in said
+
+
+@pytest.mark.parametrize("n_bytes", [0, 4, len(SMALL), len(SMALL) + 7])
+def test_a_fetched_file_of_another_size_is_fetched_again(
+    hub: Hub, home: Path, n_bytes: int
+) -> None:
+    (path,) = fetched(hub, home, "maker/model-GGUF")
+    whole = Path(path).read_bytes()
+    blob = Path(path).resolve()
+    blob.write_bytes((whole + b"and more")[:n_bytes])
+    done = fetching(hub, home, "maker/model-GGUF")
+    assert done.stdout.splitlines() == [path]
+    assert Path(path).read_bytes() == whole
+    words = f"has {n_bytes} bytes, and the hub's has {len(whole)}: it is fetched again"
+    assert words in " ".join(done.stderr.split())
+    assert fetching(hub, home, "maker/model-GGUF").stderr == "", "said once"
+
+
+def test_a_truncated_model_is_not_used_and_the_rest_is_fetched(hub: Hub, home: Path) -> None:
+    whole = (ROOT / "specoffload/demo/draft.gguf").read_bytes()
+    hub.repos["maker/real-GGUF"] = {"r-Q8_0.gguf": whole}
+    (path,) = fetched(hub, home, "maker/real-GGUF")
+    Path(path).resolve().write_bytes(whole[:1_500_000])
+    hub.down = True
+    for said in fetched(hub, home, "offline maker/real-GGUF", "maker/real-GGUF"):
+        assert said.startswith(f"FetchFailed {path}: the file ends at byte 1500000 but tensor ")
+        assert said.endswith(": start once with the hub in reach, and the rest is fetched")
+    hub.down = False
+    hub.ranges.clear()
+    assert fetched(hub, home, "maker/real-GGUF") == [path]
+    assert Path(path).read_bytes() == whole
+    assert hub.ranges == ["bytes=1500000-"], "the rest alone"
 
 
 def test_a_name_in_another_case_means_what_was_fetched(hub: Hub, home: Path) -> None:

@@ -16,6 +16,7 @@ from specoffload.commands.run import read_prompt, split_model_and_prompt
 from specoffload.config.command_line import read_command_line
 from specoffload.config.environment import Environment, read_environment, read_host
 from specoffload.config.options import DraftOptions, RunOptions, ServeOptions, Toggle
+from specoffload.config.presets import read_presets
 from specoffload.config.resolution import resolve
 from specoffload.config.table import TABLE
 from specoffload.config.values import NEVER
@@ -197,6 +198,35 @@ def test_llama_cpps_variables_stand_for_their_flags_and_others_are_named() -> No
     assert options.given["ctx_size"] == "LLAMA_ARG_CTX_SIZE"
     assert any("ignored: LLAMA_ARG_NOT_KNOWN" in remark for remark in options.remarks)
     assert line_of("-c", "400", **variables).options.ctx_size == 400
+
+
+def test_the_home_folder_is_named_where_no_shell_expands_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "g").write_text("root ::= [a]", encoding="utf-8")
+    model = tmp_path / "m.gguf"
+    assert line_of("--model=~/m.gguf").options.model == model
+    assert line_of(LLAMA_ARG_MODEL="~/m.gguf").options.model == model
+    assert line_of("--draft=~/m.gguf").options.draft == model
+    line = read_command_line("run", ["--grammar-file=~/g"])
+    assert line.of(AskedOptions).grammar == "root ::= [a]"
+    (words,) = (preset.words for preset in read_presets("[a]\nmodel = ~/m.gguf", "p").values())
+    assert read_command_line("serve", list(words)).options.model == model
+    line = read_command_line("serve", ["~/m.gguf", "~/n.gguf"])
+    assert line.of(ServeOptions).models == (model, tmp_path / "n.gguf")
+    room = read_command_line("serve", ["--cache-disk=1GiB,~/k"]).of(ServeOptions).cache_disk
+    assert room is not None
+    assert room.folder == tmp_path / "k"
+    assert split_model_and_prompt("~/m.gguf", None, None) == (model, None)
+    kept = read_environment({"LLAMA_CACHE": "~/l", "OLLAMA_MODELS": "~/o", "XDG_CACHE_HOME": "~"})
+    assert (kept.llama_cache, kept.ollama_folders) == (tmp_path / "l", (tmp_path / "o",))
+    assert kept.profile_folder == tmp_path / "specoffload/profiles"
+
+
+@pytest.mark.parametrize("name", ["~no-such-user/m.gguf", "a~/m.gguf", "./~/m.gguf"])
+def test_other_tildes_are_letters(name: str) -> None:
+    assert line_of("--model", name).options.model == Path(name)
 
 
 def test_a_variable_of_another_command_is_neither_read_nor_named() -> None:
