@@ -1,9 +1,9 @@
 """Reads presets of several models, as llama-server's `--models-preset` does.
 
 The files and the rules are those of common/preset.cpp in llama.cpp: sections in brackets, lines
-`key = value`, comments after `;` or `#`. A key is a flag without its dashes, or a variable. Values
-of the section `[*]` hold for all models, a model's own section takes precedence, and the command
-line before both.
+`key = value`, comments after `;` or `#`. A key is a flag without its dashes, or a variable. A flag
+may have underscores in place of hyphens. Values of the section `[*]` hold for all models, a model's
+own section takes precedence, and the command line before both.
 
 llama-server cuts a value at its first `;` or `#`. Here a comment behind a value needs a blank
 before it, and a value in quotes is whole, so that paths and lists of samplers can have these signs.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import configparser
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from specdec.whole_file import read_text
@@ -134,6 +134,10 @@ def read_presets(text: str, source: str) -> dict[str, Preset]:
         if name in found:
             raise UsageError(f"{source}: two sections have the name [{name}]")
         found[name] = _preset(name, values, source)
+        if name.lower() != section.strip(" \t").lower() and section != _BEFORE_SECTIONS:
+            # The short name has only the last word of the tag, and users ask for the written one.
+            aliases = (*found[name].aliases, section.strip(" \t"))
+            found[name] = replace(found[name], aliases=aliases)
     return found
 
 
@@ -158,6 +162,8 @@ def _checked_lines(text: str, source: str) -> Iterator[str]:
         stripped = line.strip(" \t")
         key, equals, value = line.partition("=")
         key = key.rstrip(" \t")
+        if key != key.upper():  # a flag: on command lines, too, underscores are hyphens
+            key = key.replace("_", "-")
         is_pair = bool(key) and bool(equals) and len(key) <= _MOST_KEY_CHARS
         if not stripped or stripped.startswith((";", "#")):
             yield ""
