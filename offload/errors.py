@@ -3,6 +3,7 @@
 OffloadError
 ├── LibraryMismatch    the installed libllama is not the version that this program is made for
 ├── BadModel           the file is missing, damaged, or of an unknown architecture
+│   └── TruncatedModel     the file is shorter than its header says
 ├── DoesNotFit         memory, context or slots are too small for the request
 ├── DeviceUnavailable  the device named by --device does not exist or cannot be wrapped
 │   └── WorkerUnavailable  a worker of --rpc cannot be reached, is busy, or has another version
