@@ -23,7 +23,7 @@ from typing import Any
 from offload.errors import DeviceFailed, DeviceUnavailable, OffloadError
 from offload.model import ModelFacts, TensorEntry, is_experts, layer_of
 from offload.model_file import read_facts
-from specdec.whole_file import user_path
+from specdec.user_path import user_path
 from specoffload import report
 from specoffload.config.resolution import Config
 from specoffload.errors import UsageError

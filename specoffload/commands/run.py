@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from specdec.whole_file import decoded, user_path
+from specdec.user_path import user_path
+from specdec.whole_file import decoded
 from specoffload import report
 from specoffload.chat.conversation import Message
 from specoffload.config.options import ChatOptions, RunOptions

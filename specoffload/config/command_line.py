@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TypeVar
 
 from specdec.options import SpecOptions
-from specdec.whole_file import user_path
+from specdec.user_path import user_path
 from specoffload.config.command_flags import POSITIONALS
 from specoffload.config.environment import Environment
 from specoffload.config.flag import FALSE, OPENS, TRUE, Flag, swept_values

@@ -16,7 +16,7 @@ import psutil
 
 from numa.machine import cpu_quota, read_topology
 from numa.topology import Topology
-from specdec.whole_file import user_path
+from specdec.user_path import user_path
 from specoffload.errors import UsageError
 
 if TYPE_CHECKING:

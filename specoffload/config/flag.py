@@ -14,7 +14,7 @@ from enum import Enum, StrEnum
 from typing import Any
 
 from specdec.options import DrafterName, PolicyName
-from specdec.whole_file import user_path
+from specdec.user_path import user_path
 
 # The commands that open a model, and `plan`, which shows how a model would be opened.
 OPENS = frozenset({"run", "chat", "serve", "bench", "profile", "plan", "tune all"})

@@ -15,7 +15,8 @@ from pydantic_core import from_json
 
 from offload.times.machine import CORE_FLOPS, TYPICAL, Machine, ram_seen, vram_seen
 from offload.units import parse_bytes, parse_rate
-from specdec.whole_file import read_text, user_path
+from specdec.user_path import user_path
+from specdec.whole_file import read_text
 from specoffload.config.hardware_parts import CARDS, HOSTS, MACHINES, UNIFIED
 from specoffload.errors import UsageError
 

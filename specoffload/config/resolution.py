@@ -23,7 +23,8 @@ from offload.threads.numa_plan import NumaPlan
 from offload.times.context import OWN, OWN_REQUIRED
 from offload.times.min_batch import NEVER, MinBatch
 from specdec.options import DrafterName
-from specdec.whole_file import read_text, user_path
+from specdec.user_path import user_path
+from specdec.whole_file import read_text
 from specoffload.chat.conversation import ChatSettings, ReasoningOptions
 from specoffload.chat.families import BUILT_IN
 from specoffload.config.environment import Environment, Host

@@ -20,7 +20,8 @@ from offload.sampling.options import sampler_names
 from offload.times.min_batch import MinBatch
 from offload.units import parse_bytes, parse_rate
 from specdec.options import DRAFTER_ALIASES, DrafterName, PolicyName
-from specdec.whole_file import read_text, user_path
+from specdec.user_path import user_path
+from specdec.whole_file import read_text
 from specoffload.config.flag import FALSE, TRUE, Kind, choice, whole
 from specoffload.config.options import DiskRoom, Ram, SplitMode, Toggle, WorkloadName
 

@@ -14,7 +14,7 @@ from itertools import takewhile
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from specdec.whole_file import user_path
+from specdec.user_path import user_path
 from specoffload.errors import UsageError
 
 _WORD = r"[A-Za-z0-9][\w.-]*"

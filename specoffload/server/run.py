@@ -25,7 +25,7 @@ from fastapi import FastAPI
 from offload.notes import Note, NoteKind
 from offload.regular_file import check_regular
 from offload.remote.address import Address
-from specdec.whole_file import user_path
+from specdec.user_path import user_path
 from specoffload import report
 from specoffload.chat.conversation import ChatSettings
 from specoffload.config.options import ServeOptions
