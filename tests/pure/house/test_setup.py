@@ -46,7 +46,7 @@ def false_python(folder: Path, name: str, version: str, *, makes: bool = True) -
     text = f"""#!/bin/sh
 case "$1 $2" in
     "-c import sys; sys.exit"*) exit {is_old};;
-    "-c import sys; print"*) echo {version};;
+    "-c import sys; print"*) echo {version}.1;;
     "--version "*) echo Python {version}.1;;
     "-m venv") {sys.executable} -m venv --without-pip "$3" && {then};;
     *) exit 9;;
@@ -133,6 +133,20 @@ def test_a_newer_python_beside_an_old_one_is_found(checkout: Path) -> None:
     false_python(checkout.parent / "bin", "python3.12", "3.12")
     assert setup(checkout).returncode == STOPPED
     assert has_pip(checkout)
+
+
+def test_a_python_that_is_there_and_does_not_run_is_passed_over(checkout: Path) -> None:
+    bin_folder = checkout.parent / "bin"
+    false_python(bin_folder, "python3", "3.10")
+    false_python(bin_folder, "python3.12", "3.12")
+    shim = bin_folder / "python3.13"
+    shim.write_text(
+        "#!/bin/sh\necho 'pyenv: python3.13: command not found' >&2\nexit 127\n", "utf-8"
+    )
+    shim.chmod(0o755)
+    done = setup(checkout)
+    assert done.returncode == STOPPED, done.stderr
+    assert "pyenv" not in done.stderr
 
 
 def test_a_folder_that_is_no_environment_is_kept(checkout: Path) -> None:
