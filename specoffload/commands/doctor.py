@@ -117,7 +117,7 @@ def last_line(
 
 def why_not_kept(folder: Path) -> str:
     """A sentence if profiles cannot be written to `folder`, else ""."""
-    there = next((f for f in (folder, *folder.parents) if is_folder(f)), folder)
+    there = next((f for f in (folder, *folder.parents) if os.path.lexists(f)), folder)
     if os.access(there, os.W_OK | os.X_OK) and is_folder(there):
         return ""
     return (

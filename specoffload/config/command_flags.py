@@ -173,7 +173,7 @@ _MEDIA_URLS = choice(("none", "public", "all"))
 _SERVE_FLAGS = (
     _serve(
         "host", "--host LLAMA_ARG_HOST", TEXT,
-        "Address to listen on, or the path of a Unix socket.", first=True,
+        "Address to listen on.", first=True, more="Or the path of a Unix socket.",
     ),
     _serve(
         "port", "--port LLAMA_ARG_PORT", INT, "Port. 0 takes a free one.", least=0, most=65535,

@@ -205,6 +205,11 @@ class _Worker:
                     f"the grammar takes over {_GRAMMAR_LIMIT_S:g} s of processor time to compile: "
                     "simplify it or its schemas"
                 )
+            if is_compiling and exit_code == -signal.SIGABRT:  # llguidance ends without memory so
+                return (
+                    f"the grammar takes over {_MEMORY_BYTES >> 20} MiB of memory to compile: "
+                    "simplify it or its schemas"
+                )
             if exit_code == -signal.SIGXCPU:
                 seconds = f"{self._time_limit_s:g} s of processor time"
                 return f"chat template {_name(form)} takes over {seconds} on these messages"

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 MOST_QUICK = 2  # processes that render and are not slow, as many as small machines have cores
-_MOST_SPARE = (
-    1  # kept beyond MOST_QUICK, because starting a process takes a second of processor time
-)
+# Kept beyond MOST_QUICK, because starting a process takes a second of processor time.
+_MOST_SPARE = 1
 MOST_PROCESSES = 8  # of which each takes about 60 MB
 _PATIENCE_S = 2.0
 _T = TypeVar("_T")

@@ -96,7 +96,7 @@ def test_prompts_of_other_settings_are_dropped(caplog: pytest.LogCaptureFixture)
 
 def test_prompts_that_come_back_are_older_than_those_that_came_since() -> None:
     store = PromptStore(350, can_cut=True)
-    store.add((9, 9, 9), (), lambda: bytes(100))
+    store.add((9, 9, 9), lambda: StoredPrompt((9, 9, 9), bytes(100)))
     store.put_back([StoredPrompt((n, 2), bytes(100)) for n in (1, 2, 3)])
     assert [p.tokens for p in store.prompts] == [(2, 2), (3, 2), (9, 9, 9)]
     store.remove(store.prompts[1])

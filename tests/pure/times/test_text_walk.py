@@ -14,6 +14,7 @@ class Context:
     """Sequence 0 of a target that decodes nothing, and the batches that it was given."""
 
     can_rewind = True
+    goes_back_by_checkpoints = False
 
     def __init__(self, n_ctx: int) -> None:
         self.n_ctx, self.n_tokens = n_ctx, 0
