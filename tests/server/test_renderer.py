@@ -20,7 +20,7 @@ from running import eventually
 from offload.errors import BadRequest, DeviceFailed
 from specoffload.chat.conversation import Conversation, Tool
 from specoffload.chat.format import ChatFormat, ChatPrompt
-from specoffload.server.renderer import Renderer, Structure
+from specoffload.server.renderer import Renderer, Structure, _Worker
 from specoffload.server.rendering_turns import MOST_PROCESSES, MOST_QUICK, Turns
 
 HI = Conversation(({"role": "user", "content": "hi"},))
@@ -113,6 +113,23 @@ def test_a_grammar_that_takes_long_to_compile_is_refused_and_others_go_on() -> N
         asked = Conversation((HI.messages[0],), schema=slow.json_schema, tools=(Tool("f"),))
         with pytest.raises(BadRequest, match="the grammar takes over 1 s"):
             asyncio.run(renderer.prepare(ChatFormat.of(None), asked))
+
+
+def test_a_grammar_that_takes_all_memory_is_refused() -> None:
+    """llguidance ends its process by SIGABRT if it gets no memory."""
+    patterns = [{"pattern": f"a{{{i}}}|[a-z]*{i}[a-z]*"} for i in range(24)]
+    slow = Structure(json_schema=json.dumps({"allOf": patterns}))
+    worker = _Worker(time_limit_s=5.0, patience_s=5.0)
+
+    def abort() -> None:
+        assert worker._process is not None
+        assert worker._process.pid is not None
+        os.kill(worker._process.pid, signal.SIGABRT)
+
+    with closing(worker):
+        reply = worker.ask(None, slow, abort)
+    assert isinstance(reply, str)
+    assert reply.startswith("the grammar takes over 1024 MiB of memory to compile")
 
 
 def test_a_process_that_was_ended_is_started_again_before_it_is_asked() -> None:
