@@ -256,6 +256,7 @@ def test_a_machine_that_is_not_there_is_planned_for_by_name_or_by_file(
     )
     assert small["host"] == {
         "available_bytes": 256 * GIB, "limited_by": "--hardware", "fits": False,
+        "others_bytes": 10 * GIB,
     }  # fmt: skip
     assert large["host"]["fits"]
     for name, tps in small["expected"].items():
@@ -479,10 +480,15 @@ def test_what_host_memory_does_not_hold_is_said_with_what_would(r1: Path) -> Non
     assert "about 347 GiB more GPU memory" in words
     assert "80 GB/s of RAM" in words
     small = planned(*asked, "--ram", "20GiB")["host"]
-    assert small == {"available_bytes": 20 * GIB, "limited_by": "--ram", "fits": False}
+    assert small == {
+        "available_bytes": 20 * GIB, "limited_by": "--ram", "fits": False,
+        "others_bytes": 10 * GIB,
+    }  # fmt: skip
     assert planned(*asked)["host"]["fits"] == (planned(*asked)["host"]["available_bytes"] > 367e9)
     assert re.search(r"GiB at 5 GB/s, so answers have at most 0\.\d+ tokens/s", words)
-    assert "GiB for every 4096 tokens (--ubatch-size)" in words
+    # How fast this machine's kernels are decides the size.
+    n_ubatch = planned(*asked, "--ram", "20GiB,80GB/s")["ubatch"]
+    assert f"GiB for every {n_ubatch} tokens (--ubatch-size)" in words
     slow, fast = (planned(*asked, "--ram", "20GiB", "--disk", f"{n}GB/s") for n in (1, 10))
     read = [its["disk"]["bytes_per_token"] for its in (slow, fast)]
     assert read[0] == pytest.approx(read[1], rel=0.1), "a fast disk may change a plan a little"
@@ -793,7 +799,9 @@ def test_auto_plans_without_splits_if_a_start_can_measure_nothing(
 
 def test_a_range_of_speeds_says_what_it_depends_on(r1: Path) -> None:
     words = words_of(str(r1), "--vram", "56GiB", "--ram", "512GiB")
-    found = re.search(r"answers: about ([\d.]+) to ([\d.]+) tokens/s, more if your texts", words)
+    found = re.search(
+        r"answers: about ([\d.]+) to ([\d.]+) tokens/s \(each ± \d+ %\), more if your texts", words
+    )
     assert found is not None
     assert float(found[1]) < float(found[2])
 
