@@ -82,6 +82,7 @@ LONG = frozenset(
 # How many cases of each of these scripts/test runs.
 SAMPLED = {
     "abi/test_chat_templates.py::test_a_prompt_is_the_librarys": 8,
+    "combinations/test_measuring.py::test_a_command_that_measures_runs_with_every_kind_of_memory": 4,  # noqa: E501
     "gpu/standin/test_doorbell_kills.py::test_a_stopped_thread_ends_its_engine_and_no_later_one_rings": 1,  # noqa: E501
     "gpu/standin/test_doorbell_kills.py::test_an_engine_that_is_killed_is_told_and_another_writes_the_same": 1,  # noqa: E501
     "gpu/standin/test_doorbell_kills.py::test_ctrl_c_ends_a_run_at_once_and_the_next_one_writes_the_same": 1,  # noqa: E501
