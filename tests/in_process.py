@@ -29,7 +29,7 @@ def command(
     out, errors, code = io.StringIO(), io.StringIO(), 0
     with (
         mock.patch.object(sys, "argv", arguments),
-        mock.patch.object(sys, "stdin", io.StringIO(stdin)),
+        mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), "utf-8")),
         mock.patch.dict(os.environ, dict(env), clear=True),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(errors),

@@ -270,6 +270,8 @@ def file_of(folder: Path | None, filename: str) -> Path:
         raise BadRequest("no folder for saved slots: start the server with --slot-save-path")
     if not filename or filename in (".", "..") or "\0" in filename or "\\" in filename:
         raise BadRequest(f"filename {filename!r} is not a file name")
+    if "\ufffd" in filename:  # what is no character was replaced when the request was read
+        raise BadRequest(f"filename {filename!r} has something that is no character")
     try:
         n_bytes = len(filename.encode())
     except UnicodeEncodeError:

@@ -170,7 +170,7 @@ def test_a_bad_chat_request_is_a_400_that_names_the_fault(
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
 @pytest.mark.parametrize(
     "raw",
-    [b"", b"{", b"[]", b"null", b'"text"', b"\xff\xfe", b'{"prompt": "\\ud800"}', b"[" * 5000],
+    [b"", b"{", b"[]", b"null", b'"text"', b"\xff\xfe", b"[" * 5000],
 )
 def test_a_body_that_is_not_a_json_object_is_a_400(server: Running, path: str, raw: bytes) -> None:
     _check(http.post(server.url + path, content=raw, headers=JSON), 400, "")

@@ -100,6 +100,6 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
         [*SERVE, *N_CTX, "--cache-disk", f"1GiB,{tmp_path / 'file'}"],
         capture_output=True, text=True, timeout=60, env=ENVIRONMENT,
     )  # fmt: skip
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert "--cache-disk: no prompts can be kept in" in ended.stderr
     assert "Traceback" not in ended.stderr
