@@ -290,6 +290,12 @@ class Session:
             suffix_first=options.spm_infill,
         )
 
+    @property
+    def most_embedded(self) -> int | None:
+        """Most tokens of a text that is embedded, or None for a model without embeddings."""
+        embedder = self.target.embedder
+        return None if embedder is None else embedder.n_most
+
     def embed(self, tokens: Sequence[int]) -> tuple[NDArray[np.float32], bool]:
         """Embeddings [1, width] and True if pooled; [n_tokens, width] and False without pooling.
 

@@ -166,6 +166,8 @@ class FakeGenerator:
         text = f"<{'|'.join(around)}>{fill.prompt}"
         return [BOS, *text.encode()]
 
+    most_embedded: int | None = None
+
     def embed(self, tokens: Sequence[int]) -> NoReturn:
         raise NotSupported("the fake makes no embeddings")
 

@@ -87,9 +87,8 @@ def embed(session: Session, prompt: Prompt) -> Embedded:
     if not tokens:
         raise BadRequest("the input is empty: at least one token is needed")
     check_ids(tokens, session.card.n_vocab)
-    embedder = session.target.embedder
-    if embedder is not None and len(tokens) > embedder.n_most:
-        raise TextTooLong(len(tokens), embedder.n_most)
+    if session.most_embedded is not None and len(tokens) > session.most_embedded:
+        raise TextTooLong(len(tokens), session.most_embedded)
     rows, is_pooled = session.embed(tokens)
     return Embedded(rows, len(tokens), is_pooled)
 

@@ -70,7 +70,7 @@ export class Answers {
           fail(message, error.status === 404 ? lost : error);
           break;
         }
-        lost ??= error;
+        if (!isEarly) lost ??= error;
         await pause(PAUSES_MS[attempt], signal);
       }
     }
