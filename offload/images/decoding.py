@@ -55,7 +55,7 @@ _KNOWN_FILES: tuple[tuple[int, bytes, str], ...] = (
 
 @dataclass(frozen=True)
 class StoredPixels:
-    """Where a file has the pixels of an image, for another process that may open it."""
+    """The place of an image's pixels in a file that another process may open."""
 
     path: str
     start: int  # bytes
@@ -95,7 +95,7 @@ class Bitmap:
 
 
 Found = Bitmap | BadRequest
-"""What became of a file. The error's sentence goes on after "the image cannot be read:"."""
+"""A decoded image, or the end of the sentence "the image cannot be read:"."""
 
 
 def why_not(file: bytes) -> str:

@@ -17,7 +17,7 @@ from offload.sampling.schema_refs import References, Steps
 from offload.sampling.schema_words import OF_NAMES, OF_SCHEMA
 
 MOST_PARTS = 20_000
-_MOST_PROOF_STEPS = 200_000  # of all proofs that the branches of a oneOf exclude each other
+_MOST_PROOF_STEPS = 200_000  # limit for all proofs that branches of a oneOf exclude each other
 # llguidance compares each property of an object with all others: 4,000 take it a second.
 _PAIRS_PER_STEP = 16
 _DEEPEST = 160

@@ -20,7 +20,7 @@ from specoffload.server.api.refusals import problem_response
 from specoffload.server.engine.messages import Event, Problem, RequestFailed
 
 ACCEPTED = "gzip, deflate"
-_MOST_ENCODINGS = 2  # of one body
+_MOST_ENCODINGS = 2  # limit for each body
 _MOST_MEMBERS = 1000  # of one gzip body: compressed parts one after another (RFC 1952, 2.2)
 _PART_BYTES = 64 * 1024
 _GZIP, _ZLIB, _RAW = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS

@@ -23,7 +23,7 @@ from specoffload.server.api.body import invalid
 from specoffload.server.engine.messages import Event, Problem, RequestFailed
 
 _MOST = 4096  # responses of all keys
-_MOST_BYTES = 64 * 2**20  # of all responses with their input
+_MOST_BYTES = 64 * 2**20  # limit for all responses with their input
 MOST_ENTRY_BYTES = 8 * 2**20  # of a request's own input; with more it is not kept
 _KEPT_S = 24 * 3600.0  # seconds after the last use
 _OVERHEAD_BYTES = 1024  # of an entry's objects
