@@ -29,7 +29,7 @@ from offload.plan.ubatch_search import UbatchTrial
 from offload.plan.workload import TokenMix
 from offload.routing.routing import LEAST_TOKENS, N_KEPT, SHARES, CountedHits, counted_hits
 from offload.schedule.division import DeviceCosts, MeasuredCosts
-from offload.times.machine import Sharing
+from offload.times.hits import Sharing
 from offload.times.table import CostTable
 from specdec.costs.calibration import Bins
 from specdec.whole_file import is_folder, read_text, whole_file

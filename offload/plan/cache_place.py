@@ -15,7 +15,8 @@ from offload.plan.devices import DevicePart, Division
 from offload.plan.placement import Model
 from offload.times.context import ContextOptions, context_memory
 from offload.times.disk import DiskUse
-from offload.times.machine import with_context, with_prompt
+from offload.times.prompts import with_prompt
+from offload.times.work import with_context
 from offload.units import size_words
 
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from offload.plan.lending import n_lent_slots
 from offload.plan.weights import Array, Parts, ring_slots
-from offload.times.machine import Real, Sharing
+from offload.times.hits import Sharing
+from offload.times.machine import Real
 
 _MOST = 20_000  # most numbers of each kind that are listed, for all ranges together
 _FEWEST_STEPS = 8  # steps between these numbers, however many ranges there are

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.times.machine import Machine, ModelWork, Sharing, best_s, expected_hits, prefill_s
+from offload.times.decodes import best_s
+from offload.times.hits import Sharing, expected_hits
+from offload.times.machine import Machine
+from offload.times.prompts import prefill_s
+from offload.times.work import ModelWork
 
 LEAST_GAIN = 1.1  # times as fast as the plan's decodes, from which the other end is worth a line
 

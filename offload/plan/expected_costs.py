@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from offload.plan.layout import Layout
 from offload.plan.placement import Plan
-from offload.times.machine import model_work, modelled, together
+from offload.times.first_table import modelled, together
 from offload.times.table import CostTable
+from offload.times.work import model_work
 
 
 def expected_costs(layout: Layout, plan: Plan, n_most: int) -> CostTable:

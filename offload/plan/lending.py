@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from offload.plan.slot_layout import SlotPool
+from offload.times.machine import Real
 from offload.times.min_batch import VERIFY_MOST
 from offload.units import plural
 
-Real = Any  # a number, or an array of numbers
 _ALIGNMENT = 256  # strictest alignment of any device's buffers, in bytes
 
 

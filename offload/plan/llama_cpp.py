@@ -11,22 +11,19 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from offload.model import ModelFacts
 from offload.plan.sharing import SMALL_UBATCHES, UBATCHES
 from offload.plan.weights import device_bytes
 from offload.routing.routing import HitCurve
 from offload.times.context import ContextOptions, context_memory
-from offload.times.machine import (
-    Machine,
-    ModelWork,
-    Sharing,
-    cpu_s,
-    even,
-    hybrid_s,
-    model_work,
-    streamed_s,
-    with_prompt,
-)
+from offload.times.decodes import cpu_s, dense_streamed_s, hybrid_s, resident_s
+from offload.times.hits import Sharing, copied_hits
+from offload.times.layers import computing_s, copying_s, layer_at_once_s
+from offload.times.machine import Machine, Real
+from offload.times.prompts import with_prompt
+from offload.times.work import ModelWork, even, model_work
 
 # The first builds with a cache of experts, and with a CPU share beside it (docs/hybrid-model.md).
 CACHE_BUILD, CPU_SHARE_BUILD = "b11500", "b12569"
@@ -103,7 +100,7 @@ class LlamaCpp:
         """
         return min(
             self._cache_ways(work, reserve_bytes),
-            key=lambda sharing: streamed_s(machine, work, sharing, n_tokens, passes=False),
+            key=lambda sharing: copied_s(machine, work, sharing, n_tokens),
         )
 
     def cache_split(self, machine: Machine, work: ModelWork) -> Sharing:
@@ -134,7 +131,7 @@ class LlamaCpp:
         lru, shared = self.lru_cache(machine, work), self.cache_split(machine, work)
         return float(
             min(
-                streamed_s(machine, work, lru, 1, passes=False),
+                copied_s(machine, work, lru, 1),
                 hybrid_s(machine, work, shared, 1),
             )
         )
@@ -157,13 +154,46 @@ class LlamaCpp:
             # Nothing is kept between ubatches, and copies hide behind nothing.
             ring = replace(resident, n_slots=work.n_experts)
             ubatch_s = min(
-                float(streamed_s(machine, work, ring, n_ubatch, passes=False)),
+                float(copied_s(machine, work, ring, n_ubatch)),
                 float(cpu_s(machine, work, resident, n_ubatch)),
             )
             seconds = n_prompt / n_ubatch * ubatch_s
             left_bytes = self.budget_bytes - reserve_bytes
             found.append(LlamaStart(seconds, left_bytes, n_ubatch, resident))
         return found
+
+
+def copied_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
+    """Return the seconds of a decode whose missing experts are copied, and run on the device.
+
+    A layer's experts are all copied before they are computed. Batches whose experts do not fit the
+    slots are computed in chunks of tokens.
+    """
+    total = resident_s(machine, work, sharing, n_tokens)
+    n_streamed = work.n_expert_layers - sharing.n_resident
+    if np.any(n_streamed):
+        layer_s = layer_at_once_s(machine, work, sharing, n_tokens)
+        in_chunks = np.minimum(work.n_experts, n_tokens * work.n_used) > sharing.n_slots
+        if np.any(in_chunks):
+            chunks_s = _in_chunks_s(machine, work, sharing, n_tokens)
+            layer_s = np.where(in_chunks, chunks_s, layer_s)
+        total = total + n_streamed * layer_s
+    return total + dense_streamed_s(machine, work, sharing, n_tokens)
+
+
+def _in_chunks_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
+    """Return the seconds of one layer's streamed experts in chunks of tokens.
+
+    The experts of each chunk's tokens fit the slots at once, and are copied for each chunk.
+    """
+    n_chunk = np.maximum(1, sharing.n_slots // max(1, work.n_used))
+    whole, rest = np.divmod(n_tokens, n_chunk)
+    seconds = machine.per_wait_s
+    for n_chunks, n in ((whole, n_chunk), (rest > 0, rest)):
+        pieces = work.union(n)
+        copy_s = copying_s(machine, work, copied_hits(work, sharing, pieces), pieces)
+        seconds = seconds + n_chunks * (copy_s + computing_s(machine, work, n))
+    return seconds
 
 
 def llama_speeds(
@@ -201,7 +231,7 @@ def llama_speeds(
 def _cache_flags(llama: LlamaCpp, machine: Machine, work: ModelWork) -> tuple[str, str]:
     """Return the flags of the faster cache, and the build: all misses copied, or a CPU share."""
     lru, shared = llama.lru_cache(machine, work), llama.cache_split(machine, work)
-    splits = hybrid_s(machine, work, shared, 1) < streamed_s(machine, work, lru, 1, passes=False)
+    splits = hybrid_s(machine, work, shared, 1) < copied_s(machine, work, lru, 1)
     chosen = shared if splits else lru
     mib = int(chosen.n_slots * work.expert.size_bytes) >> 20
     flags = f"{_flags(llama.facts, work, chosen)} --moe-cache-mib {mib}"

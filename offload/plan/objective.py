@@ -18,8 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.plan.workload import PlannedWork
+from offload.times.decodes import best_s
 from offload.times.disk import DiskUse
-from offload.times.machine import Machine, ModelWork, Real, Sharing, best_s, even, prefill_s
+from offload.times.hits import Sharing
+from offload.times.machine import Machine, Real
+from offload.times.prompts import prefill_s
+from offload.times.work import ModelWork, even
 
 EVEN_WEIGHT = 0.5  # prior probability that a text uses all experts equally often
 MOST_LOSS = 0.05  # share of the best plan's speed that a plan may lose at the low end of hits

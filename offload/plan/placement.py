@@ -43,16 +43,12 @@ from offload.times.context import (
     ContextOptions,
     context_memory,
 )
-from offload.times.machine import (
-    TYPICAL,
-    LayersWork,
-    Machine,
-    ModelWork,
-    Sharing,
-    modelled_crossover,
-    with_prompt,
-)
+from offload.times.first_table import modelled_crossover
+from offload.times.hits import Sharing
+from offload.times.machine import TYPICAL, Machine
 from offload.times.min_batch import VERIFY_MOST
+from offload.times.prompts import with_prompt
+from offload.times.work import LayersWork, ModelWork
 from offload.units import plural
 
 MARGIN_BYTES = 1 << 30  # default of llama.cpp's --fit-target

@@ -28,15 +28,11 @@ from offload.times.context import (
     layer_attention_work,
     layer_context_bytes,
 )
-from offload.times.machine import (
-    TYPICAL,
-    Machine,
-    Part,
-    Sharing,
-    cpu_s,
-    prompt_context,
-    streamed_s,
-)
+from offload.times.decodes import cpu_s, streamed_s
+from offload.times.hits import Sharing
+from offload.times.machine import TYPICAL, Machine
+from offload.times.prompts import prompt_context
+from offload.times.work import Part
 
 _TIE = 1e-6  # share of the streamed bytes' link time, added to prefer less streaming in ties
 _NO_LIMIT = 2.0**60  # bytes of device memory without a limit

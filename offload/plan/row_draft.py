@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from offload.model import ModelFacts, TensorEntry, is_experts, layer_of
 from offload.plan.weights import device_bytes
 from offload.times.context import ContextOptions, context_memory, mtp_context_bytes
-from offload.times.machine import Machine, ModelWork, Part
+from offload.times.machine import Machine
+from offload.times.work import ModelWork, Part
 
 # Architectures whose MTP layers the supported version of llama.cpp can compute: first those with
 # graphs of one layer, then those with graphs of several. The library aborts if a file has more

@@ -19,7 +19,9 @@ from offload.plan.objective import MeasuredDecode, Objective, Seconds, by_measur
 from offload.plan.slot_layout import SlotLayout
 from offload.plan.weights import Weights, least_slots, ring_slots
 from offload.times.disk import DiskUse
-from offload.times.machine import Machine, ModelWork, Real, Sharing
+from offload.times.hits import Sharing
+from offload.times.machine import Machine, Real
+from offload.times.work import ModelWork
 
 UBATCHES = (512, 1024, 2048, 4096, 8192)
 _NOTHING: Mapping[int, int] = {}

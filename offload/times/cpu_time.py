@@ -8,11 +8,9 @@ computing.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-Real = Any  # a number, or an array of numbers
+from offload.times.machine import Real
 
 ROW_SHARE = 0.2  # time that a further row adds, in units of the time of one row
 _FEW_ROWS = 8  # rows from which on reading hides behind computing

@@ -13,8 +13,11 @@ from itertools import accumulate
 
 import numpy as np
 
-from offload.times.machine import AHEAD_SHARE, ModelWork, Real, Sharing, kept_hits
+from offload.times.hits import Sharing, kept_hits
+from offload.times.layers import AHEAD_SHARE
+from offload.times.machine import Real
 from offload.times.table import CostTable
+from offload.times.work import ModelWork
 from offload.units import rate_words
 
 _MORE_GIB = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # amounts of memory that advice names

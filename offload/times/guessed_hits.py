@@ -17,11 +17,11 @@ sources and how far they lie apart:
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
-Real = Any  # a number, or an array of numbers
+from offload.times.machine import Real
+
 Points = tuple[tuple[float, float], ...]
 
 _CURVES: tuple[tuple[float, Points], ...] = (

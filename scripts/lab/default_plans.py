@@ -24,19 +24,11 @@ from offload.plan.placement import Plan, PlanRequest, make_plan
 from offload.plan.sharing import UBATCHES
 from offload.plan.workload import DECODING, USUAL, TokenMix
 from offload.times.context import ContextOptions
-from offload.times.machine import (
-    Machine,
-    ModelWork,
-    Sharing,
-    best_s,
-    cpu_s,
-    even,
-    expected_hits,
-    hybrid_s,
-    model_work,
-    prefill_s,
-    with_prompt,
-)
+from offload.times.decodes import best_s, cpu_s, hybrid_s
+from offload.times.hits import Sharing, expected_hits
+from offload.times.machine import Machine
+from offload.times.prompts import prefill_s, with_prompt
+from offload.times.work import ModelWork, even, model_work
 
 CARDS_GIB = (12, 16, 24, 32)
 N_CTX = 4096

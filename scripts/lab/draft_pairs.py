@@ -27,7 +27,9 @@ from lab.mtp_model import ACCEPTED
 from lab.published import PAGE, Case, Prediction, facts_by_model
 from offload.model import ModelFacts
 from offload.routing.routing import SHARING_LEAST, SHARING_MOST
-from offload.times.machine import Part, Sharing, cpu_s
+from offload.times.decodes import cpu_s
+from offload.times.hits import Sharing
+from offload.times.work import Part
 
 PAIRS = Path(__file__).with_name("draft_pairs.jsonl")
 NEAR = 0.20  # error that is aimed at for 80 % of the pairs

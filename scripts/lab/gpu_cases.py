@@ -24,15 +24,12 @@ from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.search import overlap_s
 from offload.stream.options import StreamingOptions
 from offload.times.context import ContextOptions
-from offload.times.machine import (
-    Machine,
-    Sharing,
-    model_work,
-    streamed_s,
-    with_context,
-    with_prompt,
-)
+from offload.times.decodes import streamed_s
+from offload.times.hits import Sharing
+from offload.times.machine import Machine
 from offload.times.min_batch import MinBatch
+from offload.times.prompts import with_prompt
+from offload.times.work import model_work, with_context
 
 MODEL: dict[str, Any] = {"size": "full", "n_layer": 16, "n_vocab": 16384, "quant": "q4_K"}
 FEW: dict[str, Any] = {"n_layer": 8, "n_expert": 32}

@@ -20,24 +20,17 @@ from lab import ROOT, filled
 from lab.published import UNPINNED_SHARE
 from lab.synth.published import published_facts
 from offload.model import ModelFacts
-from offload.plan.llama_cpp import LlamaCpp
+from offload.plan.llama_cpp import LlamaCpp, copied_s
 from offload.plan.placement import Plan, PlanRequest, make_plan
 from offload.plan.sharing import UBATCHES
 from offload.plan.workload import DECODING
 from offload.routing.routing import HALF_LIFE_STEPS, SHARES, HitCurve, recorded_hits
 from offload.times.context import ContextOptions
+from offload.times.decodes import best_s, cpu_s, hybrid_s
 from offload.times.guessed_hits import hit_rate
-from offload.times.machine import (
-    Machine,
-    ModelWork,
-    Sharing,
-    best_s,
-    cpu_s,
-    expected_hits,
-    hybrid_s,
-    model_work,
-    streamed_s,
-)
+from offload.times.hits import Sharing, expected_hits
+from offload.times.machine import Machine
+from offload.times.work import ModelWork, model_work
 from specoffload.config.hardware import PRESETS
 
 GIB = 1 << 30
@@ -199,7 +192,7 @@ def decode_row(facts: ModelFacts, title: str, name: str, routing: str) -> Decode
     of_lru = work_of(facts, title, routing, LRU_HALF_LIFE_STEPS)
     theirs = replace(machine, link_bytes_per_s=UNPINNED_SHARE * machine.link_bytes_per_s)
     lru = llama.lru_cache(theirs, of_lru)
-    lru_s = float(streamed_s(theirs, of_lru, lru, 1, passes=False))
+    lru_s = float(copied_s(theirs, of_lru, lru, 1))
     rival_s = min(cpu_moe_s, lru_s)
     of_class, shared = fastest_cache_split(facts, title, routing, gib, theirs)
     shared_s = min(float(hybrid_s(theirs, of_class, shared, 1)), cpu_moe_s)

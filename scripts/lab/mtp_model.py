@@ -33,10 +33,12 @@ from lab.hybrid_model import (
 from lab.simulation import DraftTrace, Simulated, simulate
 from lab.synth.published import published_facts
 from offload.model import ModelFacts
-from offload.plan.llama_cpp import LlamaCpp
+from offload.plan.llama_cpp import LlamaCpp, copied_s
 from offload.plan.row_draft import MtpLayer, plan_mtp
 from offload.routing.routing import HALF_LIFE_STEPS, HitCurve, UnionCurve
-from offload.times.machine import Machine, ModelWork, best_s, cpu_s, model_work, streamed_s
+from offload.times.decodes import best_s, cpu_s
+from offload.times.machine import Machine
+from offload.times.work import ModelWork, model_work
 from specdec.costs.profile import CostProfile
 from specdec.policies.rules import Fixed
 from specdec.policies.throughput import Throughput
@@ -173,8 +175,8 @@ def rivals(
     return (
         speed(cpu_s(machine, one, cpu_moe[0], 1), cpu_s(machine, several, cpu_moe[1], n)),
         speed(
-            streamed_s(machine, one, lru[0], 1, passes=False),
-            streamed_s(machine, several, lru[1], n, passes=False),
+            copied_s(machine, one, lru[0], 1),
+            copied_s(machine, several, lru[1], n),
         ),
     )
 

@@ -14,7 +14,7 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import typer
@@ -22,24 +22,13 @@ import typer
 from lab import ROOT, filled
 from lab.synth.published import published_facts
 from offload.model import ModelFacts
+from offload.plan.llama_cpp import copied_s
 from offload.times.context import ContextOptions
-from offload.times.machine import (
-    CORE_FLOPS,
-    TYPICAL,
-    Machine,
-    ModelWork,
-    Part,
-    Sharing,
-    cpu_cost,
-    cpu_s,
-    model_work,
-    ram_seen,
-    read_cost,
-    streamed_s,
-    vram_seen,
-    with_context,
-    with_prompt,
-)
+from offload.times.decodes import cpu_s
+from offload.times.hits import Sharing
+from offload.times.machine import CORE_FLOPS, TYPICAL, Machine, ram_seen, vram_seen
+from offload.times.prompts import with_prompt
+from offload.times.work import ModelWork, Part, cpu_cost, model_work, read_cost, with_context
 from specoffload.config.hardware_parts import CARDS
 
 GIB = 1 << 30
@@ -248,7 +237,7 @@ class Prediction:
         case = self.case
         if case.pp_tps is None or not case.prompt:
             return None
-        seconds = partial(streamed_s, passes=False) if case.prompt == "streams" else cpu_s
+        seconds = copied_s if case.prompt == "streams" else cpu_s
         work = self._at(case.n_before, case.n_prompt)
         whole, rest = divmod(case.n_prompt, case.ubatch)
         sizes = [case.ubatch] * whole + [rest] * (rest > 0)

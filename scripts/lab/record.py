@@ -23,20 +23,11 @@ from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.sharing import UBATCHES
 from offload.plan.workload import DECODING
 from offload.times.context import ContextOptions
-from offload.times.machine import (
-    TYPICAL,
-    Machine,
-    ModelWork,
-    Part,
-    Sharing,
-    expected_hits,
-    hybrid_s,
-    model_work,
-    prefill_s,
-    ram_seen,
-    vram_seen,
-    with_context,
-)
+from offload.times.decodes import hybrid_s
+from offload.times.hits import Sharing, expected_hits
+from offload.times.machine import TYPICAL, Machine, ram_seen, vram_seen
+from offload.times.prompts import prefill_s
+from offload.times.work import ModelWork, Part, model_work, with_context
 
 PAGE = ROOT / "docs" / "background.md"
 TITLE = "Qwen3.8-Flash-Next"

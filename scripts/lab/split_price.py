@@ -443,7 +443,7 @@ def set_latencies(scale: float = 1.0) -> None:
 def measure(folder: Path, wanted: Sequence[str] = ()) -> Iterator[Price]:
     """The rows of the table."""
     from lab.synth.published import published_facts
-    from offload.times.machine import model_work
+    from offload.times.work import model_work
 
     library = compile_doorbell(folder)
     use_experts_time()

@@ -10,7 +10,7 @@ from typing import Any
 from offload.plan.placement import Plan
 from offload.plan.weights import ring_slots
 from offload.routing.routing import UNION_SIZES
-from offload.times.machine import expected_hits
+from offload.times.hits import expected_hits
 from offload.times.min_batch import NEVER
 from specoffload import report
 from specoffload.commands.plan_lines import others_bytes

@@ -9,9 +9,10 @@ from itertools import groupby, pairwise
 from offload.model import is_experts, layer_of
 from offload.plan.host_tables import HostTables
 from offload.plan.placement import Plan
-from offload.times.machine import even, expected_hits
+from offload.times.hits import expected_hits
 from offload.times.min_batch import NEVER
 from offload.times.table import PAYS, CostTable, Way
+from offload.times.work import even
 from offload.units import milliseconds, rate_words, size_words
 from specoffload import report
 from specoffload.commands.plan_lines import context_lines, first_lines, mtp_speed

@@ -14,8 +14,12 @@ from offload.open_check import check_opens
 from offload.plan.context_choice import LEAST_CTX, RequestSeconds, choose_context
 from offload.plan.workload import TokenMix
 from offload.times.context import context_memory, mtp_context_bytes, trained_context
+from offload.times.decodes import cpu_s
 from offload.times.disk import DiskUse
-from offload.times.machine import TYPICAL, Sharing, cpu_s, model_work, prefill_s
+from offload.times.hits import Sharing
+from offload.times.machine import TYPICAL
+from offload.times.prompts import prefill_s
+from offload.times.work import model_work
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
 from specoffload.opening.drafters import with_usable_drafters

@@ -30,8 +30,8 @@ from offload.plan.expected_costs import expected_costs
 from offload.routing.routing import counted_unions
 from offload.schedule.division import MeasuredCosts
 from offload.schedule.switch import MOST_TOKENS
+from offload.times.hits import Sharing
 from offload.times.learner import Learner
-from offload.times.machine import Sharing
 from offload.times.min_batch import VERIFY_MOST, MinBatch, by_rule
 from offload.times.search import Wanted, left_out, noise
 from offload.times.table import CostTable, Way, ranges

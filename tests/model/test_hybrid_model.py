@@ -22,7 +22,8 @@ from offload.model import ModelFacts
 from offload.plan.llama_cpp import LlamaCpp
 from offload.plan.objective import Objective
 from offload.plan.workload import DECODING
-from offload.times.machine import best_s, hybrid_s, model_work
+from offload.times.decodes import best_s, hybrid_s
+from offload.times.work import model_work
 from specoffload.config.options import Toggle
 
 ROOT = Path(__file__).parents[2]

@@ -30,20 +30,14 @@ from offload.plan.weights import device_bytes, ring_slots
 from offload.plan.workload import DECODING, USUAL, PlannedWork, TokenMix
 from offload.routing.routing import SHARES, HitCurve
 from offload.times.context import ContextOptions, context_memory
-from offload.times.machine import (
-    TYPICAL,
-    Machine,
-    best_s,
-    cpu_s,
-    model_work,
-    modelled,
-    modelled_crossover,
-    prefill_s,
-    streamed_s,
-)
+from offload.times.decodes import best_s, cpu_s, streamed_s
+from offload.times.first_table import modelled, modelled_crossover
+from offload.times.machine import TYPICAL, Machine
 from offload.times.min_batch import NEVER
+from offload.times.prompts import prefill_s
 from offload.times.search import Wanted, budget_s, fill
 from offload.times.table import CONTRADICTS, TOLERANCE, Way, agreeing
+from offload.times.work import model_work
 from specoffload.cli import app
 from specoffload.config.options import PlanOptions
 from specoffload.opening.speeds import speed_words

@@ -10,7 +10,8 @@ import pytest
 from lab import best_plans
 from lab.plans import PAGE, README_TITLES
 from lab.synth.published import published_facts
-from offload.times.machine import TYPICAL, cpu_s
+from offload.times.decodes import cpu_s
+from offload.times.machine import TYPICAL
 
 TITLES = ("gpt-oss-120b", "GLM-4.6", "DeepSeek-R1", "Kimi-K2")
 

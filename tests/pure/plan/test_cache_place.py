@@ -20,6 +20,7 @@ from offload.plan.decision import decide
 from offload.plan.found import Found, FoundDevice, Kind, Wanted
 from offload.plan.layout import Layout
 from offload.plan.placement import PlanRequest
+from offload.times.attention import attention_crossover, attention_s, ram_attention_s
 from offload.times.context import (
     ContextOptions,
     context_memory,
@@ -27,16 +28,10 @@ from offload.times.context import (
     layer_context_bytes,
     most_state_bytes,
 )
-from offload.times.machine import (
-    TYPICAL,
-    Sharing,
-    attention_crossover,
-    attention_s,
-    best_s,
-    model_work,
-    ram_attention_s,
-    with_context,
-)
+from offload.times.decodes import best_s
+from offload.times.hits import Sharing
+from offload.times.machine import TYPICAL
+from offload.times.work import model_work, with_context
 
 GIB = 1 << 30
 TITLES = ("Qwen3-235B-A22B", "Kimi-K3", "DeepSeek-R1", "Qwen3.6-35B-A3B", "gpt-oss-120b")

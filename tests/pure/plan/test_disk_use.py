@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from lab.simulation import simulate, synthetic_trace
 from offload.routing.routing import HitCurve
 from offload.times.disk import DiskUse
-from offload.times.machine import ModelWork, Part, Sharing
+from offload.times.hits import Sharing
 from offload.times.table import CostTable, Entry, Way
+from offload.times.work import ModelWork, Part
 from specdec.costs.profile import CostProfile
 from specdec.policies.throughput import Throughput
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.times.guessed_hits import hit_rate, points_of
-from offload.times.machine import ModelWork, Part, kept_hits
+from offload.times.hits import kept_hits
+from offload.times.work import ModelWork, Part
 
 SIZES = (8, 16, 64, 128, 160, 256, 288, 384, 512, 896)
 

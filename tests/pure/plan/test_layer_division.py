@@ -11,21 +11,15 @@ from hypothesis import strategies as st
 
 from offload.schedule.division import HOST, SplitCosts, split_pairs
 from offload.schedule.passes import MOST_HOST_PAIRS
-from offload.times.machine import (
-    TYPICAL,
-    ModelWork,
-    Part,
-    Sharing,
-    best_s,
-    cpu_s,
-    divided,
-    hybrid_s,
-    modelled,
-    prefill_s,
-    streamed_s,
-)
+from offload.times.decodes import best_s, cpu_s, hybrid_s, streamed_s
+from offload.times.first_table import modelled
+from offload.times.hits import Sharing
+from offload.times.layers import divided
+from offload.times.machine import TYPICAL
 from offload.times.min_batch import VERIFY_MOST
+from offload.times.prompts import prefill_s
 from offload.times.table import Way
+from offload.times.work import ModelWork, Part
 
 R1 = ModelWork(61, Part(151e6, 250e6), Part(760e6, 927e6), 58, Part(26.5e6, 44.0e6), 256, 8)
 SLOTS = Sharing(600)

@@ -12,7 +12,9 @@ from offload.model import ModelFacts
 from offload.plan.llama_cpp import LlamaCpp, llama_speeds
 from offload.routing.routing import HitCurve
 from offload.times.context import ContextOptions
-from offload.times.machine import TYPICAL, cpu_s, even, model_work
+from offload.times.decodes import cpu_s
+from offload.times.machine import TYPICAL
+from offload.times.work import even, model_work
 
 GIB = 1 << 30
 CONTEXT = ContextOptions(4096)

@@ -8,22 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.times.machine import (
-    TYPICAL,
-    Machine,
-    ModelWork,
-    Part,
-    Sharing,
-    best_s,
-    cpu_s,
-    hybrid_s,
-    modelled_crossover,
-    prefill_s,
-    ram_seen,
-    streamed_s,
-    vram_seen,
-)
+from offload.times.decodes import best_s, cpu_s, hybrid_s, streamed_s
+from offload.times.first_table import modelled_crossover
+from offload.times.hits import Sharing
+from offload.times.machine import TYPICAL, Machine, ram_seen, vram_seen
 from offload.times.min_batch import VERIFY_MOST
+from offload.times.prompts import prefill_s
+from offload.times.work import ModelWork, Part
 
 # Numbers from the header of DeepSeek-R1 as Q4_K_M.
 R1 = ModelWork(

@@ -10,7 +10,8 @@ from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.row_draft import MtpLayer, expected_tps, mtp_complaint, plan_mtp
 from offload.times.context import ContextOptions
-from offload.times.machine import TYPICAL, model_work
+from offload.times.machine import TYPICAL
+from offload.times.work import model_work
 
 MIB = 1 << 20
 OWN = ("nextn.eh_proj.weight", "nextn.enorm.weight", "nextn.hnorm.weight", "ffn_gate_inp.weight")

@@ -19,7 +19,8 @@ from offload.plan.placement import Model, PlanRequest, make_plan
 from offload.plan.range_times import DeviceRoom, RangeTimes
 from offload.plan.weights import Parts, Weights, device_bytes, spread
 from offload.times.context import ContextOptions
-from offload.times.machine import TYPICAL, LayersWork, model_work
+from offload.times.machine import TYPICAL
+from offload.times.work import LayersWork, model_work
 
 TITLES = (
     "gpt-oss-120b",

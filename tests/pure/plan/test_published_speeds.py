@@ -24,7 +24,9 @@ from lab.published import (
     prompt_ratios,
     read_cases,
 )
-from offload.times import machine
+from offload.times.machine import CORE_FLOPS
+from offload.times.prompts import PROMPT_ATTENTION
+from offload.times.work import cpu_cost, read_cost
 from specoffload.config import hardware
 
 
@@ -132,10 +134,10 @@ def test_the_page_names_the_constants_that_the_model_and_the_cases_use(
 ) -> None:
     page_text = PAGE.read_text("utf-8")
     for constant in (
-        f"MXFP4 on the CPU | {machine.read_cost('MXFP4'):g} times",
-        f"IQ1 to IQ3 on the CPU | {machine.cpu_cost('IQ3_XXS'):g} times",
-        f"attention in prompts | {machine.PROMPT_ATTENTION:g} times",
-        f"{machine.CORE_FLOPS / 1e9:g} GFLOPS, {REPACKED_CORE_FLOPS / 1e9:g} if",
+        f"MXFP4 on the CPU | {read_cost('MXFP4'):g} times",
+        f"IQ1 to IQ3 on the CPU | {cpu_cost('IQ3_XXS'):g} times",
+        f"attention in prompts | {PROMPT_ATTENTION:g} times",
+        f"{CORE_FLOPS / 1e9:g} GFLOPS, {REPACKED_CORE_FLOPS / 1e9:g} if",
         f"{UNPINNED_SHARE:g} of the pinned rate, at most {MOST_UNPINNED_BYTES_PER_S / 1e9:g} GB/s",
     ):
         assert constant in page_text

@@ -21,8 +21,12 @@ from offload.plan.weights import Weights, device_bytes, least_slots, ring_slots
 from offload.plan.workload import DECODING, USUAL, TokenMix
 from offload.routing.routing import HitCurve
 from offload.times.context import ContextOptions, context_memory
-from offload.times.machine import TYPICAL, Sharing, best_s, cpu_s, hybrid_s, model_work, prefill_s
+from offload.times.decodes import best_s, cpu_s, hybrid_s
+from offload.times.hits import Sharing
+from offload.times.machine import TYPICAL
 from offload.times.min_batch import VERIFY_MOST
+from offload.times.prompts import prefill_s
+from offload.times.work import model_work
 
 N_LAYERS, N_EXPERTS, N_USED = 12, 64, 4
 ROW, N_FF = 2048, 1024

@@ -9,16 +9,10 @@ from hypothesis import strategies as st
 
 from offload.schedule.division import HIT, HOST, STREAMED, SplitCosts, split_pairs
 from offload.schedule.switch import HybridSwitch, all_on_device, stay
-from offload.times.machine import (
-    TYPICAL,
-    ModelWork,
-    Part,
-    Sharing,
-    best_s,
-    cpu_s,
-    hybrid_s,
-    streamed_s,
-)
+from offload.times.decodes import best_s, cpu_s, hybrid_s, streamed_s
+from offload.times.hits import Sharing
+from offload.times.machine import TYPICAL
+from offload.times.work import ModelWork, Part
 
 N, K = 64, 4
 COPY_S, ROW_S = 1e-3, 2e-5

@@ -14,8 +14,11 @@ from offload.plan.found import Found, FoundDevice, Kind, Wanted
 from offload.plan.layout import Layout
 from offload.plan.placement import PlanRequest
 from offload.times.context import ContextOptions
-from offload.times.machine import TYPICAL, Machine, hybrid_s, model_work, modelled, streamed_s
+from offload.times.decodes import hybrid_s, streamed_s
+from offload.times.first_table import modelled
+from offload.times.machine import TYPICAL, Machine
 from offload.times.table import CostTable, Way
+from offload.times.work import model_work
 
 GIB = 1 << 30
 N_MOST = 512

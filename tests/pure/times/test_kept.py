@@ -19,7 +19,7 @@ from offload.model_file import read_facts
 from offload.plan.workload import TokenMix
 from offload.routing.routing import SHARES, CountedHits, RoutingRecorder
 from offload.schedule.division import DeviceCosts, MeasuredCosts, SideTimes
-from offload.times.machine import Sharing
+from offload.times.hits import Sharing
 from offload.times.table import CostTable, Entry, Way
 from specdec.costs.calibration import Bins
 from specoffload.commands.doctor import MachineNow, kept_models

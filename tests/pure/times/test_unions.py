@@ -21,8 +21,8 @@ from offload.routing.routing import (
     union_of_neighbours,
 )
 from offload.times.cpu_time import product_s
-from offload.times.machine import ModelWork, Part
 from offload.times.table import CostTable, Entry, Way
+from offload.times.work import ModelWork, Part
 from specdec.costs.profile import CostProfile
 from specdec.costs.unions import cheaper_than_one, fit_curve, with_unions
 from specoffload.commands.profile import show_table

@@ -1,0 +1,154 @@
+"""The experts that a batch finds in a plan's slots. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from offload.schedule.batch import LAYER_RING
+from offload.schedule.passes import group_size, is_in_passes, ring_slots
+from offload.times.guessed_hits import hit_rate
+from offload.times.machine import Real
+from offload.times.min_batch import VERIFY_MOST
+from offload.times.work import ModelWork
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The numbers of slots, resident layers and streamed layers of a plan."""
+
+    n_slots: Real = 0  # slots for experts
+    n_resident: Real = 0  # layers whose experts are resident
+    n_dense_streamed: Real = 0  # layers whose dense weights stream
+    n_lent: Real = 0  # more slots in the compute buffer, which hold experts between prompts
+
+    @property
+    def n_cached(self) -> Real:
+        """Number of slots in which small batches find experts."""
+        return self.n_slots + self.n_lent
+
+    def searched_by(self, n_tokens: Real) -> Sharing:
+        """Return the slots in which a batch finds experts, all as own slots.
+
+        A large batch takes the bytes of lent slots. Lent slots are never room: every batch is
+        divided, and computed in passes, by the own slots.
+        """
+        is_small = np.asarray(n_tokens) <= VERIFY_MOST
+        return replace(self, n_slots=self.n_slots + is_small * self.n_lent, n_lent=0)
+
+    def with_slots(self, n_slots: int) -> Sharing:
+        return replace(self, n_slots=n_slots)
+
+
+def kept_hits(work: ModelWork, share: Real, n_pieces: Real) -> Real:
+    """Return the share of uses that hit, if `share` of the experts are kept.
+
+    A missing expert is kept only in place of one that is used less, as in split layers and in
+    memory for experts. A batch uses `n_pieces` experts of each layer. One token has the counted
+    hits. If none were counted, it has those that `hit_rate` guesses, and at least `share`: the hits
+    of experts that are used equally often. Each token of a larger batch misses as many experts as
+    a single token. Neighbouring tokens share those as they share all experts (`union`), and at most
+    all experts are missed that are not kept. So two batches never miss fewer experts than one batch
+    of all their tokens.
+    """
+    if not work.n_experts:
+        return 1.0
+    one = work.n_used / work.n_experts
+    guess = np.maximum(share, hit_rate(share, one, work.n_experts))
+    of_one = guess if work.hits is None else work.hits.at(share)
+    n_even = np.log1p(-np.minimum(n_pieces / work.n_experts, 1 - 1e-12)) / math.log1p(
+        -min(one, 1 - 1e-9)
+    )
+    n_tokens = np.maximum(n_even, (n_pieces / work.n_used) ** (1 / work.sharing_exponent))
+    others = np.maximum(1.0 - share, 1e-12)  # share of the experts that are not kept
+    chosen = np.minimum(one * (1.0 - of_one) / others, 1.0)  # part of them that a token uses
+    missing = np.minimum(
+        work.n_experts * others * (1.0 - (1.0 - chosen) ** n_tokens),
+        work.n_used * (1.0 - of_one) * n_tokens**work.sharing_exponent,
+    )
+    hits = 1.0 - missing / np.maximum(n_pieces, 1e-12)
+    return np.where(share < 1.0, np.clip(hits, 0.0, 1.0), 1.0)[()]
+
+
+def expected_hits(work: ModelWork, sharing: Sharing, n_pieces: Real) -> Real:
+    """Return the expected `kept_hits` of split layers if a batch uses `n_pieces` of each layer.
+
+    All streamed layers share the slots, lent ones too, since only small batches are split.
+    """
+    n_streamed = work.n_expert_layers - sharing.n_resident
+    hits = kept_hits(work, _slot_share(work, sharing.searched_by(1)), n_pieces)
+    return np.where(n_streamed > 0, hits, 1.0)[()]
+
+
+def streamed_hits(work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
+    """Return the share of a batch's experts that are in slots if all others are copied."""
+    hits = copied_hits(work, sharing.searched_by(n_tokens), work.union(n_tokens))
+    is_passing = streams_in_passes(work, sharing, n_tokens)
+    found: Real = np.where(is_passing, passing_hits(work, sharing), hits)
+    return found[()]
+
+
+def _slot_share(work: ModelWork, sharing: Sharing) -> Real:
+    """Return the share of the streamed layers' experts that have an own slot."""
+    n_streamed = work.n_expert_layers - sharing.n_resident
+    return sharing.n_slots / np.maximum(work.n_experts * n_streamed, 1)
+
+
+def pass_sizes(work: ModelWork, sharing: Sharing) -> tuple[Real, Real]:
+    """Return the experts of a pass, and the slots of the ring that they pass through."""
+    n_slots = np.maximum(sharing.n_slots, 1)
+    n_group = group_size(work.n_experts, n_slots, work.expert.size_bytes)
+    return n_group, ring_slots(work.n_experts, n_slots, n_group)
+
+
+def missing_in_passes(work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
+    """Return the number of experts of a layer that a batch in passes finds in no slot."""
+    return (1.0 - passing_hits(work, sharing)) * work.union(n_tokens)
+
+
+def passing_hits(work: ModelWork, sharing: Sharing) -> Real:
+    """Return the share of a layer's experts that a batch in passes finds in slots."""
+    kept = np.maximum(sharing.n_slots - pass_sizes(work, sharing)[1], 0)
+    return np.minimum(_slot_share(work, replace(sharing, n_slots=kept)), 1.0)
+
+
+def streams_in_passes(work: ModelWork, sharing: Sharing, n_tokens: Real) -> Any:
+    """True if a batch that is streamed is computed in passes."""
+    n_slots = sharing.n_slots
+    in_passes = is_in_passes(n_tokens, work.n_used, work.n_experts, n_slots)
+    return in_passes & (n_slots < work.n_experts * (work.n_expert_layers - sharing.n_resident))
+
+
+def copied_hits(work: ModelWork, sharing: Sharing, pieces: Real) -> Real:
+    """Return the share of uses that hit if all missing experts are copied."""
+    hits = _kept_between_batches(work, sharing)
+    n_streamed = work.n_expert_layers - sharing.n_resident
+    # Slots that hold no more experts than a decode uses lose each expert before its next use,
+    # unless every expert has a slot.
+    holds = sharing.n_slots > pieces * n_streamed
+    holds |= sharing.n_slots >= work.n_experts * n_streamed
+    if np.any(holds):
+        share = _slot_share(work, sharing)
+        if work.hits is None:
+            guess = hit_rate(share, pieces / max(1, work.n_experts), work.n_experts)
+            found = np.maximum(share, guess)
+        else:
+            found = kept_hits(work, share, pieces)
+        hits = np.maximum(hits, holds * found)
+    return hits
+
+
+def _kept_between_batches(work: ModelWork, sharing: Sharing) -> Real:
+    """Return the share of experts that stay in slots while all others pass through the rest.
+
+    If batches copy whole layers, the schedule keeps the same layers for the next batch. The other
+    layers share the slots of `LAYER_RING` layers. Smaller batches are assumed to keep equally many.
+    The ring's slots are subtracted even if all layers fit, because a plan's number of slots is only
+    known within a few per cent.
+    """
+    n_streamed = np.maximum(work.n_expert_layers - sharing.n_resident, 1)
+    n_kept = np.maximum(0, sharing.n_slots // max(1, work.n_experts) - LAYER_RING)
+    return np.minimum(n_kept / n_streamed, 1.0)
