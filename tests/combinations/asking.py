@@ -155,6 +155,33 @@ def _tool_turn(api: str, *, with_image: bool) -> list[Any]:
     ]
 
 
+def shown(api: str, question: str, *, in_result: bool) -> Body:
+    """A request of 8 tokens with an image, in the question or in a tool's result after it."""
+    history = "image in a result" if in_result else "one turn"
+    body = body_of(Case.of("request", api=api, history=history, length="short"), question)
+    if not in_result:
+        url = "data:image/png;base64," + base64.b64encode(png()).decode()
+        text, image = {
+            "chat": ("text", {"type": "image_url", "image_url": {"url": url}}),
+            "responses": ("input_text", {"type": "input_image", "image_url": url}),
+            "messages": ("text", {"type": "image", "source": {
+                "type": "base64", "media_type": "image/png", "data": url.split(",")[1],
+            }}),
+        }[api]  # fmt: skip
+        body[_turns_of(api)][-1]["content"] = [{"type": text, "text": question}, image]
+    return body
+
+
+def with_turn(api: str, body: Body, answer: str, question: str) -> Body:
+    """The request of the next turn."""
+    turn = [{"role": "assistant", "content": answer}, {"role": "user", "content": question}]
+    return body | {_turns_of(api): [*body[_turns_of(api)], *turn]}
+
+
+def _turns_of(api: str) -> str:
+    return "input" if api == "responses" else "messages"
+
+
 def png() -> bytes:
     """A red image of 8 by 8."""
 

@@ -11,7 +11,6 @@ import pytest
 
 from combinations.asking import Reply
 from combinations.truth import Truth
-from combinations.walked_server import N_CTX
 from combinations.walks import recorded, report, walk_for
 from specoffload.config.resolution import demo_file
 
@@ -22,7 +21,7 @@ IS_SHORT = SAMPLE_S < 60
 
 def test_an_answer_that_is_not_the_plain_one_is_found() -> None:
     """A lost, doubled or other letter, and each count that is wrong by one."""
-    truth = Truth(demo_file("draft.gguf"), N_CTX)
+    truth = Truth(demo_file("draft.gguf"), 1024)
     try:
         prompt = truth.tokens("def f(x):\n    return x")
         plain = truth.plain(prompt, 12)

@@ -6,7 +6,6 @@ and every answer is the plain one of `truth`. A walk that fails is shrunk to its
 
 from __future__ import annotations
 
-import base64
 import functools
 import inspect
 import json
@@ -32,12 +31,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from combinations.asking import PATHS, Body, Reply, body_of, png, streamed_reply
+from combinations.asking import PATHS, Body, Reply, body_of, shown, streamed_reply, with_turn
 from combinations.cases import Case
 from combinations.requesting import events_of, is_valid, sentence_of
 from combinations.talking import RAW, Conversation, Refusal, Talker, numbers_of
 from combinations.truth import Truth, truth_of
-from combinations.walked_server import N_CTX, SETTINGS, WalkedServer, wait_for
+from combinations.walked_server import SETTINGS, WalkedServer, wait_for
 
 APIS = st.sampled_from(("native", "completions", "chat", "responses", "messages"))
 # Characters of a question. A token has about three. The disk keeps texts of 256 tokens and more.
@@ -46,6 +45,7 @@ ANSWERS = st.sampled_from((1, 8, 24))  # tokens
 WHICH = st.integers(0, 9)  # a known conversation, model or file: modulo their number
 # A request loses its engine if the engine is killed. Its words say so.
 _LOST = "engine process"
+_MOST_OPEN = 40  # files or threads of one process. At a start it has about 18.
 _SOURCE = inspect.getsource(json.decoder) + inspect.getsource(inspect)
 
 
@@ -88,6 +88,7 @@ class Walk(RuleBasedStateMachine):
         self._server: WalkedServer | None = None
         self._talks: list[Conversation] = []
         self._saved: list[tuple[str, Conversation, int]] = []  # file, text, tokens
+        self._looks: dict[str, Reply] = {}  # first answers to requests with an image
         self._n_asked = 0
         self._neighbours: list[subprocess.Popen[bytes]] = []
 
@@ -107,7 +108,7 @@ class Walk(RuleBasedStateMachine):
         return self._server
 
     def _truth(self, talk: Conversation) -> Truth:
-        return truth_of(self.server.model_file(talk.model), N_CTX)
+        return truth_of(self.server.model_file(talk.model), self.server.n_ctx)
 
     def _text(self, n: int) -> str:
         """A text that no earlier question had."""
@@ -130,7 +131,7 @@ class Walk(RuleBasedStateMachine):
         truth = self._truth(talk)
         prompt = truth.tokens(self._talker.prompt_of(talk))
         body = talk.body(n) | more
-        if len(prompt) >= N_CTX:
+        if len(prompt) >= self.server.n_ctx:
             self._expect_too_long(talk.api, body, len(prompt))
             return None
         reply = self._talker.ask(talk.api, body, streamed=streamed)
@@ -145,11 +146,13 @@ class Walk(RuleBasedStateMachine):
     def _expect_too_long(self, api: str, body: Body, n_tokens: int) -> None:
         """The refusal has both numbers, and a prompt that follows it is answered."""
         found = self._talker.tried(api, body)
-        assert isinstance(found, Refusal), f"{api}: {n_tokens} tokens in a context of {N_CTX}"
+        assert isinstance(found, Refusal), (
+            f"{api}: {n_tokens} tokens in a context of {self.server.n_ctx}"
+        )
         assert found.status == 400, f"{api}: {found}"
         numbers = numbers_of(found.sentence)
         assert n_tokens in numbers, f"{api}: {n_tokens} is not in {found}"
-        assert N_CTX in numbers, f"{api}: {N_CTX} is not in {found}"
+        assert self.server.n_ctx in numbers, f"{api}: {self.server.n_ctx} is not in {found}"
 
     @step(api=APIS, which=WHICH, size=SIZES, n=ANSWERS, streamed=st.booleans())
     def ask(self, api: str, which: int, size: int, n: int, streamed: bool) -> None:
@@ -225,9 +228,9 @@ class Walk(RuleBasedStateMachine):
         prompt = truth.tokens(self._talker.prompt_of(talk))
         self._expect_too_long(api, talk.body(4), len(prompt))
         if api in RAW:
-            body = talk.body(8) | {"prompt": prompt[: N_CTX - 4]}
+            body = talk.body(8) | {"prompt": prompt[: self.server.n_ctx - 4]}
             reply = self._talker.ask(api, body)
-            assert reply.n_prompt == N_CTX - 4
+            assert reply.n_prompt == self.server.n_ctx - 4
             assert reply.n_answer <= 4, f"{reply.n_answer} tokens where 4 have room"
 
     @step(api=st.sampled_from(("chat", "responses", "messages")), which=WHICH)
@@ -241,21 +244,33 @@ class Walk(RuleBasedStateMachine):
             assert tool == "paint"
             assert is_valid(arguments), arguments
 
-    @step(which=WHICH)
-    def show_an_image(self, which: int) -> None:
-        """No model of the walk has eyes. Without the image, the same request is answered."""
-        url = "data:image/png;base64," + base64.b64encode(png()).decode()
+    @step(api=st.sampled_from(("chat", "responses", "messages")), which=WHICH,
+          in_result=st.booleans(), streamed=st.booleans())  # fmt: skip
+    def show_an_image(self, api: str, which: int, in_result: bool, streamed: bool) -> None:
+        """In a question or in a tool's result. A model without eyes refuses it."""
+        body = shown(api, "What is it?", in_result=in_result) | {"model": self._name(which)}
+        if self.server.has_eyes:
+            self._look_twice(api, body, streamed)
+            return
+        found = self._talker.tried(api, body)
+        assert isinstance(found, Refusal), found
+        assert found.status == 400, found
+        assert "image input is not supported" in found.sentence
         talk = self._new("chat", which, 40)
-        parts = [
-            {"type": "text", "text": talk.question},
-            {"type": "image_url", "image_url": {"url": url}},
-        ]
-        body = talk.body(4)
-        body["messages"][-1] = {"role": "user", "content": parts}
-        answer = self._talker.post(PATHS["chat"], body)
-        assert answer.status_code == 400, answer.text
-        assert "image input is not supported" in sentence_of(answer.json())
         self._keep(self._ask(talk, 4, streamed=False))
+
+    def _look_twice(self, api: str, body: Body, streamed: bool) -> None:
+        """The same request has the same answer at any time, also after a next turn."""
+        first = self._talker.ask(api, body, streamed=streamed)
+        next_turn = self._talker.ask(api, with_turn(api, body, first.text, self._text(40)))
+        assert next_turn.n_prompt > first.n_prompt + 20, "the next turn forgets some of the first"
+        again = self._talker.ask(api, body)
+        known = self._looks.setdefault(json.dumps(body), first)
+        for reply in (first, again):
+            told = (reply.text, reply.reason, reply.n_prompt, reply.n_answer)
+            assert told == (known.text, known.reason, known.n_prompt, known.n_answer), (
+                f"{api}: {told} instead of {known}"
+            )
 
     @step(which=WHICH, size=SIZES)
     def save(self, which: int, size: int) -> None:
@@ -402,10 +417,10 @@ class Walk(RuleBasedStateMachine):
             self._folder.cleanup()
 
     def _end(self) -> None:
-        """Memory has come back: each model takes a prompt as long as its context."""
+        """Memory and files have come back. Each model takes a prompt as long as its context."""
         for i, name in enumerate(self.server.names):
             talk = Conversation(name, "native", self._text(6000))
-            prompt = self._truth(talk).tokens(talk.text)[: N_CTX - 8]
+            prompt = self._truth(talk).tokens(talk.text)[: self.server.n_ctx - 8]
             reply = self._talker.ask("native", talk.body(4) | {"prompt": prompt})
             fault = self._truth(talk).fault_of(prompt, 4, reply)
             assert not fault, f"at the end: {fault}"
@@ -413,6 +428,8 @@ class Walk(RuleBasedStateMachine):
                 wait_for("all slots are idle", lambda query=f"?model={name}": not any(
                     slot["is_processing"] for slot in self._talker.get("/slots" + query)
                 ), 30)  # fmt: skip
+        most = self.server.most_open()
+        assert most <= _MOST_OPEN, f"a process has {most} open files or threads at the end"
         self.server.terminate()
         self.server.wait_ended()
         self.server.check_log()

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import httpx
 import psutil
+from image_parts import model_with_projector
 
 from combinations.truth import CACHE_WORDS
 from specoffload.config.resolution import demo_file
 
-N_CTX = 1024
 START_S = 240.0
 NAMES = ("large", "small")
 # Flags of each setting. {folder} is its own.
@@ -31,7 +31,20 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "models that sleep": (
         "--models-preset", "{folder}/models.ini", "--models-max", "2", "--sleep-idle-seconds", "2",
     ),
+    # A position has two dimensions within an image.
+    "eyes": ("{folder}/images-qwen2vl.gguf", "--mmproj", "{folder}/images-qwen2vl-mmproj.gguf"),
+    # An image's tokens see each other. Some layers attend to the last 512 tokens only.
+    "eyes and windows": (
+        "{folder}/images-gemma3.gguf", "--mmproj", "{folder}/images-gemma3-mmproj.gguf",
+    ),
+    # Most layers are recurrent, and a part of the experts has slots on the device.
+    "eyes and states": (
+        "{folder}/images-qwen3.5-35b-a3b.gguf", "--mmproj",
+        "{folder}/images-qwen3.5-35b-a3b-mmproj.gguf", "--device", "sim", "--hybrid", "on",
+        "--vram", "1200KiB",
+    ),
 }  # fmt: skip
+_EYES = {"eyes": "qwen2vl", "eyes and windows": "gemma3", "eyes and states": "qwen3.5-35b-a3b"}
 
 
 class WalkedServer:
@@ -40,12 +53,16 @@ class WalkedServer:
     def __init__(self, setting: str, n_streams: int, folder: Path) -> None:
         self.folder, self.setting = folder, setting
         self.names = NAMES if setting.startswith("models") else ("",)
+        self.has_eyes = setting in _EYES
+        self.n_ctx = 2048 if self.has_eyes else 1024  # their vocabulary has short tokens
+        if self.has_eyes:
+            self._model, _ = model_with_projector(_EYES[setting], folder)
         self._version = 0
         self.write_presets()
         (folder / "slots").mkdir()
         words = [
             "serve", "--host", "127.0.0.1", "--port", "0", "--temp", "0", "--threads", "1",
-            "--ctx-size", str(N_CTX), "--parallel", str(n_streams), "--cache-ram", "1",
+            "--ctx-size", str(self.n_ctx), "--parallel", str(n_streams), "--cache-ram", "1",
             "--cache-disk", "16MiB,{folder}/prompts", "--slot-save-path", "{folder}/slots",
             "--metrics", "--shutdown-timeout", "60", *CACHE_WORDS, *SETTINGS[setting],
         ]  # fmt: skip
@@ -66,6 +83,9 @@ class WalkedServer:
         )
 
     def model_file(self, name: str) -> Path:
+        """The file of a model. `name` is empty if there is only one."""
+        if self.has_eyes:
+            return self._model
         return demo_file("draft.gguf" if name == "small" else "target.gguf")
 
     def start(self) -> None:
@@ -118,6 +138,15 @@ class WalkedServer:
         if engines:
             engines[max(engines)].kill()
         return bool(engines)
+
+    def most_open(self) -> int:
+        """The most files, sockets and pipes, or threads, that one of its processes has."""
+        program = psutil.Process(self._process.pid)
+        most = 0
+        for process in (program, *program.children(recursive=True)):
+            with suppress(psutil.Error):  # it has just ended
+                most = max(most, process.num_fds(), process.num_threads())
+        return most
 
     def terminate(self) -> None:
         """SIGTERM, as a service's stop. Returns at once."""
