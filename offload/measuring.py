@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from time import perf_counter
 
+from offload.decode import SMALL_BATCH
 from offload.engine import Engine
 from offload.model import is_experts, layer_of
 from offload.schedule.division import MeasuredCosts
@@ -22,7 +23,7 @@ from offload.stream.split_measuring import (
     on_host,
     on_link,
 )
-from offload.times.min_batch import NEVER, VERIFY_MOST, MinBatch
+from offload.times.min_batch import NEVER, MinBatch
 from offload.times.search import Wanted, budget_s, fill, one_timing
 from offload.times.table import CostTable, Way
 
@@ -200,7 +201,7 @@ class _Measuring:
             wanted,
             n_verify=min(wanted.n_verify, n_most, target.options.n_outputs),
             n_most=n_most,
-            n_split=min(VERIFY_MOST, n_most_at_once(target)),
+            n_split=min(SMALL_BATCH, n_most_at_once(target)),
             n_repeats=n_repeats_of(wanted.n_least),
             part=self._part,
         )
@@ -235,7 +236,7 @@ class _Measuring:
         change the size in most rounds, so a decode of several tokens follows one of one token.
         """
         self._go(way)
-        rows = None if n <= VERIFY_MOST else 1  # rows of logits; None: one for each token
+        rows = None if n <= SMALL_BATCH else 1  # rows of logits; None: one for each token
         table = self._table
         expected_s = table.seconds(way, n) if table.measured(way) else 0.0
         if expected_s >= _IN_PART_FROM_S and self._part(way, n) < 1.0:
@@ -255,7 +256,7 @@ class _Measuring:
             n_leads=n_leads,
             left_s=self.left_s(),
             # Drafts change the size, and a changed graph is built anew.
-            leads_with_one=1 < n <= VERIFY_MOST and self._one_s < _LEAD_BELOW_S,
+            leads_with_one=1 < n <= SMALL_BATCH and self._one_s < _LEAD_BELOW_S,
         )
         return [found_s]
 

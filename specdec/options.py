@@ -80,7 +80,7 @@ PRICED = frozenset(
 # Published rules that read a draft's probabilities. `throughput` calibrates those over all tokens.
 BY_P = (PRICED - {PolicyName.THROUGHPUT}) | {PolicyName.P_MIN, PolicyName.P_MIN_KEPT}
 P_TOP_K = 10  # candidates in llama.cpp's draft sampler, for which the published rules were tuned
-MOST_DRAFTED = 63  # most tokens of a draft; its verification batch has one more
+MOST_DRAFTED = 63  # most tokens of a draft; its verification batch has one more (offload/decode.py)
 LONGEST = 16  # default most drafted tokens, as in llama.cpp; `throughput` has its own
 
 

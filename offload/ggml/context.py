@@ -13,6 +13,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
+from offload.decode import SMALL_BATCH
 from offload.errors import BadRequest, DecodeStopped, DeviceFailed, DoesNotFit, OffloadError
 from offload.ggml.compute_buffer import ComputeBuffer
 from offload.ggml.library import interrupt, log
@@ -21,7 +22,6 @@ from offload.ggml.library.lib import library
 from offload.ggml.model import Model, making
 from offload.ggml.ram_cache import RamCache
 from offload.times.context import POOLINGS, ROPE_SCALINGS, ContextOptions, RopeOptions
-from offload.times.min_batch import VERIFY_MOST
 
 _CTX_PADDING = 256
 FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
@@ -338,11 +338,11 @@ class Context:
         The scheduler keeps a prompt's plan for graphs with as many nodes. Their tensors would then
         be scattered over all of the buffer. A plan for a small graph uses its first bytes.
         """
-        buffer, is_small = tenant.compute_buffer, n_tokens <= VERIFY_MOST
+        buffer, is_small = tenant.compute_buffer, n_tokens <= SMALL_BATCH
         if buffer is None:
             return
         if buffer.has_moved or (is_small and not buffer.is_planned_small):
-            n = min(VERIFY_MOST, self._n_ubatch)
+            n = min(SMALL_BATCH, self._n_ubatch)
             self._lib.llama_graph_reserve(self.handle, n, 1, min(n, self._n_outputs))
             self._pending.raise_first()
             tenant.planned_small()

@@ -62,7 +62,11 @@ enum { HIT, STREAMED, ON_HOST, LATE }; /* LATE: on the host, after it has been r
 enum { STAY, ALL_ON_DEVICE, BY_COSTS }; /* how experts are divided */
 enum { FREE, LOADING, READY, IN_USE, CLOSED };
 enum { ABORTED = 1 }; /* ggml's status of a computation that a signal ended */
-enum { MOST_TOKENS = 64, MOST_RANGES = 1 << 12 }; /* MOST_RANGES: as in offload/ggml/graph.py */
+enum { MOST_RANGES = 1 << 12 }; /* as in offload/ggml/graph.py */
+
+/* The compiler is told SMALL_BATCH of offload/decode.py. */
+enum { MOST_TOKENS = SMALL_BATCH };
+_Static_assert(1 <= MOST_TOKENS && MOST_TOKENS <= 64, "counts of rows are kept on the stack, and tables have as many lines");
 
 #define YIELDS_AFTER_S 200e-6 /* a host that waits for a word lets other threads run after this time */
 #define ASKS_EACH_S 1.0       /* ... and asks the driver for errors after this time */

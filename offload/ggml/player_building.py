@@ -2,8 +2,8 @@
 
 They are the player (player.c), and what answers ggml's questions (offload/ggml/graphs.c).
 
-setup.py calls this module before any dependency is installed, so it imports nothing but the
-standard library and offload's errors. The library's file name has a digest of the source and the
+setup.py calls this module before any dependency is installed, so neither it nor what it imports
+needs more than the standard library. The library's file name has a digest of the source and the
 compiler's flags. A library of other sources is therefore never loaded.
 """
 
@@ -15,13 +15,17 @@ import platform
 import tempfile
 from pathlib import Path
 
+from offload.decode import SMALL_BATCH
 from offload.errors import LibraryMismatch
 from offload.ggml.compiling import failure_of, find_compiler
 
 SOURCE = Path(__file__).with_name("player.c")
 GRAPHS = SOURCE.with_name("graphs.c")
 # Without contraction, sums have the bits that numpy's have.
-_FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-ffp-contract=off", "-fPIC", "-shared")
+_FLAGS = (
+    *("-std=c11", "-D_GNU_SOURCE", "-ffp-contract=off", "-fPIC", "-shared"),
+    f"-DSMALL_BATCH={SMALL_BATCH}",
+)
 _CHECKED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all")
 _REMEDY = (
     "install a C compiler (gcc or clang; CC names another) and install specoffload again, or "

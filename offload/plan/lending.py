@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from offload.decode import SMALL_BATCH
 from offload.plan.slot_layout import SlotPool
 from offload.times.machine import Real
-from offload.times.min_batch import VERIFY_MOST
 from offload.units import plural
 
 _ALIGNMENT = 256  # strictest alignment of any device's buffers, in bytes
@@ -77,7 +77,7 @@ def lending_of(pools: Iterable[SlotPool], least_slots: Iterable[int], n_tokens: 
     missing = [pool.n_pieces - pool.n_slots if pool.n_experts else 0 for pool in pools]
     if not any(missing):
         return Lending(why_not="each streamed expert has a slot of its own")
-    if n_tokens <= VERIFY_MOST:
+    if n_tokens <= SMALL_BATCH:
         return Lending(why_not=f"buffers of {plural(n_tokens, 'token')} are too small")
     at = missing.index(max(missing))
     joined = pools[at].joined()

@@ -17,6 +17,7 @@ from typing import Literal
 
 import numpy as np
 
+from offload.decode import SMALL_BATCH
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, TensorEntry, is_experts, layer_of
 from offload.plan.candidates import Limits
@@ -46,7 +47,6 @@ from offload.times.context import (
 from offload.times.first_table import modelled_crossover
 from offload.times.hits import Sharing
 from offload.times.machine import TYPICAL, Machine
-from offload.times.min_batch import VERIFY_MOST
 from offload.times.prompts import with_prompt
 from offload.times.work import LayersWork, ModelWork
 from offload.units import plural
@@ -258,7 +258,7 @@ class PlanRequest:
         n = n_ubatch if self.context is not None else spec.n_ubatch
         size_bytes, small_bytes = (
             context_memory(facts, replace(spec, n_ubatch=most)).compute_bytes
-            for most in (n, min(n, VERIFY_MOST))
+            for most in (n, min(n, SMALL_BATCH))
         )
         return BufferSizes(n, size_bytes, small_bytes)
 

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 N_KEPT = 1024  # recorded tokens of each layer
-MOST_TOKENS = 64  # most tokens of a recorded batch; larger batches are prompts
 # Shares of all experts that have a slot, at which hits are counted.
 SHARES = (1/64, 1/32, 3/64, 1/16, 3/32, 1/8, 3/16, 1/4, 3/8, 1/2, 3/4)  # fmt: skip
 LEAST_TOKENS = 64  # least recorded tokens to count hits; the first half only fills the slots
@@ -105,7 +104,7 @@ class LayerRouting:
         return int(self.rows.shape[1])
 
     def add(self, ids: NDArray[np.int32]) -> None:
-        """Add `ids` [n_tokens, n_used] of at most MOST_TOKENS tokens."""
+        """Add `ids` [n_tokens, n_used] of at most SMALL_BATCH tokens."""
         n, at = len(ids), int(self.counts[0])
         end = at + n
         if end <= N_KEPT:

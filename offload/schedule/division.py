@@ -29,9 +29,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.decode import SMALL_BATCH
+
 HIT, STREAMED, HOST = 0, 1, 2
 LATE = 3  # computed by the CPU after it has been read from the disk (offload/schedule/from_disk.py)
-MOST_ROWS = 64  # most rows of an expert in a measurement
+MOST_ROWS = SMALL_BATCH  # most rows of an expert in a measurement
 _LEAST = 64  # rows and misses of the smallest tables
 _NOTHING = 1e-9  # largest rounding error of a share
 _BEFORE = np.zeros(1, np.intp)  # a zero in front of the experts' rows

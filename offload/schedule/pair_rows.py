@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offload.alignment import aligned, power_of_two
+from offload.decode import SMALL_BATCH
 from offload.schedule.passes import MOST_HOST_PAIRS, MOST_PAIRS
-from offload.schedule.switch import MOST_TOKENS
 
 _NUMBER_BYTES = 4  # of an f32 of a row, and of an i32 of a table
 _LEAST_HOST_PAIRS = 256  # pairs of a prompt that the CPU has memory for, at least
@@ -80,7 +80,7 @@ class PairShape:
 
 def small_batch_pairs(n_used: int) -> int:
     """Return the pairs that memory is taken for in batches whose layers are split by the player."""
-    return power_of_two(MOST_TOKENS * n_used)
+    return power_of_two(SMALL_BATCH * n_used)
 
 
 def prompt_host_pairs(n_pairs: int) -> int:

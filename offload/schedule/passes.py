@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.routing.routing import MOST_TOKENS
+from offload.decode import SMALL_BATCH
 from offload.schedule.slots import NOWHERE
 
 # Share of a layer's experts in use from which experts are copied before the router has run.
@@ -35,7 +35,7 @@ def is_in_passes(n_tokens: Any, n_used: int, n_experts: int, n_slots: Any) -> An
     """
     n_tokens, n_slots = np.asarray(n_tokens), np.asarray(n_slots)
     wanted = np.minimum(n_experts, n_tokens * n_used)
-    return (wanted > n_slots) | ((n_tokens > MOST_TOKENS) & (n_slots < 2 * n_experts))
+    return (wanted > n_slots) | ((n_tokens > SMALL_BATCH) & (n_slots < 2 * n_experts))
 
 
 def group_size(n_experts: int, n_slots: Any, slot_bytes: Any) -> Any:

@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.decode import SMALL_BATCH
 from offload.schedule.division import HIT, HOST, STREAMED, Split, SplitCosts, split_pairs
 
 # `stay`, `all_on_device` or a `ByCosts`, which the player knows, too. It is called for prompts:
 # (ids [n_tokens, n_used], resident [n_experts]) -> HIT, STREAMED or HOST for each expert. Resident
 # experts are HIT. Values for unused experts have no meaning.
 Splitter = Callable[[NDArray[np.int32], NDArray[np.bool_]], NDArray[np.uint8]]
-
-MOST_TOKENS = 64  # most tokens of a batch that the player splits; larger ones are split in passes
 
 
 def stay(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
@@ -77,7 +76,7 @@ class HybridSwitch:
         """True if layers of a batch of `n_tokens` are split, whatever min-batch is."""
         return (
             self.is_active
-            and 0 < n_tokens <= MOST_TOKENS  # 0 tokens: the last layer, if no logits are wanted
+            and 0 < n_tokens <= SMALL_BATCH  # 0 tokens: the last layer, if no logits are wanted
             and not self.declined
             and n_tokens not in self.unsplit
         )
@@ -89,7 +88,7 @@ class HybridSwitch:
         leave most experts to the CPU.
         """
         is_on = self.is_active and self._divides and not self.declined
-        return is_on and n_tokens > MOST_TOKENS
+        return is_on and n_tokens > SMALL_BATCH
 
     @property
     def _divides(self) -> bool:
@@ -103,4 +102,4 @@ class HybridSwitch:
     @property
     def sizes(self) -> list[int]:
         """Sizes of batches whose layers are split, ascending."""
-        return [n for n in range(1, MOST_TOKENS + 1) if self.splits(n)]
+        return [n for n in range(1, SMALL_BATCH + 1) if self.splits(n)]

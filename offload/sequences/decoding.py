@@ -15,11 +15,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.decode import SMALL_BATCH
 from offload.ggml.context import Context
 from offload.ggml.row_context import RowContext
 from offload.images.mtmd import Projector
 from offload.routing.next_experts import NextExperts, Rows
-from offload.routing.routing import MOST_TOKENS, RoutingGuess, RoutingRecorder
+from offload.routing.routing import RoutingGuess, RoutingRecorder
 from offload.sequences.row_draft import Step
 from offload.sequences.sequences import Decode, DecodeImage
 from offload.store.expert_memory import ExpertMemory
@@ -205,7 +206,7 @@ class NativeExperts:
         """Take the tokens of the next decode, which is computed in ubatches of `n_ubatch`."""
         if self.memory is not None:
             self.memory.expect_batch(min(len(tokens), n_ubatch))
-        is_guessed = len(tokens) <= min(n_ubatch, MOST_TOKENS)
+        is_guessed = len(tokens) <= min(n_ubatch, SMALL_BATCH)
         self._guess.expect(tokens if is_guessed else ())
         if self.following is not None and self.memory is not None and is_guessed:
             layers = self.memory.layers
@@ -222,7 +223,7 @@ class NativeExperts:
         used = np.unique(ids).tolist()
         memory.decided(layer, used)
         groups = memory.begin(layer, used)
-        if 0 < n_tokens <= MOST_TOKENS:
+        if 0 < n_tokens <= SMALL_BATCH:
             if self._recorder is not None and self._recorder.is_on:
                 self._recorder.layer(layer, n_used).add(ids)
             if following is not None and layer in memory.layers:

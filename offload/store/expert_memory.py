@@ -21,10 +21,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 
+from offload.decode import SMALL_BATCH
 from offload.errors import DeviceFailed, DoesNotFit, ModelChanged
 from offload.ggml.memory import HostRange
 from offload.plan.store_layout import ExpertMatrices, Spot, largest_experts
-from offload.routing.routing import MOST_TOKENS
 from offload.store.expert_pages import ExpertPages, Leave
 from offload.store.expert_reading import Batch, ExpertReaders
 from offload.store.memory_budget import MemoryBudget, MemoryLimits
@@ -188,7 +188,7 @@ class ExpertMemory:
 
         A prompt needs few of its logits. Drafts, and tokens of several sequences, need all.
         """
-        is_prompt = n_tokens > MOST_TOKENS or 2 * n_wanted < n_tokens
+        is_prompt = n_tokens > SMALL_BATCH or 2 * n_wanted < n_tokens
         self._n_prompt_tokens = n_tokens if is_prompt else 0
 
     def need(self, layer: int, experts: Iterable[int]) -> None:
@@ -217,7 +217,7 @@ class ExpertMemory:
             self._end_batches()
             are_many = self._residency.are_many(len(pieces))
             n_prompt_tokens = self._n_prompt_tokens
-            is_scan = n_prompt_tokens > MOST_TOKENS or (n_prompt_tokens > 0 and are_many)
+            is_scan = n_prompt_tokens > SMALL_BATCH or (n_prompt_tokens > 0 and are_many)
             if is_scan or are_many:
                 self._cancel_unneeded(layer, set(pieces))
             missing = self._residency.touch(pieces, is_scan=is_scan)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from offload.decode import SMALL_BATCH
 from offload.device import DeviceChoice
 from offload.errors import NotSupported
 from offload.ggml.backend import Stream
@@ -27,7 +28,6 @@ from offload.mla import MlaSwitch
 from offload.model import layer_of
 from offload.plan.placement import Plan
 from offload.plan.slot_layout import SlotPool
-from offload.routing.routing import MOST_TOKENS
 from offload.schedule.slots import StreamCounters
 from offload.schedule.switch import HybridSwitch
 from offload.stream.cache_ahead import CacheAhead
@@ -254,13 +254,13 @@ class StreamingDevice(PyDevice):
         is_watched = bool(self.trace) or self._clock is not None or not self._is_alone
         self.compute_directly(on=not is_watched and self.mla.crossover == 0)
         n_tokens = min(len(tokens), n_ubatch)
-        is_guessed = len(tokens) == n_tokens <= MOST_TOKENS
+        is_guessed = len(tokens) == n_tokens <= SMALL_BATCH
         for executor in self.executors.values():
             executor.guess.expect(tokens if is_guessed else ())
             executor.next_tokens = executor.unwanted_tokens = 0
             executor.forget_early()
         self._ubatches = Ubatches(n_ubatch, n_unwanted)
-        if not self._is_alone or len(tokens) > min(n_ubatch, MOST_TOKENS):
+        if not self._is_alone or len(tokens) > min(n_ubatch, SMALL_BATCH):
             self._ubatches.announce(len(tokens))
             for deferred in self._deferred.values():
                 deferred.take_status()  # drops the status of a failed decode
@@ -555,4 +555,4 @@ class StreamingDevice(PyDevice):
         """
         assert self.host is not None
         n_tokens = max((product.n_tokens for product in graph.products(self.host)), default=0)
-        return n_tokens > MOST_TOKENS and not self._reads_experts
+        return n_tokens > SMALL_BATCH and not self._reads_experts

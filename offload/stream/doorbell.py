@@ -61,7 +61,7 @@ _MANY_TOKENS = frozenset({
     "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_K", "q3_K", "q4_K", "q5_K", "q6_K", "iq1_s",
     "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq4_xs", "iq4_nl", "mxfp4", "nvfp4",
 })  # fmt: skip
-_MOST_TOKENS = 63
+_MOST_TOKENS = 63  # MMQ_DP4A_MAX_BATCH_SIZE - 1 (mmq.cuh), whatever a small batch is here
 
 
 def waits_inside(types: Iterable[str], n_tokens: int) -> bool:

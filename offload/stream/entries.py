@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.decode import SMALL_BATCH
 from offload.ggml.graph import Graph
 from offload.ggml.player import BY_COSTS, Costs, Host, Player, native
 from offload.ggml.rewriting import Count, HostRows
 from offload.ggml.tensor import Buffer, Redirect, Tensor
 from offload.schedule.division import SplitCosts
-from offload.schedule.switch import MOST_TOKENS
 
 
 class WeightsEntry:
@@ -89,7 +89,7 @@ class CostEntry:
 
     def __init__(self, costs: SplitCosts, n_experts: int) -> None:
         self.costs = costs
-        tables = costs.tables(MOST_TOKENS, n_experts)
+        tables = costs.tables(SMALL_BATCH, n_experts)
         arrays = [
             np.ascontiguousarray(values, np.float64)
             for values in (tables.by_rows_s, tables.work.ravel(), tables.copies_s, tables.idle)

@@ -37,13 +37,14 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.decode import SMALL_BATCH
 from offload.ggml.backend import Stream
 from offload.ggml.compute_buffer import ComputeBuffer
 from offload.ggml.graph import Graph, Product
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.tensor import Relocation
 from offload.plan.slot_layout import SlotLayout
-from offload.routing.routing import MOST_TOKENS, RoutingGuess, RoutingRecorder
+from offload.routing.routing import RoutingGuess, RoutingRecorder
 from offload.schedule.batch import slot_range
 from offload.schedule.cache import Lrfu
 from offload.schedule.schedule import Schedule
@@ -236,7 +237,7 @@ class Executor:
         """
         routed = [step for step in steps if step.ids is not None]
         sizes = {step.n_tokens for step in routed}
-        if self._recorder is not None and len(sizes) == 1 and 0 < min(sizes) <= MOST_TOKENS:
+        if self._recorder is not None and len(sizes) == 1 and 0 < min(sizes) <= SMALL_BATCH:
             for step in routed:
                 step.routing = self._recorder.layer(step.layer, step.n_used)
 
@@ -266,7 +267,7 @@ class Executor:
     def _run(self, running: CutGraph) -> int:
         self.counters.graphs += 1
         self._see_graph()
-        if not self.is_alone or running.n_tokens > MOST_TOKENS:
+        if not self.is_alone or running.n_tokens > SMALL_BATCH:
             self._latest.pop(running.n_tokens, None)
             self._latest[running.n_tokens] = running
             if len(self._latest) > _MOST_LATEST:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.decode import SMALL_BATCH
 from offload.errors import DeviceFailed
 from offload.ggml import player as api
 from offload.ggml.backend import wrong_id
@@ -26,7 +27,7 @@ from offload.routing.routing import N_TOKEN_ROWS
 from offload.schedule.division import Split
 from offload.schedule.from_disk import split_from_disk, stay_late
 from offload.schedule.slots import StreamCounters
-from offload.schedule.switch import MOST_TOKENS, ByCosts, all_on_device, stay
+from offload.schedule.switch import ByCosts, all_on_device, stay
 from offload.stream.bell_use import BELLS
 from offload.stream.cut_graph import CutGraph, Stops
 from offload.stream.cuts import CutStep, Stop, waits_once
@@ -85,7 +86,7 @@ class GraphPlayer:
         self._ring_choices: dict[int, RingChoice] = {}  # the same
         self._bell: Doorbell | None = None  # opened when it is first needed
         self._may_ring = split is not None and is_cuda(parts.stream.device)
-        self._most_pairs, self._most_experts = MOST_TOKENS * n_used, most
+        self._most_pairs, self._most_experts = SMALL_BATCH * n_used, most
         self._ids = np.zeros(self._most_pairs, np.int32)
         self._rows, self._used, self._experts = np.zeros((3, most), np.int32)
         self._resident, self._kinds = np.zeros(most, np.bool_), np.zeros(most, np.uint8)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.decode import SMALL_BATCH
 from offload.errors import DeviceFailed, DoesNotFit
 from offload.ggml.graph import Graph
 from offload.ggml.player import (
@@ -22,7 +23,7 @@ from offload.ggml.player import (
     native,
 )
 from offload.ggml.tensor import Tensor
-from offload.routing.routing import MOST_TOKENS, N_KEPT, RoutingGuess
+from offload.routing.routing import N_KEPT, RoutingGuess
 from offload.schedule.schedule import Schedule
 from offload.stream.cuts import CutStep, Stop
 from offload.stream.doorbell import CannotRing, Doorbell, RingEntry
@@ -58,7 +59,7 @@ def played_of(steps: Sequence[CutStep], stops: Sequence[Stop]) -> list[CutStep]:
         step
         for step in steps
         if step.split is not None
-        or (step.ids is not None and step.need is None and step.n_tokens <= MOST_TOKENS)
+        or (step.ids is not None and step.need is None and step.n_tokens <= SMALL_BATCH)
     ]
     if sum(len(step.readers) for step in routed) == len(stops):
         return routed

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from offload.decode import SMALL_BATCH
 from offload.times.attention import attention_s
 from offload.times.hits import Sharing
 from offload.times.layers import beside_s, divided, expert_layer_s, in_passes_s
 from offload.times.machine import Machine, Real
-from offload.times.min_batch import VERIFY_MOST
 from offload.times.work import ModelWork
 
 
@@ -48,20 +48,20 @@ def hybrid_s(
 ) -> Real:
     """Return the seconds of a batch of any size whose layers CPU and device share.
 
-    `hits`: as for `divided`. Batches of up to `VERIFY_MOST` tokens are split by the player, and
+    `hits`: as for `divided`. Batches of up to `SMALL_BATCH` tokens are split by the player, and
     larger ones are computed in passes (offload/stream/prompt_side.py). Both sides read RAM: the
     CPU's kernels, and the copies to the device. A layer takes at least the time in which RAM gives
     all missing experts.
     """
     n = np.asarray(n_tokens)
-    small = np.minimum(n, VERIFY_MOST)
-    if np.all(n <= VERIFY_MOST):
+    small = np.minimum(n, SMALL_BATCH)
+    if np.all(n <= SMALL_BATCH):
         return _split_s(machine, work, sharing, n_tokens, hits)
-    large = np.maximum(n, VERIFY_MOST + 1)
+    large = np.maximum(n, SMALL_BATCH + 1)
     in_passes_s = _shared_s(machine, work, sharing, large, hits)
-    if np.all(n > VERIFY_MOST):
+    if np.all(n > SMALL_BATCH):
         return in_passes_s
-    return np.where(n <= VERIFY_MOST, _split_s(machine, work, sharing, small, hits), in_passes_s)
+    return np.where(n <= SMALL_BATCH, _split_s(machine, work, sharing, small, hits), in_passes_s)
 
 
 def best_s(
@@ -125,7 +125,7 @@ def resident_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Re
     return (
         (work.n_layers - sharing.n_dense_streamed) * work.dense.seconds(*gpu, n_tokens)
         + sharing.n_resident * work.used(n_tokens).seconds(*gpu, n_tokens)
-        + work.head.seconds(*gpu, np.minimum(n_tokens, 64))
+        + work.head.seconds(*gpu, np.minimum(n_tokens, SMALL_BATCH))
         + work.n_layers * machine.per_layer_s
         + _host_s(machine, work, n_tokens)
         + attention_s(machine, work, n_tokens)

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from offload.decode import SMALL_BATCH
 from offload.times.decodes import cpu_s, hybrid_s, streamed_s
 from offload.times.hits import Sharing
 from offload.times.machine import Machine, Real
-from offload.times.min_batch import VERIFY_MOST
 from offload.times.table import CostTable, Entry, Way
 from offload.times.work import ModelWork
 
@@ -26,13 +26,13 @@ def modelled(
     """Return a cost table of expected times, for batches of up to `n_most` tokens.
 
     The table is used until times are measured. With `splits`, batches also have times for layers
-    that CPU and device share: up to `VERIFY_MOST` tokens, or all with `shares_prompts`.
+    that CPU and device share: up to `SMALL_BATCH` tokens, or all with `shares_prompts`.
     """
     sizes = [*range(1, min(_SMALL, n_most) + 1)]
     while sizes[-1] < n_most:
         sizes.append(min(n_most, math.ceil(sizes[-1] * _STEP)))
-    if n_most > VERIFY_MOST:
-        sizes = sorted({*sizes, VERIFY_MOST})
+    if n_most > SMALL_BATCH:
+        sizes = sorted({*sizes, SMALL_BATCH})
 
     def entries(seconds: Callable[..., Real], sizes: Sequence[int]) -> dict[int, Entry]:
         each = np.broadcast_to(seconds(machine, work, sharing, np.array(sizes)), len(sizes))
@@ -42,7 +42,7 @@ def modelled(
     if work.n_expert_layers > sharing.n_resident and sharing.n_slots:
         ways[Way.STREAMED] = entries(streamed_s, sizes)
         if splits:
-            most = n_most if shares_prompts else VERIFY_MOST
+            most = n_most if shares_prompts else SMALL_BATCH
             ways[Way.SPLIT] = entries(hybrid_s, [n for n in sizes if n <= most])
     return CostTable(work.n_experts, work.n_used, ways)
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from offload.decode import SMALL_BATCH
 from offload.schedule.batch import LAYER_RING
 from offload.schedule.passes import group_size, is_in_passes, ring_slots
 from offload.times.guessed_hits import hit_rate
 from offload.times.machine import Real
-from offload.times.min_batch import VERIFY_MOST
 from offload.times.work import ModelWork
 
 
@@ -36,7 +36,7 @@ class Sharing:
         A large batch takes the bytes of lent slots. Lent slots are never room: every batch is
         divided, and computed in passes, by the own slots.
         """
-        is_small = np.asarray(n_tokens) <= VERIFY_MOST
+        is_small = np.asarray(n_tokens) <= SMALL_BATCH
         return replace(self, n_slots=self.n_slots + is_small * self.n_lent, n_lent=0)
 
     def with_slots(self, n_slots: int) -> Sharing:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from offload.decode import SMALL_BATCH
 from offload.schedule.passes import AHEAD_OF_ROUTER, MOST_HOST_PAIRS, MOST_PAIRS
 from offload.times.hits import (
     Sharing,
@@ -17,7 +18,6 @@ from offload.times.hits import (
     streams_in_passes,
 )
 from offload.times.machine import Machine, Real
-from offload.times.min_batch import VERIFY_MOST
 from offload.times.work import ModelWork
 
 # Share of a layer's experts in use, from which all are copied before the router runs.
@@ -46,7 +46,7 @@ def divided(
     """
     pieces = work.union(n_tokens)
     rows = n_tokens * work.n_used / np.maximum(pieces, 1e-12)
-    is_small = np.asarray(n_tokens) <= VERIFY_MOST
+    is_small = np.asarray(n_tokens) <= SMALL_BATCH
     share: Real = hits
     if hits is None:
         in_small, in_large = expected_hits(work, sharing, pieces), passing_hits(work, sharing)

@@ -11,7 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-VERIFY_MOST = 64  # tokens of the largest verification batch; larger batches are prefill
+from offload.decode import SMALL_BATCH
+
 NEVER = 1 << 30
 _RULE_TOKENS = 32  # tokens by which ik_llama.cpp's rule multiplies the ratio of all to used experts
 _KINDS = {"experts": "experts", "dense": "dense weights"}
@@ -23,7 +24,7 @@ class MinBatch:
     """The number of tokens from which a streamed weight's product runs on the device.
 
     Below that number the CPU computes the product in place. `prefill_experts` and `prefill_dense`
-    are for batches above `VERIFY_MOST` tokens; None: the same threshold. `swapped` are batch sizes
+    are for batches above `SMALL_BATCH` tokens; None: the same threshold. `swapped` are batch sizes
     for which the threshold on experts is reversed, because that was found faster while serving.
     """
 
@@ -36,7 +37,7 @@ class MinBatch:
     def streams(self, n_tokens: int, *, experts: bool) -> bool:
         first = self.experts if experts else self.dense
         prefill = self.prefill_experts if experts else self.prefill_dense
-        if n_tokens > VERIFY_MOST and prefill is not None:
+        if n_tokens > SMALL_BATCH and prefill is not None:
             first = prefill
         if experts and n_tokens in self.swapped:
             return n_tokens < first
@@ -74,10 +75,10 @@ def by_device(
 def _scaled(value: MinBatch, factor: float) -> MinBatch:
     """Return the thresholds on experts times `factor`. Swapped sizes are computed as before."""
     experts, prefill = value.experts, value.prefill_experts
-    if 1 < experts <= VERIFY_MOST:
-        experts = min(max(1, round(experts * factor)), VERIFY_MOST + 1)
-    if prefill is not None and VERIFY_MOST + 1 < prefill < NEVER:
-        prefill = max(VERIFY_MOST + 1, round(prefill * factor))
+    if 1 < experts <= SMALL_BATCH:
+        experts = min(max(1, round(experts * factor)), SMALL_BATCH + 1)
+    if prefill is not None and SMALL_BATCH + 1 < prefill < NEVER:
+        prefill = max(SMALL_BATCH + 1, round(prefill * factor))
     plain = replace(value, experts=experts, prefill_experts=prefill, swapped=frozenset())
     swapped = {
         n for n in value.swapped if value.streams(n, experts=True) != plain.streams(n, experts=True)
@@ -86,11 +87,11 @@ def _scaled(value: MinBatch, factor: float) -> MinBatch:
 
 
 def _words(first: int, prefill: int | None) -> str:
-    if prefill is None or (prefill <= VERIFY_MOST + 1 and first <= VERIFY_MOST):
+    if prefill is None or (prefill <= SMALL_BATCH + 1 and first <= SMALL_BATCH):
         return _from(first)
-    if first > VERIFY_MOST:
+    if first > SMALL_BATCH:
         return "in no batch" if prefill >= NEVER else f"{_from(prefill)}, which only prompts have"
-    sizes = f"{first} to {VERIFY_MOST}" if first < VERIFY_MOST else f"{VERIFY_MOST}"
+    sizes = f"{first} to {SMALL_BATCH}" if first < SMALL_BATCH else f"{SMALL_BATCH}"
     verify = f"in batches of {sizes} tokens"
     return verify if prefill >= NEVER else f"{verify}, and in those of {prefill} or more"
 
@@ -113,14 +114,14 @@ class Regime:
         out, n = [], self.first
         while n < self.last:
             out.append(n)
-            n = max(n + 1, int(n * _STEP)) if n >= VERIFY_MOST else n + 1
+            n = max(n + 1, int(n * _STEP)) if n >= SMALL_BATCH else n + 1
         return [*out, self.last]
 
 
 def regimes(n_most: int) -> tuple[Regime, ...]:
     """Return the regimes of verification and of prefill, for batches of up to `n_most` tokens."""
-    verify = Regime(1, min(VERIFY_MOST, n_most))
-    return (verify, Regime(VERIFY_MOST + 1, n_most)) if n_most > VERIFY_MOST else (verify,)
+    verify = Regime(1, min(SMALL_BATCH, n_most))
+    return (verify, Regime(SMALL_BATCH + 1, n_most)) if n_most > SMALL_BATCH else (verify,)
 
 
 def rule(n_experts: int, n_used: int) -> int:

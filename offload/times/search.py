@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from offload.times.min_batch import VERIFY_MOST
+from offload.decode import SMALL_BATCH
 from offload.times.table import (
     TOLERANCE,
     CostTable,
@@ -53,9 +53,9 @@ class Wanted:
     """
 
     ways: tuple[Way, ...]
-    n_verify: int = VERIFY_MOST
-    n_most: int = VERIFY_MOST
-    n_split: int = VERIFY_MOST  # the largest batch that may be split
+    n_verify: int = SMALL_BATCH
+    n_most: int = SMALL_BATCH
+    n_split: int = SMALL_BATCH  # the largest batch that may be split
     n_repeats: int = 12  # most timings of a size
     n_least: int = 1  # least timings of each size; if above 1, every size is timed in turn
     since: str = ""  # date from which stored entries count for `n_least`, to continue a run
@@ -69,8 +69,8 @@ class Wanted:
             return sorted(n for w, n in self.again if w is way)
         most = min(self.n_verify, self.n_split) if way is Way.SPLIT else self.n_verify
         found = {n for n in (*_GRID, *self.edges, most) if 1 <= n <= most}
-        if self.n_most > VERIFY_MOST and way is not Way.SPLIT and len(self.ways) > 1:
-            n = 2.0 * VERIFY_MOST
+        if self.n_most > SMALL_BATCH and way is not Way.SPLIT and len(self.ways) > 1:
+            n = 2.0 * SMALL_BATCH
             while n < self.n_most:
                 found.add(round(n))
                 n *= _STEP
@@ -250,7 +250,7 @@ def _tokens(n: int) -> str:
 def _effect(table: CostTable, samples: Samples, wanted: Wanted, way: Way, n: int) -> float:
     """Return the cost of this time's uncertainty, as a weighted share of the decode's time."""
     error = uncertainty(table, way, n, samples.get((way, n), ()))
-    weight = 1.0 / math.sqrt(n) if n <= VERIFY_MOST else _PREFILL_WEIGHT
+    weight = 1.0 / math.sqrt(n) if n <= SMALL_BATCH else _PREFILL_WEIGHT
     known = [w for w in wanted.ways if table.has(w) and n in range(1, 1 + _most(wanted, w))]
     if not table.has(way):
         return weight
@@ -260,7 +260,7 @@ def _effect(table: CostTable, samples: Samples, wanted: Wanted, way: Way, n: int
     if own_s <= rival_s:
         # This way is the fastest, so T(n) is uncertain. The choice is too, if the rival is close.
         risk = max(0.0, own_s * (1 + error) - rival_s) / own_s if rival_s < math.inf else 0.0
-        return weight * (error if n <= VERIFY_MOST else risk)
+        return weight * (error if n <= SMALL_BATCH else risk)
     return weight * max(0.0, rival_s - own_s * (1 - error)) / rival_s
 
 

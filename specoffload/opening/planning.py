@@ -6,6 +6,7 @@ import math
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property, partial
 
+from offload.decode import SMALL_BATCH
 from offload.model import ModelFacts, is_experts, layer_of
 from offload.plan.found import Kind
 from offload.plan.host_tables import HostTables
@@ -29,7 +30,6 @@ from offload.times.first_table import modelled, together
 from offload.times.hits import streamed_hits
 from offload.times.layers import LayerDivision, divided
 from offload.times.machine import Machine
-from offload.times.min_batch import VERIFY_MOST
 from offload.times.prompts import in_ubatches_s, prefill_s, with_prompt
 from offload.times.table import CostTable, Way
 from offload.times.work import ModelWork, even, model_work, with_context
@@ -290,7 +290,7 @@ class Planned:
 
         Ways that a start does not take for a size are left out.
         """
-        n_most = max(VERIFY_MOST, self.plan.n_ubatch)
+        n_most = max(SMALL_BATCH, self.plan.n_ubatch)
         tables = [
             _without_declined(
                 modelled(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 
+from offload.decode import SMALL_BATCH
 from offload.engine import Engine
 from offload.errors import DeviceFailed, OffloadError
 from offload.measuring import (
@@ -29,10 +30,9 @@ from offload.notes import Note, NoteKind
 from offload.plan.expected_costs import expected_costs
 from offload.routing.routing import counted_unions
 from offload.schedule.division import MeasuredCosts
-from offload.schedule.switch import MOST_TOKENS
 from offload.times.hits import Sharing
 from offload.times.learner import Learner
-from offload.times.min_batch import VERIFY_MOST, MinBatch, by_rule
+from offload.times.min_batch import MinBatch, by_rule
 from offload.times.search import Wanted, left_out, noise
 from offload.times.table import CostTable, Way, ranges
 from offload.units import milliseconds, plural
@@ -236,7 +236,7 @@ class SessionCosts:
     @property
     def _n_verify(self) -> int:
         """Tokens of the largest verification batch that this session can decode."""
-        return min(VERIFY_MOST, self._target.n_ctx - 1, self._target.options.n_outputs)
+        return min(SMALL_BATCH, self._target.n_ctx - 1, self._target.options.n_outputs)
 
     def _is_short(self) -> bool:
         """True if the kept T(n) lacks batch sizes that this session may draft and can measure."""
@@ -253,7 +253,7 @@ class SessionCosts:
             tuple(ways),
             n_least=1 if thorough is None else thorough.n_least,
             since=today(),
-            edges=tuple(n for edge in edges for n in (edge - 1, edge) if 0 < n <= VERIFY_MOST),
+            edges=tuple(n for edge in edges for n in (edge - 1, edge) if 0 < n <= SMALL_BATCH),
         )
         try:
             measure(
@@ -319,7 +319,7 @@ class SessionCosts:
         return replace(table, ways={way: e for way, e in table.ways.items() if way in ways})
 
     def _doubted(self, ways: Sequence[Way]) -> list[tuple[Way, int]]:
-        table, most = self.run.table, min(VERIFY_MOST, self._target.n_ctx - 1)
+        table, most = self.run.table, min(SMALL_BATCH, self._target.n_ctx - 1)
         return [(way, n) for way in ways for n in table.doubted(way, most)]
 
     def _time_again(self, ways: Sequence[Way], text: Sequence[int]) -> None:
@@ -342,7 +342,7 @@ class SessionCosts:
         return self.run.table.min_batch(n_most_at_once(self._target))
 
     def _most_split(self) -> int:
-        return min(MOST_TOKENS, n_most_at_once(self._target)) if self._splits else 0
+        return min(SMALL_BATCH, n_most_at_once(self._target)) if self._splits else 0
 
     def _ways_at(self, n: int) -> tuple[Way, ...]:
         """The ways to compute a batch of `n` tokens, the usual one first."""
@@ -361,23 +361,23 @@ class SessionCosts:
         if (
             known
             and self._needs_table
-            and all(any(way in known for way in self._ways_at(n)) for n in (1, VERIFY_MOST))
+            and all(any(way in known for way in self._ways_at(n)) for n in (1, SMALL_BATCH))
         ):
             self.learner = Learner(
-                self.run.table, VERIFY_MOST, self._ways_at,
+                self.run.table, SMALL_BATCH, self._ways_at,
                 draft_step_s=self.drafts.step_s(self.run), on_ways=self._go, say=self._say,
             )  # fmt: skip
             measured = [way for way in known if self.run.table.measured(way)]
             if measured:
                 # The control of threads uses these times until the engine has measured its own.
-                usual = dict(enumerate(self.run.table.curve(VERIFY_MOST, measured), 1))
+                usual = dict(enumerate(self.run.table.curve(SMALL_BATCH, measured), 1))
                 target.threads.expected_s = usual.get
             self._go(0)
             return True
         if target.hybrid is not None:
             switch = target.hybrid.switch
             switch.is_active = self._splits
-            switch.unsplit = frozenset(range(1 + self._most_split(), MOST_TOKENS + 1))
+            switch.unsplit = frozenset(range(1 + self._most_split(), SMALL_BATCH + 1))
         return False
 
     def _go(self, n_tokens: int) -> None:
@@ -385,7 +385,7 @@ class SessionCosts:
         learner, target = self.learner, self._target
         if learner is None:
             return
-        ways = {n: learner.way(n) for n in range(1, VERIFY_MOST + 1)}
+        ways = {n: learner.way(n) for n in range(1, SMALL_BATCH + 1)}
         if self._fixed is None and self._kinds:
             base = replace(target.min_batch, swapped=frozenset())
             swapped = {

@@ -17,12 +17,13 @@ from player_calls import Compute, computing
 from test_hybrid import PRESETS, Rows, logits, options, split_by
 
 from lab.synth import write_preset
+from offload.decode import SMALL_BATCH
 from offload.engine import Engine, open_engine
 from offload.errors import DeviceFailed
 from offload.ggml.backend import Device
 from offload.ggml.library import abi
 from offload.schedule.slots import StreamCounters
-from offload.schedule.switch import MOST_TOKENS, Splitter, all_on_device, stay
+from offload.schedule.switch import Splitter, all_on_device, stay
 from offload.stream import play
 from offload.stream.layers_ahead import AheadEntry
 from offload.stream.options import StreamingOptions
@@ -98,7 +99,7 @@ def test_batches_of_every_size_are_repaired(
     choose(monkeypatch, 99, 2)
 
     def of_every_size(engine: Engine) -> Iterator[Rows]:
-        for n in range(1, MOST_TOKENS + 1):
+        for n in range(1, SMALL_BATCH + 1):
             yield engine.sequences.extend(0, [(11 * i + 3 * n) % engine.n_vocab for i in range(n)])
             engine.sequences.rewind(0, 0)
 
@@ -110,7 +111,7 @@ def test_batches_of_every_size_are_repaired(
         for n, rows in enumerate(zip(of_every_size(whole), of_every_size(split), strict=True), 1):
             assert np.array_equal(*rows), n
         counters = split.counters()
-    assert (counters.n_repairs > MOST_TOKENS / 2) == is_repeatable
+    assert (counters.n_repairs > SMALL_BATCH / 2) == is_repeatable
 
 
 def test_prepared_graphs_share_the_host_memory_for_ids(
@@ -132,10 +133,10 @@ def test_prepared_graphs_share_the_host_memory_for_ids(
     monkeypatch.setattr("offload.stream.program.AheadEntry", made)
     with open_engine(tiny_moe, split_by(stay, tiny_moe, "half")) as engine:
         before = len(asked)
-        for n in range(1, MOST_TOKENS + 1):
+        for n in range(1, SMALL_BATCH + 1):
             engine.sequences.extend(0, [(11 * i + 3 * n) % engine.n_vocab for i in range(n)])
             engine.sequences.rewind(0, 0)
-    assert n_entries > MOST_TOKENS / 2
+    assert n_entries > SMALL_BATCH / 2
     assert len(asked) - before <= 8, "among them the table of slots, and a buffer that doubles"
 
 

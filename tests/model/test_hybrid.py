@@ -22,6 +22,7 @@ from player_calls import Compute, computing, host_graphs, played_layers, uploadi
 from splits import all_host, at_random, flat_costs, logits_of, sim_options, split_streaming
 
 from lab.synth import write_preset
+from offload.decode import SMALL_BATCH
 from offload.engine import Engine, EngineOptions, open_engine
 from offload.errors import DeviceFailed
 from offload.ggml.backend import RouterIds, SlotIds, Stream
@@ -35,7 +36,7 @@ from offload.model_file import read_facts
 from offload.plan.placement import make_plan
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import StreamCounters
-from offload.schedule.switch import MOST_TOKENS, ByCosts, Splitter, all_on_device, stay
+from offload.schedule.switch import ByCosts, Splitter, all_on_device, stay
 from offload.stream import split_path as path_module
 from offload.stream.copying import ThreadCopier, Transfer
 from offload.stream.forms import NoForm
@@ -116,7 +117,7 @@ def test_every_size_of_a_batch_gives_the_resident_models_bits(model: tuple[Path,
     path, _ = model
 
     def of_every_size(engine: Engine) -> Iterator[Rows]:
-        for n in range(1, MOST_TOKENS + 1):
+        for n in range(1, SMALL_BATCH + 1):
             tokens = [(11 * i + 3 * n) % engine.n_vocab for i in range(n)]
             yield engine.sequences.extend(0, tokens)
             engine.sequences.rewind(0, 0)

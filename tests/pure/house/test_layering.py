@@ -28,7 +28,7 @@ MAY_IMPORT = {
 # lines above its own.
 LAYERS = {
     "offload": (
-        ("alignment", "backends", "errors", "model", "notes", "regular_file", "units"),
+        ("alignment", "backends", "decode", "errors", "model", "notes", "regular_file", "units"),
         ("header_types",),
         ("header_check", "routing", "sampling", "trace"),
         ("schedule",),
@@ -69,6 +69,7 @@ PURE = (
     "offload.plan",
     "offload.times",
     "offload.backends",
+    "offload.decode",
     "offload.units",
     "offload.routing.routing",
     "offload.schedule",

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from offload.decode import SMALL_BATCH
 from offload.errors import LibraryMismatch
 from offload.ggml import player_building as building
 from offload.ggml.player import Native
 from offload.ggml.player_building import compile_player
+from specdec.options import MOST_DRAFTED
 
 
 @pytest.fixture
@@ -53,6 +55,18 @@ def test_without_a_compiler_the_error_names_the_remedy(
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LibraryMismatch, match=r"no compiler; install a C compiler .*wheel"):
+        compile_player(tmp_path)
+
+
+def test_the_limit_of_a_small_batch_is_one_number(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The player takes the number from the compiler, and a longest draft is verified in one."""
+    assert MOST_DRAFTED + 1 == SMALL_BATCH
+    assert "SMALL_BATCH" in source.read_text("utf-8")
+    flags = tuple(f.replace(f"={SMALL_BATCH}", "=65") for f in building._FLAGS)
+    monkeypatch.setattr(building, "_FLAGS", flags)
+    with pytest.raises(LibraryMismatch, match="static assertion failed"):
         compile_player(tmp_path)
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload.decode import SMALL_BATCH
 from offload.schedule.division import HOST, SplitCosts, split_pairs
 from offload.schedule.passes import MOST_HOST_PAIRS
 from offload.times.decodes import best_s, cpu_s, hybrid_s, streamed_s
@@ -16,7 +17,6 @@ from offload.times.first_table import modelled
 from offload.times.hits import Sharing
 from offload.times.layers import divided
 from offload.times.machine import TYPICAL
-from offload.times.min_batch import VERIFY_MOST
 from offload.times.prompts import prefill_s
 from offload.times.table import Way
 from offload.times.work import ModelWork, Part
@@ -66,7 +66,7 @@ def test_a_division_has_all_experts_and_no_negative_number(
     assert min(counts) >= -1e-9
     assert sum(counts) == pytest.approx(float(R1.union(n_tokens)))
     rows = n_tokens * R1.n_used / float(R1.union(n_tokens))
-    if n_tokens > VERIFY_MOST:
+    if n_tokens > SMALL_BATCH:
         assert counts[2] * rows <= MOST_HOST_PAIRS * (1 + 1e-9)
 
 
@@ -80,7 +80,7 @@ def test_one_function_gives_the_table_and_the_times_of_prompts(link: float) -> N
         best = float(best_s(machine, R1, SLOTS, n, hybrid=True))
         assert float(prefill_s(machine, R1, SLOTS, n, n, hybrid=True)) == pytest.approx(best)
     several = modelled(machine, R1, SLOTS, 4096, splits=True, shares_prompts=False)
-    assert max(several.ways[Way.SPLIT]) == VERIFY_MOST
+    assert max(several.ways[Way.SPLIT]) == SMALL_BATCH
 
 
 @pytest.mark.parametrize("link", LINKS)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload.decode import SMALL_BATCH
 from offload.times.decodes import best_s, cpu_s, hybrid_s, streamed_s
 from offload.times.first_table import modelled_crossover
 from offload.times.hits import Sharing
 from offload.times.machine import TYPICAL, Machine, ram_seen, vram_seen
-from offload.times.min_batch import VERIFY_MOST
 from offload.times.prompts import prefill_s
 from offload.times.work import ModelWork, Part
 
@@ -36,7 +36,7 @@ def test_more_tokens_never_take_less_time(n: int, more: int) -> None:
     for side, saved_s in ((cpu_s, 0.0), (streamed_s, 2 * waits_s)):
         later_s = side(TYPICAL, R1, RING, n + more)
         # Passes, which larger batches have, compute a group of experts while the next is copied.
-        gain = 0.02 if n <= VERIFY_MOST < n + more else 1e-9
+        gain = 0.02 if n <= SMALL_BATCH < n + more else 1e-9
         assert side(TYPICAL, R1, RING, n) <= later_s * (1 + gain) + saved_s
 
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.times.min_batch import NEVER, VERIFY_MOST, MinBatch, by_device
+from offload.decode import SMALL_BATCH
+from offload.times.min_batch import NEVER, MinBatch, by_device
 
 
 def test_a_slower_link_gets_a_larger_threshold() -> None:
@@ -21,7 +22,7 @@ def test_a_slower_link_gets_a_larger_threshold() -> None:
 _crossovers = st.lists(st.integers(1, 8192), min_size=2, max_size=4)
 
 
-@given(st.integers(2, VERIFY_MOST), _crossovers, st.data())
+@given(st.integers(2, SMALL_BATCH), _crossovers, st.data())
 def test_thresholds_are_in_the_order_of_the_crossovers(
     first: int, crossovers: list[int], data: st.DataObject
 ) -> None:
@@ -30,14 +31,14 @@ def test_thresholds_are_in_the_order_of_the_crossovers(
     )
     found = by_device(MinBatch(first), crossovers, sizes)
     for a, x in zip(found, crossovers, strict=True):
-        assert 1 <= a.experts <= VERIFY_MOST + 1
+        assert 1 <= a.experts <= SMALL_BATCH + 1
         for b, y in zip(found, crossovers, strict=True):
             assert a.experts <= b.experts or x > y
     assert min(its.experts for its in found) <= first
-    assert max(its.experts for its in found) >= min(first, VERIFY_MOST)
+    assert max(its.experts for its in found) >= min(first, SMALL_BATCH)
 
 
-@given(_crossovers, st.sets(st.integers(1, VERIFY_MOST), min_size=1, max_size=5))
+@given(_crossovers, st.sets(st.integers(1, SMALL_BATCH), min_size=1, max_size=5))
 def test_sizes_that_are_swapped_stay_as_they_were_on_every_device(
     crossovers: list[int], swapped: set[int]
 ) -> None:
@@ -51,7 +52,7 @@ def test_sizes_that_are_swapped_stay_as_they_were_on_every_device(
 
 @pytest.mark.parametrize(
     "value",
-    [MinBatch(1, 1), MinBatch(NEVER, NEVER), MinBatch(NEVER, NEVER, VERIFY_MOST + 1, NEVER)],
+    [MinBatch(1, 1), MinBatch(NEVER, NEVER), MinBatch(NEVER, NEVER, SMALL_BATCH + 1, NEVER)],
 )
 def test_a_threshold_at_the_end_of_its_range_says_nothing_of_each_device(value: MinBatch) -> None:
     assert by_device(value, [60, 20], [1, 1]) == [value, value]

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload.decode import SMALL_BATCH
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace, layer_of
 from offload.plan.objective import MOST_LOSS, Objective
 from offload.plan.placement import PlanRequest, make_plan
@@ -24,7 +25,6 @@ from offload.times.context import ContextOptions, context_memory
 from offload.times.decodes import best_s, cpu_s, hybrid_s
 from offload.times.hits import Sharing
 from offload.times.machine import TYPICAL
-from offload.times.min_batch import VERIFY_MOST
 from offload.times.prompts import prefill_s
 from offload.times.work import model_work
 
@@ -107,7 +107,7 @@ def test_only_small_batches_find_experts_in_lent_slots(
 ) -> None:
     n_lent = int(share * (N_LAYERS * N_EXPERTS - n_slots))
     own, lent = Sharing(n_slots), Sharing(n_slots, n_lent=n_lent)
-    for n in (1, 8, VERIFY_MOST):
+    for n in (1, 8, SMALL_BATCH):
         all_own_s = hybrid_s(TYPICAL, WORK, Sharing(n_slots + n_lent), n)
         assert hybrid_s(TYPICAL, WORK, lent, n) == all_own_s
         here_s, own_s = (best_s(TYPICAL, WORK, its, n, hybrid=hybrid) for its in (lent, own))
@@ -120,7 +120,7 @@ def test_only_small_batches_find_experts_in_lent_slots(
 
 
 def test_a_ubatch_whose_buffer_is_lent_costs_decodes_less() -> None:
-    budget, lent = ALL // 2, {n: UBATCH_BYTES * (n - VERIFY_MOST) for n in UBATCHES}
+    budget, lent = ALL // 2, {n: UBATCH_BYTES * (n - SMALL_BATCH) for n in UBATCHES}
     made = [
         choose_sharing(
             WEIGHTS, WORK, TYPICAL, Objective(USUAL.workload(8192), splits=True), LIMITS,
@@ -146,7 +146,10 @@ def test_a_ubatch_whose_buffer_is_lent_costs_decodes_less() -> None:
             "the KV cache is in RAM",
             {"context": ContextOptions(4096, 2048, kv_offload=False, flash_attn="on")},
         ),
-        ("buffers of 64 tokens are too small", {"context": ContextOptions(4096, VERIFY_MOST)}),
+        (
+            "buffers of 64 tokens are too small",
+            {"context": ContextOptions(4096, SMALL_BATCH)},
+        ),
         ("each streamed expert has a slot of its own", {"budget_bytes": 8 * ALL, "n_cpu_moe": 12}),
     ],
 )

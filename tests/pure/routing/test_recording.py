@@ -6,10 +6,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.routing.routing import MOST_TOKENS, N_KEPT, RoutingRecorder
+from offload.decode import SMALL_BATCH
+from offload.routing.routing import N_KEPT, RoutingRecorder
 
 
-@given(st.lists(st.integers(1, MOST_TOKENS), max_size=60))
+@given(st.lists(st.integers(1, SMALL_BATCH), max_size=60))
 def test_the_last_tokens_are_kept_in_order(batches: list[int]) -> None:
     recorder = RoutingRecorder()
     told: list[list[int]] = []

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.decode import SMALL_BATCH
 from offload.ggml import player as api
 from offload.ggml.player import (
     Ahead,
@@ -37,7 +38,6 @@ from offload.stream.entries import CostEntry
 from offload.stream.layers_ahead import segments_of
 
 END, SUBMIT, READ, RECORD, DIVIDE, ARRIVE, OVERLAP, HOST, PYTHON, WHOLE, AHEAD, RING = range(12)
-MOST_TOKENS = 64
 TOKEN_ROWS = 20
 GUARD_BYTES = 0 if os.environ.get("PLAYER_SANITIZERS") else 64
 _GUARD = 0xA5
@@ -365,9 +365,9 @@ class Machine:
 
     def _player(self, costs: SplitCosts | None) -> Player:
         new, most = self._new, max(1, min(_MOST, max(s.n_experts for s in self.sizes)))
-        pairs = MOST_TOKENS * 12
+        pairs = SMALL_BATCH * 12
         self.kinds = self.memory.array(np.uint8, most)
-        n_tokens = self.rng.choice((0, min(max(self.sizes[0].n_tokens, 0), MOST_TOKENS)))
+        n_tokens = self.rng.choice((0, min(max(self.sizes[0].n_tokens, 0), SMALL_BATCH)))
         self.token_rows = self.memory.array(np.int64, n_tokens)
         self.token_rows[...] = [self.rng.randrange(TOKEN_ROWS) for _ in self.token_rows]
         for _, which, value in self._named("token_rows"):

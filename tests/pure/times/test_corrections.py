@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from machines import N_EXPERTS, N_USED, Simulated
 
+from offload.decode import SMALL_BATCH
 from offload.times.learner import Learner
-from offload.times.min_batch import VERIFY_MOST
 from offload.times.table import CostTable, Entry, Way
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -69,9 +69,9 @@ def play(case: Case, n_decodes: int) -> Seen:
     """Serve, with disturbances for a third of the decodes, and compare prices with true times."""
     rng, seen = random.Random(case.seed), Seen()
     machine = Simulated(rng=np.random.default_rng(case.seed))
-    true_s = {w: [machine.seconds(w, n) for n in range(1, VERIFY_MOST + 1)] for w in case.ways}
+    true_s = {w: [machine.seconds(w, n) for n in range(1, SMALL_BATCH + 1)] for w in case.ways}
     table, is_busy, left = table_of(machine, case), False, 0
-    learner, n_served = Learner(table, VERIFY_MOST, lambda n: case.ways), 0
+    learner, n_served = Learner(table, SMALL_BATCH, lambda n: case.ways), 0
     quiet: deque[tuple[Way, int]] = deque(maxlen=_QUIET)
     for i in range(n_decodes):
         if not left:
@@ -101,7 +101,7 @@ def play(case: Case, n_decodes: int) -> Seen:
         if n_served >= case.between_restarts:
             table, n_served = learner.table("2026-01-02"), 0
             assert not table.absurd
-            learner = Learner(table, VERIFY_MOST, lambda n: case.ways)
+            learner = Learner(table, SMALL_BATCH, lambda n: case.ways)
     assert not learner.table("2026-01-02").absurd
     return seen
 

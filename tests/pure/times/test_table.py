@@ -8,8 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from offload.decode import SMALL_BATCH
 from offload.routing.routing import union_of_neighbours
-from offload.times.min_batch import NEVER, VERIFY_MOST, MinBatch, by_rule, regimes
+from offload.times.min_batch import NEVER, MinBatch, by_rule, regimes
 from offload.times.table import (
     CostTable,
     Entry,
@@ -96,7 +97,7 @@ def test_min_batch_is_where_streaming_crosses_the_cpu() -> None:
     table = table_of(in_place={1: 1.0, 64: 64.0, 512: 512.0}, streamed={1: 20.0, 64: 30.0})
     found = table.min_batch(512)
     assert 28 <= found.experts <= 33
-    assert found.prefill_experts == VERIFY_MOST + 1
+    assert found.prefill_experts == SMALL_BATCH + 1
     slow = table_of(in_place={1: 1.0, 64: 2.0, 512: 8.0}, streamed={1: 9.0, 512: 9.0})
     assert slow.min_batch(512).experts == slow.min_batch(512).prefill_experts == NEVER
     assert table_of().min_batch(64) == MinBatch(NEVER, 32), "by rule: 512 tokens"
