@@ -13,6 +13,7 @@ from dataclasses import dataclass
 class Backend:
     """One of ggml's backends. `name`: what ggml's names of its devices begin with (CUDA0, CUDA1).
 
+    library: its word in the name of ggml's library, libggml-*.so.
     shares_buffers: parts of one of its buffers can be buffers. The largest buffer is not limited.
     has_driver: the calls of CUDA's driver are for its devices (offload/ggml/cuda_driver.py).
     torch: torch's name of its devices, without the number; "": torch has none of them.
@@ -23,6 +24,7 @@ class Backend:
     """
 
     name: str
+    library: str = ""
     shares_buffers: bool = False
     has_driver: bool = False
     torch: str = ""
@@ -34,14 +36,18 @@ class Backend:
 
 CPU = Backend("CPU", shares_buffers=True, on_cpu=True)
 SIM = Backend("sim", shares_buffers=True, on_cpu=True)  # the CPU's, posing as a GPU's
-CUDA = Backend("CUDA", shares_buffers=True, has_driver=True, torch="cuda")
-ROCM = Backend("ROCm", shares_buffers=True, torch="cuda")  # torch's build for ROCm says "cuda"
+CUDA = Backend("CUDA", "cuda", shares_buffers=True, has_driver=True, torch="cuda")
+ROCM = Backend(
+    "ROCm", "hip", shares_buffers=True, torch="cuda"
+)  # torch's build for ROCm says "cuda"
 # Vulkan frees command buffers when it synchronises. It takes larger working memory for a larger
 # graph, and frees the smaller one without a wait. Its backend corrupts memory when it computes
 # after a client's buffers were freed, in stock rpc-servers too. All were seen on software Vulkan.
-VULKAN = Backend("Vulkan", events_hold_parts=True, waits_between_graphs=True, serves_once=True)
-METAL = Backend("MTL")
-SYCL = Backend("SYCL")
+VULKAN = Backend(
+    "Vulkan", "vulkan", events_hold_parts=True, waits_between_graphs=True, serves_once=True
+)
+METAL = Backend("MTL", "metal")
+SYCL = Backend("SYCL", "sycl")
 OTHER = Backend("")
 BACKENDS = (CPU, SIM, CUDA, ROCM, VULKAN, METAL, SYCL)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, replace
 
+from offload.backends import CUDA, backend_of
 from offload.errors import DeviceUnavailable
 from offload.ggml.backend import Device, all_devices
+from offload.ggml.installed import cuda_unused, device_complaint
 from offload.units import parse_bytes, parse_rate, parse_seconds
 
 
@@ -57,8 +59,19 @@ def choose_devices(wanted: str, *, all_gpus: bool = False) -> tuple[DeviceChoice
     """Return the devices for `--device A,B`. Raises DeviceUnavailable.
 
     Several devices are GPUs, each named once, or simulated ones, each with limits of its own. With
-    `all_gpus`, `auto` means all GPUs of the machine.
+    `all_gpus`, `auto` means all GPUs of the machine. A GPU that the library has no code for is
+    refused.
     """
+    chosen = _chosen(wanted, all_gpus=all_gpus)
+    for device in chosen:
+        if device.on_gpu and (why := device_complaint(device.name)):
+            raise DeviceUnavailable(
+                f"{device.name} cannot be used: {why}; --device cpu computes without it"
+            )
+    return chosen
+
+
+def _chosen(wanted: str, *, all_gpus: bool) -> tuple[DeviceChoice, ...]:
     names = device_names(wanted)
     if all_gpus and wanted.lower() == "auto":
         gpus = [choice for choice in devices() if choice.on_gpu]
@@ -125,6 +138,8 @@ def _choose(wanted: str) -> DeviceChoice:
     for device in gpus:
         if device.name.lower() == lowered:
             return device
+    if backend_of(wanted) is CUDA and not gpus and (why := cuda_unused()):
+        raise DeviceUnavailable(f"device {wanted}: {why}")
     names = ["auto", "cpu", "sim", *(d.name for d in gpus)]
     close = difflib.get_close_matches(wanted, names, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""

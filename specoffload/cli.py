@@ -421,7 +421,9 @@ def version(
         show_all_flags()
         raise typer.Exit
     if show:
-        report.line(f"specoffload {__version__}")
+        from offload.ggml.installed import built_for
+
+        report.line(f"specoffload {__version__}, with libllama for {built_for()}")
         raise typer.Exit
 
 

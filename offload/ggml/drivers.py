@@ -19,6 +19,9 @@ AMD = "dev/kfd"
 WSL_GPU = "dev/dxg"
 _WSL_LIBRARIES = ("usr/lib/wsl/lib/libcuda.so.1", "usr/lib/wsl/lib/libcuda.so")
 _LIBRARY = "libcuda.so.1"
+# Oldest Linux driver of each CUDA. It runs the machine code of every later CUDA with the same major
+# number (https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html).
+OLDEST_DRIVERS: dict[int, str] = {11: "450.80", 12: "525.60", 13: "580.65"}
 # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 _COMPUTE_MAJOR, _COMPUTE_MINOR = 75, 76
 _NAME_BYTES = 256

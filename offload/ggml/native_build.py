@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from offload.ggml.drivers import has_amd_driver, nvidia_driver, wsl_gpu_without_cuda
 from offload.ggml.extra_buffers import amx_buffer_type
+from offload.ggml.installed import cuda_unused, package_folder
 from offload.ggml.library.abi import PACKAGE_VERSION
 from offload.ggml.threads import cpu_features
 
@@ -34,6 +34,10 @@ from offload.ggml.drivers import has_amd_driver, nvidia_driver, wsl_gpu_without_
 from offload.ggml.extra_buffers import amx_product_is_right
 sys.exit({right} if amx_product_is_right() else {wrong})
 """
+_BUILT_WITHOUT = (
+    "{name} driver is here, but the library was built without it and computes on the CPU: "
+    "scripts/setup --gpu {flag} builds it anew"
+)
 _REBUILD = "rebuild it with gcc 12.4, 13.3 or newer, or without AMX: scripts/setup does"
 
 
@@ -66,12 +70,6 @@ def _library_files() -> list[Path]:
         package = package_folder()
         paths = [] if package is None else [*package.rglob("*")]
     return [p for p in paths if (".so" in p.name or p.suffix in (".dylib", ".dll")) and p.exists()]
-
-
-def package_folder() -> Path | None:
-    """Return the folder of the installed llama_cpp, or None if there is none."""
-    found = importlib.util.find_spec("llama_cpp")  # importing it would load the library
-    return Path(found.origin).parent if found and found.origin else None
 
 
 def _cpu_backend_digest() -> str:
@@ -154,15 +152,10 @@ def _try_in_a_child() -> str:
 def missing_in_build(root: Path = Path("/"), *, has_gpu: bool) -> tuple[str, ...]:
     """Return sentences on hardware that the build does not use. `root` is for tests."""
     found = []
-    for name, flag, is_here in (
-        ("an NVIDIA", "cuda", not has_gpu and nvidia_driver(root) is not None),
-        ("an AMD", "rocm", not has_gpu and has_amd_driver(root)),
-    ):
-        if is_here:
-            found.append(
-                f"{name} driver is here, but the library was built without it and computes on "
-                f"the CPU: scripts/setup --gpu {flag} builds it anew"
-            )
+    if not has_gpu and nvidia_driver(root) is not None:
+        found.append(cuda_unused(root) or _BUILT_WITHOUT.format(name="an NVIDIA", flag="cuda"))
+    if not has_gpu and has_amd_driver(root):
+        found.append(_BUILT_WITHOUT.format(name="an AMD", flag="rocm"))
     if not has_gpu and wsl_gpu_without_cuda(root):
         found.append(
             "WSL2 has a GPU (/dev/dxg) but no CUDA of Windows: for an NVIDIA card, install its "

@@ -23,8 +23,9 @@ from pathlib import Path
 
 from offload.errors import LibraryMismatch
 from offload.ggml.compiling import failure_of, find_compiler
+from offload.ggml.installed import package_folder
 from offload.ggml.library.abi import PACKAGE_VERSION
-from offload.ggml.native_build import library_build, package_folder
+from offload.ggml.native_build import library_build
 
 COMPILING = "libmtmd is compiled for images, once"  # the step that reports progress
 FETCHING = "the source of libmtmd is fetched, once"

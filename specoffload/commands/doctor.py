@@ -155,6 +155,7 @@ def library_lines(folder: Path) -> tuple[list[str], tuple[str, ...]]:
     Also returns the lines on hardware that the build leaves unused.
     """
     from offload.device import devices
+    from offload.ggml.installed import built_for, device_complaint
     from offload.ggml.library import abi
     from offload.ggml.native_build import amx_verdict, missing_in_build
     from offload.ggml.threads import cpu_features
@@ -162,7 +163,7 @@ def library_lines(folder: Path) -> tuple[list[str], tuple[str, ...]]:
     found = devices()  # loads the library, whose self-test raises
     features = ", ".join(name for name, value in cpu_features().items() if value == "1")
     lines = [
-        f"library: llama-cpp-python {abi.PACKAGE_VERSION}, self-test passed",
+        f"library: llama-cpp-python {abi.PACKAGE_VERSION} for {built_for()}, self-test passed",
         f"CPU backend: {features}",
     ]
     for device in found:
@@ -176,7 +177,8 @@ def library_lines(folder: Path) -> tuple[list[str], tuple[str, ...]]:
     if verdict is not None:
         lines.append(verdict.sentence or "AMX: a product of two tokens is right")
     has_gpu = any(device.on_gpu for device in found)
-    not_used = missing_in_build(has_gpu=has_gpu)
+    unsuited = (device_complaint(device.name) for device in found if device.on_gpu)
+    not_used = (*filter(None, unsuited), *missing_in_build(has_gpu=has_gpu))
     lines += not_used
     if not has_gpu:
         lines.append(

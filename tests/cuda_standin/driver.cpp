@@ -7,6 +7,8 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include <cstdio>
+
 using namespace standin;
 
 namespace {
@@ -26,6 +28,49 @@ CUresult cuDeviceGet(CUdevice * found, int number) {
     *found = number;
     return number >= 0 && number < n_devices() ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
 }
+
+CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
+
+CUresult cuDriverGetVersion(int * version) {
+    *version = driver_version();
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetCount(int * n) {
+    *n = n_devices();
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetName(char * name, int size, CUdevice) {
+    std::snprintf(name, size, "%s", device_name);
+    return CUDA_SUCCESS;
+}
+
+// Virtual memory management, for which 0 is answered, is not supported.
+CUresult cuDeviceGetAttribute(int * value, CUdevice_attribute attribute, CUdevice) {
+    switch (attribute) {
+        case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *value = compute_capability() / 10; break;
+        case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: *value = compute_capability() % 10; break;
+        default: *value = 0;
+    }
+    return CUDA_SUCCESS;
+}
+
+CUresult cuGetErrorString(CUresult, const char ** text) {
+    *text = "an error of the stand-in";
+    return CUDA_SUCCESS;
+}
+
+#define STANDIN_LACKS(name, ...) CUresult name(__VA_ARGS__) { return CUDA_ERROR_NOT_SUPPORTED; }
+STANDIN_LACKS(cuMemAddressFree, CUdeviceptr, size_t)
+STANDIN_LACKS(cuMemAddressReserve, CUdeviceptr *, size_t, size_t, CUdeviceptr, unsigned long long)
+STANDIN_LACKS(cuMemCreate, CUmemGenericAllocationHandle *, size_t, const CUmemAllocationProp *, unsigned long long)
+STANDIN_LACKS(cuMemGetAllocationGranularity, size_t *, const CUmemAllocationProp *, CUmemAllocationGranularity_flags)
+STANDIN_LACKS(cuMemMap, CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long)
+STANDIN_LACKS(cuMemRelease, CUmemGenericAllocationHandle)
+STANDIN_LACKS(cuMemSetAccess, CUdeviceptr, size_t, const CUmemAccessDesc *, size_t)
+STANDIN_LACKS(cuMemUnmap, CUdeviceptr, size_t)
+#undef STANDIN_LACKS
 
 CUresult cuDevicePrimaryCtxRetain(CUcontext * context, CUdevice number) {
     *context = context_of(number);

@@ -1,6 +1,7 @@
 // Settings, counters, device memory (host memory that is counted) and pinned ranges.
 #include "standin.hpp"
 
+#include <cuda_runtime_api.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -135,6 +136,16 @@ void * map_pages(size_t size) {
 bool fails(const char * call) {
     std::lock_guard<std::mutex> lock(fault().mutex);
     return fault().n_left > 0 && fault().call == call && --fault().n_left == 0;
+}
+
+int compute_capability() {
+    static const int found = static_cast<int>(number_setting("STANDIN_COMPUTE", 90));
+    return found;
+}
+
+int driver_version() {
+    static const int found = static_cast<int>(number_setting("STANDIN_DRIVER", CUDART_VERSION));
+    return found;
 }
 
 int n_devices() {

@@ -335,7 +335,7 @@ extern "C" ggml_status standin_compute(ggml_backend_t backend, ggml_cgraph * gra
 
 extern "C" ggml_backend_reg_t ggml_backend_cuda_reg(void) {
     static ggml_backend_reg_t registry = [] {
-        auto found = find<ggml_backend_reg_t (*)()>("libggml-cuda.so.0", "ggml_backend_cuda_reg")();
+        auto found = find<ggml_backend_reg_t (*)()>("libggml-cuda", "ggml_backend_cuda_reg")();
         for (size_t i = 0; i < found->iface.get_device_count(found); ++i) {
             ggml_backend_dev_t device  = found->iface.get_device(found, i);
             cuda_init                  = device->iface.init_backend;

@@ -202,8 +202,9 @@ extern "C" {
 // -- devices ---------------------------------------------------------------------------------------
 
 cudaError_t cudaGetDeviceCount(int * n) {
-    *n = n_devices();
-    return cudaSuccess;
+    const bool is_old = driver_version() / 1000 < CUDART_VERSION / 1000;
+    *n                = is_old ? 0 : n_devices();
+    return is_old ? refuse(cudaErrorInsufficientDriver) : cudaSuccess;
 }
 
 cudaError_t cudaGetDevice(int * number) {
@@ -227,7 +228,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp * prop, int number) {
         return refuse(cudaErrorInvalidDevice);
     }
     *prop = {};
-    std::snprintf(prop->name, sizeof(prop->name), "stand-in H100");
+    std::snprintf(prop->name, sizeof(prop->name), "%s", device_name);
     prop->totalGlobalMem              = total_bytes();
     prop->sharedMemPerBlock           = 48 << 10;
     prop->sharedMemPerBlockOptin      = 227 << 10;
@@ -244,7 +245,8 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp * prop, int number) {
     std::copy_n(block, 3, prop->maxThreadsDim);
     std::copy_n(grid, 3, prop->maxGridSize);
     prop->totalConstMem                     = 64 << 10;
-    prop->major                             = 9;
+    prop->major                             = compute_capability() / 10;
+    prop->minor                             = compute_capability() % 10;
     prop->multiProcessorCount               = 132;
     prop->canMapHostMemory                  = 1;
     prop->concurrentKernels                 = 1;

@@ -22,8 +22,12 @@ namespace standin {
 
 long   number_setting(const char * name, long otherwise);
 size_t bytes_setting(const char * name, size_t otherwise);  // a number with K, M, G or nothing
+int    compute_capability();                                // STANDIN_COMPUTE, as 89 for 8.9
+int    driver_version();                                    // STANDIN_DRIVER: the newest CUDA, as 12040 for 12.4
 bool   skips_products();                                    // STANDIN_SKIP=products
 bool   is_ignored(const char * what);                       // listed in STANDIN_IGNORE
+
+constexpr char device_name[] = "stand-in H100";
 
 // -- counters --------------------------------------------------------------------------------------
 

@@ -1,0 +1,77 @@
+"""What the installed libllama was compiled for, read from its files without loading them."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from offload.backends import BACKENDS, CUDA, Backend, backend_of, number_of
+from offload.ggml.drivers import nvidia_driver
+from offload.ggml.gpu_code import GpuCode, NotReadable, gpu_code
+
+
+def package_folder() -> Path | None:
+    """Return the folder of the installed llama_cpp, or None if there is none."""
+    found = importlib.util.find_spec("llama_cpp")  # importing it would load the library
+    return Path(found.origin).parent if found and found.origin else None
+
+
+def built_for() -> str:
+    """Return the GPUs of the library in words, such as "Vulkan", or "the CPU alone"."""
+    names = [_words_of(one) for one in BACKENDS if _library(one) is not None]
+    return " and ".join(names) or "the CPU alone"
+
+
+def cuda_code() -> GpuCode | None:
+    """Return the library's code for NVIDIA GPUs, or None if it was compiled without CUDA."""
+    library = _library(CUDA)
+    return None if library is None else _code_of(library)
+
+
+def cuda_unused(root: Path = Path("/")) -> str:
+    """Return why a library with CUDA uses no card of this machine's driver.
+
+    Returns "" if the library is without CUDA, or if there is no driver. `root` is for tests.
+    """
+    code, driver = cuda_code(), nvidia_driver(root)
+    if code is None or driver is None:
+        return ""
+    reasons = [code.complaint(driver), *(code.complaint_on(card, driver) for card in driver.cards)]
+    return next(filter(None, reasons), "") or (
+        "an NVIDIA driver is here, and the library has CUDA, but CUDA finds no card: nvidia-smi, "
+        "CUDA_VISIBLE_DEVICES and the rights on /dev/nvidia* tell more"
+    )
+
+
+def device_complaint(name: str, root: Path = Path("/")) -> str:
+    """Return why the library cannot compute on the CUDA device with ggml's name `name`, or "".
+
+    `root` is for tests.
+    """
+    number = number_of(name)
+    if backend_of(name) is not CUDA or number is None:
+        return ""
+    code, driver = cuda_code(), nvidia_driver(root)
+    if code is None or driver is None or number >= len(driver.cards):
+        return ""  # nothing is known about the card
+    return code.complaint_on(driver.cards[number], driver)
+
+
+def _words_of(backend: Backend) -> str:
+    code = cuda_code() if backend is CUDA else None
+    return code.words if code is not None else backend.name
+
+
+def _library(backend: Backend) -> Path | None:
+    folder = package_folder()
+    if folder is None or not backend.library:
+        return None
+    found = sorted((folder / "lib").glob(f"libggml-{backend.library}.*"))
+    return found[0] if found else None
+
+
+def _code_of(library: Path) -> GpuCode | None:
+    try:
+        return gpu_code(library)
+    except (OSError, NotReadable):  # a library for another system than Linux
+        return None
