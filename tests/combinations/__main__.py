@@ -7,6 +7,7 @@ import itertools
 import os
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -47,7 +48,7 @@ def main(
     known = Record(record)
     cases = [c for c in plan(table or [*TABLES], seed, strength) if not known.has(c)]
     typer.echo(f"seed {seed}: {len(cases)} cases left, {len(known.outcomes)} tried before")
-    failed = 0
+    failed, skipped = 0, Counter[str]()
     with (
         tempfile.TemporaryDirectory() as folder,
         Trier(Path(folder)) as trier,
@@ -60,12 +61,17 @@ def main(
         os.environ.setdefault("SPECOFFLOAD_MEASURE_S", "0.05")
         task = progress.add_task("combinations", total=len(cases))
         for case in _until(cases, time.monotonic() + 60 * minutes):
+            if why := trier.why_not(case):
+                skipped[why] += 1
+                continue
             outcome = trier.outcome_of(case)
             known.add(outcome)
             progress.advance(task)
             if outcome.faults:
                 failed += 1
                 progress.console.print(f"{outcome.smallest}\n  " + "\n  ".join(outcome.faults))
+    for why, n in skipped.items():
+        typer.echo(f"skipped: {n} cases: {why}")
     for line in report(known):
         typer.echo(line)
     raise typer.Exit(1 if failed else 0)

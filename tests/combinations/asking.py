@@ -26,7 +26,8 @@ SCHEMA = {
     "$defs": {"Colour": {"type": "string", "enum": list(WORDS)}},
 }
 TOOL = "paint"
-LONG, SHORT = 400, 8  # most tokens of an answer
+LONG, SHORT = 160, 8  # most tokens of an answer
+RAW = ("completions", "native")  # APIs whose prompt is one text
 STOP = "return"
 
 
@@ -44,10 +45,14 @@ class Reply:
 
 
 def body_of(case: Case, question: str, turns: Sequence[Mapping[str, Any]] = ()) -> Body:
-    """The body of a request. `turns` are messages between the system's and the question."""
-    api = case["api"]
+    """The body of a request. `turns` are messages between the system's and the question.
+
+    For an API of `RAW` it is the chat whose rendered prompt `raw_body` continues.
+    """
+    api = "chat" if case["api"] in RAW else case["api"]
     system = "You paint houses."
-    asked: list[Any] = [*turns, {"role": "user", "content": question}]
+    parts: Any = [*_image(api), _text(api, question)] if case["media"] == "image" else question
+    asked: list[Any] = [*turns, {"role": "user", "content": parts}]
     if case["history"] in ("tool result", "image in a result"):
         asked += _tool_turn(api, with_image=case["history"] == "image in a result")
     if case["prefill"] == "begun":
@@ -65,6 +70,40 @@ def body_of(case: Case, question: str, turns: Sequence[Mapping[str, Any]] = ()) 
     if case["stop"] == "text":
         body["stop_sequences" if api == "messages" else "stop"] = [STOP]
     return body | _constraint(api, case["constraint"]) | _reasoning(api, case["reasoning"])
+
+
+def raw_body(case: Case, chat: Body, prompt: str, marker: str) -> Body:
+    """The body of an API of `RAW`: the chat's, with its rendered prompt in place of messages.
+
+    The prompt has `marker` in the place of each image. Tools stay, and are to be refused.
+    """
+    image = base64.b64encode(png()).decode()
+    n_images = prompt.count(marker)
+    with_images = {"prompt_string": prompt, "multimodal_data": [image] * n_images}
+    body = {key: value for key, value in chat.items() if key != "messages"}
+    body["prompt"] = with_images if n_images else prompt
+    if case["api"] == "native":
+        body["n_predict"] = body.pop("max_tokens")
+        if case["constraint"] == "schema":
+            body.pop("response_format")
+            body["json_schema"] = SCHEMA
+    return body
+
+
+def _text(api: str, text: str) -> Body:
+    return {"type": "input_text" if api == "responses" else "text", "text": text}
+
+
+def _image(api: str) -> list[Body]:
+    """The part of a message that is an image."""
+    data = base64.b64encode(png()).decode()
+    url = "data:image/png;base64," + data
+    if api == "messages":
+        source = {"type": "base64", "media_type": "image/png", "data": data}
+        return [{"type": "image", "source": source}]
+    if api == "responses":
+        return [{"type": "input_image", "image_url": url}]
+    return [{"type": "image_url", "image_url": {"url": url}}]
 
 
 def _chat_system(system: str, is_marked: bool) -> Body:
@@ -130,25 +169,19 @@ def _reasoning(api: str, name: str) -> Body:
 def _tool_turn(api: str, *, with_image: bool) -> list[Any]:
     """A call and its result."""
     arguments, text = {"colour": "red"}, "It is red."
-    url = "data:image/png;base64," + base64.b64encode(png()).decode()
+    parts = [_text(api, text), *(_image(api) if with_image else [])]
     if api == "messages":
-        source = {"type": "base64", "media_type": "image/png", "data": url.split(",")[1]}
-        parts: list[Body] = [{"type": "text", "text": text}]
-        parts += [{"type": "image", "source": source}] if with_image else []
         use = {"type": "tool_use", "id": "toolu_1", "name": TOOL, "input": arguments}
         result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": parts}
         return [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
     told = json.dumps(arguments)
+    content: Any = parts if with_image else text
     if api == "responses":
-        shown = [{"type": "input_text", "text": text}, {"type": "input_image", "image_url": url}]
         return [
             {"type": "function_call", "call_id": "call_1", "name": TOOL, "arguments": told},
-            {"type": "function_call_output", "call_id": "call_1",
-             "output": shown if with_image else text},
-        ]  # fmt: skip
+            {"type": "function_call_output", "call_id": "call_1", "output": content},
+        ]
     call = {"id": "call_1", "type": "function", "function": {"name": TOOL, "arguments": told}}
-    image = {"type": "image_url", "image_url": {"url": url}}
-    content: Any = [{"type": "text", "text": text}, image] if with_image else text
     return [
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": content},

@@ -6,7 +6,8 @@ the table's `refused` with the sentence that the program must say.
 
 The words of a value are flags of the command line. Words in braces are filled in for each case:
 `{half}` is device memory for half of the streamed experts, `{ram}` is RAM for a part of the
-experts, `{draft}` is the file that drafts, and `{folder}` is an empty folder.
+experts, `{draft}` is the file that drafts, `{folder}` is an empty folder, and `{worker}` is the
+address of a `specoffload worker` with the same model.
 """
 
 from __future__ import annotations
@@ -71,10 +72,24 @@ SESSION = Table({
         _value("tables", "tables of embeddings for each layer, and windows (Gemma 3n)"),
         _value("dense", "no experts (Mistral-Large)", weight=2),
     ),
+    "weights": (  # the experts' type. A model without experts has it in all matrices
+        _value("f32", "texts are exact", weight=8),
+        _value("f16", "half precision"),
+        _value("q8_0", "blocks of 32", weight=2),
+        _value("q4_0", "blocks of 32, which the CPU has another layout for", weight=2),
+        _value("q4_K", "blocks of 256", weight=3),
+        _value("q2_K", "two bits"),
+        _value("iq4_xs", "a table of values"),
+        _value("mxfp4", "as gpt-oss is published", weight=2),
+    ),
     "device": (
         _value("cpu", "no GPU", "--device", "cpu", weight=2),
         _value("sim", "a simulated GPU", "--device", "sim", weight=4),
         _value("two", "two simulated GPUs", "--device", "sim,sim", "--tensor-split", "1,1"),
+        _value("worker", "a simulated GPU, and a worker with its own copy of the model",
+               "--device", "sim", "--rpc", "{worker}"),
+        _value("stand-in", "ggml-cuda on a stand-in for the CUDA runtime", "--device", "CUDA0"),
+        _value("vulkan", "a Vulkan driver in software", "--device", "Vulkan0"),
     ),
     "experts": (  # where they are computed
         _value("chosen", "as the plan chooses", weight=2),
@@ -117,6 +132,16 @@ SESSION = Table({
         _value("RAM", "not in device memory", "--no-kv-offload"),
         _value("whole windows", "windows keep all tokens", "--swa-full"),
     ),
+    "cells": (  # of the cache
+        _value("shared", "all requests share them", weight=3),
+        _value("unified", "a flag asks for that", "--kv-unified"),
+        _value("own", "a flag asks for the opposite, which has no effect", "--no-kv-unified"),
+    ),
+    "kept": (  # prompts of earlier requests
+        _value("RAM", "in RAM, which is the default", weight=3),
+        _value("disk", "also in files", "--cache-disk", "64MiB,{folder}", weight=2),
+        _value("nowhere", "none is kept outside the slots", "--cache-ram", "0"),
+    ),
     "streams": (
         _value("1", "one request at a time", "--parallel", "1", weight=2),
         _value("2", "two at once", "--parallel", "2"),
@@ -149,6 +174,8 @@ SESSION = Table({
         _value("idle", "nothing else runs", weight=2),
         _value("busy", "another program computes on each processor"),
         _value("two threads", "the CPU computes with two threads", "--threads", "2"),
+        _value("one processor", "all threads share one processor", "--threads", "2"),
+        _value("wrong clock", "kept files come from the future"),
     ),
 })  # fmt: skip
 
@@ -172,6 +199,16 @@ REQUEST = Table({
         _value("chat", "/v1/chat/completions", weight=3),
         _value("responses", "/v1/responses", weight=2),
         _value("messages", "/v1/messages", weight=2),
+        _value("completions", "/v1/completions, with the prompt that the template renders"),
+        _value("native", "/completion of llama-server, with that prompt"),
+    ),
+    "eyes": (  # of the server
+        _value("none", "the model reads text only", weight=3),
+        _value("projector", "the model has a projector for images", "--mmproj", "{projector}"),
+    ),
+    "media": (  # of the last message
+        _value("none", "text", weight=3),
+        _value("image", "an image before the text"),
     ),
     "sampling": (
         _value("greedy", "the likeliest token", weight=2),
@@ -198,6 +235,7 @@ REQUEST = Table({
         _value("tool result", "a tool was called, and answered", weight=2),
         _value("image in a result", "a tool answered with an image"),
         _value("edited", "an earlier question is changed"),
+        _value("too long", "a prompt over the context is refused, and a short one follows"),
     ),
     "stop": (
         _value("none", "no stop text", weight=2),
@@ -216,7 +254,15 @@ REQUEST = Table({
         _value("not kept", "nothing is read from the cache"),
         _value("marked", "the system message ends at a cache point"),
     ),
-})  # fmt: skip
+}, (
+    Refused(("media", "image"), ("eyes", "none"), "mmproj", "projector"),
+    # A raw prompt has no place for tools, and a raw answer none for calls.
+    *(
+        Refused(("api", api), ("constraint", name), "tools", "none")
+        for api in ("completions", "native")
+        for name in ("auto", "required", "named", "strict")
+    ),
+))  # fmt: skip
 
 # What a command is run with. Models and their words are those of SESSION.
 COMMAND = Table({
@@ -231,7 +277,7 @@ COMMAND = Table({
         _value("plan as JSON", "for programs", "plan", "--json"),
     ),
     "memory": SESSION.axes["memory"],
-    "device": SESSION.axes["device"],
+    "device": SESSION.axes["device"][:3],
     "experts": (
         _value("chosen", "as the plan chooses", weight=2),
         _value("split", "by slots and CPU", "--hybrid", "on", weight=2),
@@ -245,7 +291,7 @@ COMMAND = Table({
         _value("damaged", "the kept file is cut in the middle"),
         _value("read-only", "measurements cannot be kept"),
     ),
-    "machine": SESSION.axes["machine"],
+    "machine": SESSION.axes["machine"][:3],
 }, (
     # `tune numa` places weights and binds threads. What it measures has no cache.
     *(

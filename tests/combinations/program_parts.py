@@ -19,15 +19,15 @@ _START_S = 120.0
 
 
 @contextmanager
-def serving_family(family: str) -> Iterator[str]:
-    """Run `specoffload serve`, and yield its address.
+def serving_family(family: str, *more: str) -> Iterator[str]:
+    """Run `specoffload serve` with these words too, and yield its address.
 
     Raises AssertionError if it does not end well, or has printed a traceback.
     """
     words = [
         "serve", "--host", "127.0.0.1", "--port", "0", "--device", "cpu", "--threads", "1",
         "--ctx-size", "4096", "--spec-type", "none", "--temp", "0",
-        "--chat-template-file", str(_TEMPLATES / f"{family}.jinja"),
+        "--chat-template-file", str(_TEMPLATES / f"{family}.jinja"), *more,
     ]  # fmt: skip
     lines: list[str] = []
     with subprocess.Popen(

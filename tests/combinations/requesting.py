@@ -12,6 +12,7 @@ import httpx
 from combinations.asking import (
     LONG,
     PATHS,
+    RAW,
     SHORT,
     STOP,
     TOOL,
@@ -19,10 +20,17 @@ from combinations.asking import (
     Body,
     Reply,
     body_of,
+    raw_body,
     reply_of,
     streamed_reply,
 )
 from combinations.cases import Case
+
+COUNTING = {
+    "chat": "/v1/chat/completions/input_tokens", "responses": "/v1/responses/input_tokens",
+    "messages": "/v1/messages/count_tokens",
+}  # fmt: skip
+N_CTX = 4096  # tokens of the server's context
 
 
 class Refused(Exception):
@@ -34,6 +42,7 @@ class Asker:
 
     def __init__(self, url: str) -> None:
         self._http = httpx.Client(base_url=url, timeout=120)
+        self._marker = self._http.get("/props").json()["media_marker"]
 
     def close(self) -> None:
         self._http.close()
@@ -41,7 +50,7 @@ class Asker:
     def faults_of(self, case: Case) -> list[str]:
         """A sentence for each property that did not hold."""
         try:
-            return [*self._faults(case)]
+            return [*self._faults(case), *self._faults_afterwards()]
         except Refused as e:
             return [f"refused: {e}"]
         except (AssertionError, KeyError, ValueError, httpx.HTTPError) as e:
@@ -58,8 +67,11 @@ class Asker:
                 question = "Write another function."
             elif not reply.calls:
                 turns = [first, *(reply.raw if not begun else [])]
+        if case["history"] == "too long":
+            yield from self._check_refusal(case)
         body = body_of(case, question, turns)
         whole = self._whole(case, body)
+        yield from self._check_count(case, body, whole)
         yield from self._check(case, whole, "whole")
         streamed = self._streamed(case, body)
         yield from self._check(case, streamed, "streamed")
@@ -73,6 +85,30 @@ class Asker:
         if a != b:
             yield f"calls are {whole.calls} whole and {streamed.calls} in a stream"
 
+    def _check_count(self, case: Case, body: Body, reply: Reply) -> Iterator[str]:
+        """Check that the prompt has as many tokens as the API that counts them says."""
+        api = "chat" if case["api"] in RAW else case["api"]
+        counted = self._checked(self._http.post(COUNTING[api], json=body))["input_tokens"]
+        if counted != reply.n_prompt:
+            yield f"{counted} tokens are counted before, and {reply.n_prompt} in the answer"
+
+    def _check_refusal(self, case: Case) -> Iterator[str]:
+        """Ask more than the context holds. Check that the refusal says both numbers."""
+        try:
+            self._whole(case, body_of(case, "Write one function, and another one. " * N_CTX))
+        except Refused as e:
+            numbers = [int(n) for n in re.findall(r"\d+", str(e))]
+            if N_CTX not in numbers or max(numbers) <= N_CTX:
+                yield f"the refusal of a long prompt lacks a number: {e}"
+        else:
+            yield "a prompt over the context is answered"
+
+    def _faults_afterwards(self) -> Iterator[str]:
+        """Check that nothing of the case goes on."""
+        slots = self._http.get("/slots").json()
+        if busy := [slot["id"] for slot in slots if slot["is_processing"]]:
+            yield f"slots {busy} still compute after the answer"
+
     def _check(self, case: Case, reply: Reply, how: str) -> Iterator[str]:
         limit = LONG if case["length"] == "long" else SHORT
         if not 0 < reply.n_answer <= limit:
@@ -81,6 +117,8 @@ class Asker:
             yield f"{how}: the prompt has {reply.n_prompt} tokens"
         if reply.reason != "length":
             yield from self._check_complete(case, reply, how)
+        if case["api"] in RAW:
+            return  # reasoning is a part of the text
         if case["reasoning"] == "limit 0" and len(reply.reasoning.strip()) > 0:
             yield f"{how}: it reasons {reply.reasoning[:60]!r}"
         if case["stop"] == "text" and STOP in reply.text and case["constraint"] == "none":
@@ -102,16 +140,23 @@ class Asker:
             if not begun and not is_valid(reply.text):
                 yield f"{how}: {reply.text[:80]!r} does not follow the schema"
 
+    def _sent(self, case: Case, body: Body) -> Body:
+        """The body for the case's API, which may need the prompt that the template renders."""
+        if case["api"] not in RAW:
+            return body
+        rendered = self._checked(self._http.post("/apply-template", json=body))["prompt"]
+        return raw_body(case, body, rendered, self._marker)
+
     def _whole(self, case: Case, body: Body) -> Reply:
-        answer = self._http.post(PATHS[case["api"]], json=body)
+        answer = self._http.post(PATHS[case["api"]], json=self._sent(case, body))
         found = self._checked(answer)
         return reply_of(case["api"], found)
 
     def _streamed(self, case: Case, body: Body) -> Reply:
         more: Body = {"stream": True}
-        if case["api"] == "chat":
+        if case["api"] in ("chat", "completions"):
             more["stream_options"] = {"include_usage": True}
-        answer = self._http.post(PATHS[case["api"]], json=body | more)
+        answer = self._http.post(PATHS[case["api"]], json=self._sent(case, body) | more)
         if answer.status_code != 200:
             self._checked(answer)
         return streamed_reply(case["api"], [*events_of(answer.text)])

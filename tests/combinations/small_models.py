@@ -1,4 +1,7 @@
-"""A tiny model of each kind of memory, and the files that draft for it. All weights are f32."""
+"""A tiny model of each kind of memory and type of experts, and the files that draft for it.
+
+All other weights of a mixture are f32, and so are those of drafts.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,11 @@ from pathlib import Path
 from lab.synth import plan_shape, write, write_preset
 from lab.synth.eagle import write_eagle
 from lab.synth.mtp import write_mtp
+from lab.synth.projector import write_projector
 from lab.synth.shape import Shape
 from lab.synth.tables import table_shape
+from offload.model_file import read_facts
+from specoffload.config.resolution import demo_file
 
 _MAMBA2 = {
     "block_count": 4, "embedding_length": 128, "feed_forward_length": 256, "context_length": 4096,
@@ -21,31 +27,45 @@ _MAMBA2 = {
 }  # fmt: skip
 
 
-def _recurrent(folder: Path, seed: int) -> Path:
-    shape = Shape("mamba2", "mamba2", dict(_MAMBA2), 512, quant="f32", unchecked=True)
-    return write(plan_shape(shape), folder / f"recurrent-{seed}.gguf", seed)
+# Blocks of these types have 256 values, so their rows need as many.
+_WIDE = {"embedding_length": 256, "expert_feed_forward_length": 256}
+_WIDE_TYPES = ("q4_K", "q2_K", "iq4_xs")
 
 
-def _sinks(folder: Path, seed: int) -> Path:
-    path = folder / f"sinks-{seed}.gguf"
-    return write_preset("gpt-oss-20b", path, seed=seed, quant="f32", n_layer=5)
+def _own(weights: str) -> dict[str, int]:
+    """Metadata of a mixture whose experts have this type."""
+    return _WIDE if weights in _WIDE_TYPES else {}
 
 
-def _tables(folder: Path, seed: int) -> Path:
-    shape = replace(table_shape("gemma3n", "f32"), n_vocab=512)
-    return write(plan_shape(shape), folder / f"tables-{seed}.gguf", seed)
+def _recurrent(path: Path, weights: str, seed: int) -> Path:
+    shape = Shape("mamba2", "mamba2", dict(_MAMBA2), 512, quant=weights, unchecked=True)
+    return write(plan_shape(shape), path, seed)
 
 
-def _dense(folder: Path, seed: int) -> Path:
-    path = folder / f"dense-{seed}.gguf"
-    return write_preset("mistral-large", path, seed=seed, quant="f32")
+def _sinks(path: Path, weights: str, seed: int) -> Path:
+    sizes = {"n_embd": 256, "n_ff_exp": 256} if _own(weights) else {}
+    quant = f"f32,experts={weights}"
+    return write_preset("gpt-oss-20b", path, seed=seed, quant=quant, n_layer=5, **sizes)
 
 
-def _with_layers_that_draft(architecture: str, folder: Path, seed: int) -> Path:
-    return write_mtp(folder, architecture, seed=seed)
+def _tables(path: Path, weights: str, seed: int) -> Path:
+    shape = replace(table_shape("gemma3n", weights), n_vocab=512)
+    return write(plan_shape(shape), path, seed)
 
 
-_WRITERS: dict[str, Callable[[Path, int], Path]] = {
+def _dense(path: Path, weights: str, seed: int) -> Path:
+    sizes = {"n_embd": 256} if _own(weights) else {}
+    return write_preset("mistral-large", path, seed=seed, quant=weights, **sizes)
+
+
+def _with_layers_that_draft(architecture: str, path: Path, weights: str, seed: int) -> Path:
+    return write_mtp(
+        path.parent, architecture, seed=seed, name=f"-{weights}", own=_own(weights),
+        quant=f"f32,experts={weights}",
+    )  # fmt: skip
+
+
+_WRITERS: dict[str, Callable[[Path, str, int], Path]] = {
     "full": partial(_with_layers_that_draft, "glm4moe"),
     "windows": partial(_with_layers_that_draft, "step35"),
     "sinks": _sinks,
@@ -59,16 +79,23 @@ _WRITERS: dict[str, Callable[[Path, int], Path]] = {
 
 
 @lru_cache
-def model_of(memory: str, folder: Path, seed: int = 5) -> Path:
-    """Write the model of this kind of memory, once. Returns its path."""
-    return _WRITERS[memory](folder, seed)
+def model_of(memory: str, folder: Path, weights: str = "f32", seed: int = 5) -> Path:
+    """Write the model of this kind of memory and type of experts, once. Returns its path."""
+    return _WRITERS[memory](folder / f"{memory}-{weights}-{seed}.gguf", weights, seed)
 
 
 @lru_cache
-def draft_of(drafter: str, memory: str, folder: Path) -> Path | None:
+def draft_of(drafter: str, model: Path, folder: Path) -> Path | None:
     """The file that drafts: a model with other weights, or an EAGLE-3 file. None: none does."""
     if drafter == "draft":
-        return model_of("dense", folder, 6)
+        return model_of("dense", folder, seed=6)
     if drafter == "eagle3":
-        return write_eagle(folder, model_of(memory, folder))
+        return write_eagle(folder, model)
     return None
+
+
+@lru_cache
+def embedded_projector(folder: Path) -> Path:
+    """A projector with which the embedded model reads images, as noise."""
+    n_embd = read_facts(demo_file("target.gguf")).number("embedding_length")
+    return write_projector(folder / "embedded-mmproj.gguf", "gemma3", n_embd)

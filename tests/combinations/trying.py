@@ -12,10 +12,12 @@ from types import TracebackType
 from typing import Any
 
 import combinations.commanding as commanding
+import combinations.elsewhere as elsewhere
 import combinations.play as play
 from combinations.cases import TABLES, Case
 from combinations.program_parts import serving_family
 from combinations.requesting import Asker
+from combinations.small_models import embedded_projector
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,10 @@ class Trier:
 
     def __init__(self, models: Path) -> None:
         self._models = models
-        self._family = ""
+        self._served = ""  # the family and the eyes of the server
         self._asker: Asker | None = None
         self._server = ExitStack()
+        self._others: dict[str, elsewhere.Elsewhere] = {}
 
     def __enter__(self) -> Trier:
         return self
@@ -64,24 +67,42 @@ class Trier:
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
         self._server.close()
+        for other in self._others.values():
+            other.close()
 
     def faults_of(self, case: Case) -> list[str]:
         """A sentence for each property that did not hold."""
         match case.table:
             case "session":
-                return play.faults_of(case, self._models)
+                return self._played(case)
             case "command":
                 return commanding.faults_of(case, self._models)
-        return self._asked(case["family"]).faults_of(case)
+        return self._asked(case).faults_of(case)
 
-    def _asked(self, family: str) -> Asker:
-        if self._asker is None or family != self._family:
+    def why_not(self, case: Case) -> str:
+        """Why this machine cannot play the case, or an empty text."""
+        return elsewhere.why_not(case["device"]) if case.table == "session" else ""
+
+    def _played(self, case: Case) -> list[str]:
+        """Play a session here, or in the process that has its device."""
+        device = case["device"]
+        if device not in elsewhere.DEVICES:
+            return play.faults_of(case, self._models)
+        if device not in self._others:
+            self._others[device] = elsewhere.Elsewhere(device, self._models)
+        return self._others[device].faults_of(case)
+
+    def _asked(self, case: Case) -> Asker:
+        served = _server_of(case)
+        if self._asker is None or served != self._served:
             self._server.close()
-            self._server = ExitStack()
-            url = self._server.enter_context(serving_family(family))
+            self._server, self._asker = ExitStack(), None
+            projector = {"{projector}": str(embedded_projector(self._models))}
+            words = [projector.get(word, word) for word in case.value("eyes").words]
+            url = self._server.enter_context(serving_family(case["family"], *words))
             self._asker = Asker(url)
             self._server.callback(self._asker.close)
-            self._family = family
+            self._served = served
         return self._asker
 
     def outcome_of(self, case: Case) -> Outcome:
@@ -132,10 +153,11 @@ def _read(path: Path) -> Iterator[Outcome]:
 
 
 def grouped(cases: Sequence[Case]) -> list[Case]:
-    """Cases of requests by their family, so that each family's server starts once."""
-    order = {name: i for i, name in enumerate(dict.fromkeys(_family(c) for c in cases))}
-    return sorted(cases, key=lambda c: order[_family(c)])
+    """Cases in the order of their servers, so that each server starts once."""
+    order = {name: i for i, name in enumerate(dict.fromkeys(_server_of(c) for c in cases))}
+    return sorted(cases, key=lambda c: order[_server_of(c)])
 
 
-def _family(case: Case) -> str:
-    return case["family"] if case.table == "request" else ""
+def _server_of(case: Case) -> str:
+    """What the case shares a server with."""
+    return f"{case['family']}, {case['eyes']}" if case.table == "request" else ""

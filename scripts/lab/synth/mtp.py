@@ -75,33 +75,36 @@ def write_mtp(
     without: str = "",
     name: str = "",
     own: Mapping[str, int] = {},
+    quant: str = "f32",
 ) -> Path:
     """Write a tiny model with one MTP layer, or with three for step35. Returns its path.
 
     `architecture` is one of `ARCHITECTURES`.
 
-    `without` is a pattern of tensors to leave out, of those with a preset. `own` is metadata of the
-    others. Such a file needs its own `name`.
+    `without` is a pattern of tensors to leave out, of those with a preset. `own` is metadata that
+    differs, and `quant` are the types of weights as in `Shape`. Such a file needs its own `name`.
     """
     path = folder / f"mtp-{architecture}-{seed}{name}.gguf"
     if path.exists():
         return path
     if architecture == SEVERAL:
         shape = Shape(
-            SEVERAL, SEVERAL, _STEP35, 512, without=_STEP35_WITHOUT, quant="f32", unchecked=True
-        )
+            SEVERAL, SEVERAL, _STEP35 | dict(own), 512, without=_STEP35_WITHOUT, quant=quant,
+            unchecked=True,
+        )  # fmt: skip
         return write(plan_shape(shape, "bytes"), path, seed)
     if architecture in OTHERS:
-        return write(_other(architecture, own), path, seed)
+        return write(_other(architecture, own, quant), path, seed)
     preset = find_preset(PRESETS[architecture])
     counted = int("nextn_predict_layers" in preset.metadata)
     metadata: dict[str, Any] = {"nextn_predict_layers": 1}
     if "expert_group_count" in preset.metadata:
         metadata |= {"expert_group_count": 0, "expert_group_used_count": 0}
+    metadata |= own
     shape = resolve(
         preset.name,
         "tiny",
-        quant="f32",
+        quant=quant,
         n_layer=int(str(preset.tiny["block_count"])) + 1 - counted,
         n_expert_used=int(str(preset.tiny["expert_count"])),
         metadata=metadata,
@@ -111,7 +114,7 @@ def write_mtp(
     return write(plan_shape(shape, "bytes"), path, seed)
 
 
-def _other(architecture: str, own: Mapping[str, int]) -> Plan:
+def _other(architecture: str, own: Mapping[str, int], quant: str) -> Plan:
     """Return the plan of a file of one of `OTHERS`, with some metadata replaced by `own`."""
     if architecture == DENSE:
         preset = find_preset(PRESETS["qwen35moe"])
@@ -134,7 +137,7 @@ def _other(architecture: str, own: Mapping[str, int]) -> Plan:
     metadata |= {"block_count": n + 1, "nextn_predict_layers": 1, **own}
     without += (r"\.nextn\.(embed_tokens|shared_head_head)\.weight$",)
     shape = Shape(
-        architecture, architecture, metadata, 512, without=without, quant="f32", unchecked=True
+        architecture, architecture, metadata, 512, without=without, quant=quant, unchecked=True
     )
     return _completed(plan_shape(shape, "bytes"), n)
 
