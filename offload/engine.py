@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 
@@ -71,13 +71,13 @@ class Engine(ModelText):
         weights = opened.weights
         self.store, self.placer, self.numa = weights.store, weights.placer, weights.numa
         self.parts, self.devices, self.hybrid = weights.parts, weights.devices, weights.hybrid
+        self.ways = weights.ways
         self.native_experts, self.host = weights.native_experts, weights.host
         self.ram_cache, self.threads = opened.ram_cache, opened.threads
         self.embedder, self.row_draft = opened.embedder, opened.row_draft
         self.sequences = opened.sequences
         self._experts = opened.experts  # the memory for some experts, None if all are in memory
         self.taking = opened.taking
-        self._min_batch: MinBatch | None = None
 
     def __repr__(self) -> str:
         return f"Engine({self.facts.path.name} on {self.choice.name}, {self.sequences.n_ctx} cells)"
@@ -149,7 +149,7 @@ class Engine(ModelText):
 
         With several devices, they are for all devices together. `min_batches` has those of each.
         """
-        return self._min_batch or self.options.min_batch
+        return self.ways.now.min_batch
 
     @property
     def min_batches(self) -> dict[str, MinBatch]:
@@ -167,20 +167,24 @@ class Engine(ModelText):
         """Set the thresholds from which streamed weights are computed on the device.
 
         If `is_measured`, `value` comes from decodes on all devices, and each device gets thresholds
-        of its own (`offload.times.min_batch.by_device`).
+        of its own (`min_batches_of`).
 
         Thresholds apply to graphs built from now on. libllama reuses the previous decode's graph
         while batches have the same number of tokens and the same number of rows of logits.
         """
-        self._min_batch = value
-        values = [value] * len(self.parts)
+        each = self.min_batches_of(value) if is_measured else ()
+        self.ways.use(replace(self.ways.now, min_batch=value, min_batches=each))
+
+    def min_batches_of(self, value: MinBatch) -> tuple[MinBatch, ...]:
+        """Return the thresholds of each device, if `value` comes from decodes on all devices.
+
+        Returns () if there is at most one device.
+        """
         plans = [part.plan for part in self.parts]
-        if is_measured and len(plans) > 1:
-            values = by_device(
-                value, [plan.min_batch for plan in plans], [plan.streamed_bytes for plan in plans]
-            )
-        for part, its in zip(self.parts, values, strict=True):
-            part.device.min_batch = its
+        if len(plans) < 2:
+            return ()
+        crossovers = [plan.min_batch for plan in plans]
+        return tuple(by_device(value, crossovers, [plan.streamed_bytes for plan in plans]))
 
     def build_anew(self, *, after_logits: bool = False) -> None:
         """Make the next decode build a new graph, whatever its size.

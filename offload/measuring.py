@@ -11,7 +11,7 @@ from offload.decode import SMALL_BATCH
 from offload.engine import Engine
 from offload.model import is_experts, layer_of
 from offload.schedule.division import MeasuredCosts
-from offload.schedule.switch import ByCosts, all_on_device
+from offload.schedule.splitter import ByCosts, all_on_device
 from offload.sequences.sequences import Sequences
 from offload.stream.layer_clock import BrokenOff, LayerClock
 from offload.stream.split_measuring import (
@@ -62,7 +62,7 @@ def ways_of(target: Engine, *, fixed: bool, splits: bool) -> tuple[Way, ...]:
     found = [Way.FIXED] if fixed and kinds else [Way.IN_PLACE]
     if not fixed:
         found += [way for way, kind in _KINDS.items() if kind in kinds]
-    if splits and target.hybrid is not None and not target.hybrid.switch.declined:
+    if splits and target.hybrid is not None and not target.ways.now.declined:
         found.append(Way.SPLIT)
     return tuple(found)
 
@@ -88,8 +88,8 @@ def measure_split(target: Engine) -> dict[str, MeasuredCosts]:
     links: dict[str, LinkTimes | None] = dict.fromkeys(measured)
     kinds: dict[str, tuple[float, ...]] = {}
     host: Measured = {}
-    switch, sequences = target.hybrid.switch, target.sequences
-    with target.routing.paused(), switch.splitting(all_on_device):
+    ways, sequences = target.ways, target.sequences
+    with target.routing.paused(), ways.trying(ways.now.splitting_by(all_on_device)):
         target.build_anew()  # otherwise a graph that was built without splits would be used again
         for n in (1, min(8, target.n_ctx - 1)):
             take_splits(target)  # forgets split layers of earlier graphs
@@ -100,8 +100,8 @@ def measure_split(target: Engine) -> dict[str, MeasuredCosts]:
                 on_device(sides, measured[name])
                 host = host or on_host(sides)
                 links[name], kinds[name] = links[name] or on_link(sides), sides.kinds
-    if not (any(measured.values()) or switch.declined):
-        switch.declined = "no layer is split: the device takes no layer's experts"
+    if not (any(measured.values()) or ways.now.declined):
+        ways.decline("no layer is split: the device takes no layer's experts")
     target.build_anew()
     found = {}
     for name, device in measured.items():
@@ -141,30 +141,26 @@ def measure(
     find all of its experts in the slots. Routing is recorded during the measurement if the options
     ask for it.
     """
-    before, is_on = target.min_batch, target.routing.is_on
-    switch = None if target.hybrid is None else target.hybrid.switch
-    active = switch is not None and switch.is_active
+    is_on = target.routing.is_on
     try:
-        target.routing.is_on = target.options.streaming.record_routing
-        measuring = _Measuring(target, text, table, wanted, most_s)
+        with target.ways.trying(target.ways.now):
+            target.routing.is_on = target.options.streaming.record_routing
+            measuring = _Measuring(target, text, table, wanted, most_s)
 
-        shown = 0.0  # sizes that turn out to be needed would move the bar back
+            shown = 0.0  # sizes that turn out to be needed would move the bar back
 
-        def entered() -> None:
-            nonlocal shown
-            shown = max(shown, min(1.0, 1.0 - measuring.left_s() / measuring.most_s))
-            on_progress(shown)
-            on_entry()
+            def entered() -> None:
+                nonlocal shown
+                shown = max(shown, min(1.0, 1.0 - measuring.left_s() / measuring.most_s))
+                on_progress(shown)
+                on_entry()
 
-        fill(table, measuring.wanted, measuring.times, measuring.left_s, date, entered)
-        on_progress(1.0)  # also if all was timed before the budget was spent
-        return measuring.most_s - measuring.left_s()
+            fill(table, measuring.wanted, measuring.times, measuring.left_s, date, entered)
+            on_progress(1.0)  # also if all was timed before the budget was spent
+            return measuring.most_s - measuring.left_s()
     finally:
         target.routing.is_on = is_on
-        if switch is not None:
-            switch.is_active = active
         target.sequences.rewind(_SEQUENCE, 0)
-        target.set_min_batch(before)
         target.build_anew()
 
 
@@ -222,10 +218,9 @@ class _Measuring:
         if way is self._way:
             return
         self._way = way
-        self._target.set_min_batch(_SETTINGS.get(way, self._fixed))
-        if self._target.hybrid is not None:
-            switch = self._target.hybrid.switch
-            switch.is_active, switch.unsplit = way is Way.SPLIT, frozenset()
+        ways, min_batch = self._target.ways, _SETTINGS.get(way, self._fixed)
+        its = replace(ways.now, min_batch=min_batch, min_batches=())
+        ways.use(replace(its, may_split=way is Way.SPLIT, unsplit=frozenset()))
         # This decode computes no logits, so the next, timed decode builds its graph anew.
         self._walk.time_s(1, n_logits=0)
 
@@ -311,10 +306,10 @@ def use_split_costs(target: Engine, costs: Mapping[str, MeasuredCosts]) -> None:
     if target.hybrid is None or not costs:
         return
     by_name = {name: ByCosts(measured.costs()) for name, measured in costs.items()}
-    switch = target.hybrid.switch
-    switch.splitter = next(iter(by_name.values()))
+    splitter = next(iter(by_name.values()))
     own = {i: by_name.get(part.choice.name) for i, part in enumerate(target.parts)}
-    switch.by_device = {i: s for i, s in own.items() if s and s is not switch.splitter}
+    others = {i: s for i, s in own.items() if s and s is not splitter}
+    target.ways.use(replace(target.ways.now, splitter=splitter, splitters=others))
 
 
 # -- one decode's time -----------------------------------------------------------------------------

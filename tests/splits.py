@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from offload.engine import Engine, EngineOptions
 from offload.schedule.division import SplitCosts
-from offload.schedule.switch import ByCosts, Splitter, all_on_device
+from offload.schedule.splitter import ByCosts, Splitter, all_on_device
 from offload.stream.options import StreamingOptions
 from offload.times.min_batch import NEVER, MinBatch
 

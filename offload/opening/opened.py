@@ -331,30 +331,25 @@ class Opening:
     def _warm_up(self) -> None:
         """Compute the largest ubatch once, so that kernels allocate all the memory they need."""
         o = self.options
-        self._set_min_batch(MinBatch(1, 1))
         n = min(o.n_ubatch, self.context.n_ctx - 1)
         wanted = [i >= n - o.n_outputs for i in range(n)]
-        try:
+        with self.weights.ways.trying(replace(self.weights.ways.now, min_batch=MinBatch(1, 1))):
             self.context.decode([0] * n, range(n), [0] * n, wanted)
-        finally:
-            self._set_min_batch(o.min_batch)
+        self.weights.ways.use(replace(self.weights.ways.now, min_batch=o.min_batch))
         # Decode another batch. Otherwise libllama would reuse the graph above for equal batches,
         # although that graph was split by another threshold.
         self.context.decode([0], [n], [0], [False])
         self.context.remove(0, 0)
-
-    def _set_min_batch(self, value: MinBatch) -> None:
-        for device in self.devices:
-            device.min_batch = value
 
     def _answer_natively(self) -> None:
         """Let libllama ask the backend directly which nodes it takes, if Python need not decide."""
         o = self.options
         if not self.weights.may_be_native:
             return
+        ways = self.weights.ways
+        ways.use(replace(ways.now, min_batch=o.min_batch))
         for part in self.weights.parts:
             pools, device = part.plan.layout.pools, part.device
-            device.min_batch = o.min_batch
             if device.passes or all(pool.holds(o.n_ubatch) for pool in pools):
                 device.answer_natively()
 

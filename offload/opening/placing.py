@@ -26,20 +26,21 @@ from offload.model import TensorEntry, is_experts
 from offload.opening.start import Start
 from offload.plan.host import ROUTERS
 from offload.plan.layout import DeviceLayout
-from offload.plan.placement import Plan
 from offload.plan.ranges import shares_of
 from offload.remote.devices import RemotePart
 from offload.routing.next_experts import Embeddings, NextExperts, read_routers
 from offload.routing.routing import RoutingRecorder
-from offload.schedule.switch import HybridSwitch, stay
+from offload.schedule.splitter import stay
 from offload.sequences.decoding import NativeExperts
 from offload.store.store import READING, OnProgress, Store
 from offload.stream.building import ExecutorBuilder
 from offload.stream.device import BatchRules, ModelDevices, StreamingDevice
 from offload.stream.parts import Part
 from offload.stream.split_path import Hybrid
+from offload.stream.ways_in_use import WaysInUse
 from offload.threads.numa_plan import NumaPlan, PagePlacer
 from offload.times.min_batch import NEVER, MinBatch
+from offload.times.ways import Ways
 
 _HOST_NAME = "SPEC_HOST"
 
@@ -64,6 +65,7 @@ class PlacedWeights:
         self.store: Store | None = None
         self.placer: PagePlacer | None = None
         self.parts: tuple[Part, ...] = ()  # the streaming devices and their layers
+        self.ways = WaysInUse(Ways(self._options.min_batch))
         self.hybrid: Hybrid | None = None
         self.native_experts: NativeExperts | None = None  # set if the CPU reads experts from disk
         placement = self._make_placement()
@@ -82,7 +84,7 @@ class PlacedWeights:
 
     def _make_placement(self) -> ModelPlacement:
         """Make the store and the streaming devices, and return the places of all weights."""
-        layout = self._layout
+        layout, o = self._layout, self._options
         if not self._choice.wrapped:
             return replace(self._placement_on_cpu(), load_mtp=layout.loads_mtp)
         if not self._start.streams:
@@ -94,7 +96,12 @@ class PlacedWeights:
         plan = layout.plan
         assert plan is not None
         self._make_store(plan.streamed)
-        self.hybrid = self._hybrid(plan)
+        splitter, rings = o.streaming.splitter or stay, o.streaming.doorbell
+        splits = o.streaming.hybrid and any(map(is_experts, plan.streamed))
+        # libllama reserves memory by this threshold, so it must allow all later computations.
+        least = MinBatch(1, 1) if self.may_be_native else o.min_batch
+        self.ways = WaysInUse(Ways(least, may_split=splits, splitter=splitter, rings=rings))
+        self.hybrid = self._hybrid() if splits else None
         devices = ModelDevices(len(layout.local))
         self.parts = tuple(self._part(nth, its, devices) for nth, its in enumerate(layout.local))
         self.host = self.parts[0].host
@@ -145,12 +152,7 @@ class PlacedWeights:
         crossover = self._start.crossovers[nth]
         if crossover.note:
             self._notes.append(f"{choice.name}: {crossover.note}" if several else crossover.note)
-        rules = BatchRules(
-            # libllama reserves memory by this threshold, so it must allow all later computations.
-            MinBatch(1, 1) if self.may_be_native else o.min_batch,
-            None if hybrid is None else hybrid.switch,
-            crossover.n_tokens,
-        )
+        rules = BatchRules(self.ways, crossover.n_tokens)
         device = StreamingDevice(
             choice, host, builder.slots(plan), rules, trace=o.streaming.trace, devices=devices
         )
@@ -195,15 +197,11 @@ class PlacedWeights:
             watch=ExpertWatch(self.host, self._pending, self.native_experts.need),
         )
 
-    def _hybrid(self, plan: Plan) -> Hybrid | None:
-        """Return the objects that executors share to split layers, or None if no layer is split."""
-        o = self._options
-        if not (o.streaming.hybrid and any(map(is_experts, plan.streamed))):
-            return None
+    def _hybrid(self) -> Hybrid:
+        """Return the objects that executors share to split layers."""
         team = CpuTeam()
         self._closing.callback(team.close)
-        switch = HybridSwitch(o.streaming.splitter or stay, rings=o.streaming.doorbell)
-        return Hybrid(switch, team)
+        return Hybrid(self.ways, team)
 
     def _make_store(self, streamed: Sequence[TensorEntry]) -> None:
         """Make the store, if weights are streamed or loading must not read tables on the disk."""

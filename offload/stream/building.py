@@ -61,7 +61,7 @@ class ExecutorBuilder:
         """
         self._choice, self._options, self._notes = choice, options, notes
         self._store, self._hybrid, self._recorder = store, hybrid, recorder
-        rings = hybrid is not None and hybrid.switch.rings
+        rings = hybrid is not None and hybrid.ways.now.rings
         if rings and (why_not := try_bell(choice.device)):
             words = f"{choice.name}: the host waits for the GPU in each split layer: {why_not}"
             notes.append(Note(NoteKind.DEVICE, words))

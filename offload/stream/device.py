@@ -29,12 +29,12 @@ from offload.model import layer_of
 from offload.plan.placement import Plan
 from offload.plan.slot_layout import SlotPool
 from offload.schedule.slots import StreamCounters
-from offload.schedule.switch import HybridSwitch
 from offload.stream.cache_ahead import CacheAhead
 from offload.stream.executor import Executor
 from offload.stream.layer_clock import LayerClock
 from offload.stream.prepared import PreparedGraph, PreparedGraphs
 from offload.stream.ubatches import Ubatches
+from offload.stream.ways_in_use import WaysInUse
 from offload.times.min_batch import MinBatch
 from offload.trace.trace import CPU, NO_TRACE, Trace
 
@@ -54,12 +54,11 @@ class PlannedSlots:
 class BatchRules:
     """How a device computes batches of a size.
 
-    `min_batch` is the first threshold: graphs built later may use another one. `hybrid`: batches
-    whose layers it splits are taken, whatever min-batch is. `mla_crossover`: see MlaSwitch.
+    `ways` are those of all devices of the engine, and are replaced between decodes.
+    `mla_crossover`: see MlaSwitch.
     """
 
-    min_batch: MinBatch
-    hybrid: HybridSwitch | None = None
+    ways: WaysInUse
     mla_crossover: int | None = None
 
 
@@ -102,18 +101,17 @@ class StreamingDevice(PyDevice):
         model, to which this one adds itself; None: it is the only one. Each of several devices
         copies early, and the last one computes prompts on a thread.
 
-        If `min_batch` is changed later, graphs that are built from then on use the new value. ggml
+        If `rules.ways` change later, graphs that are built from then on use the new ways. ggml
         builds a graph anew when the number of tokens changes.
         """
         self._devices = devices or ModelDevices()
         self.nth = self._devices.add(self)
         self._is_alone = self._devices.n_devices == 1
         super().__init__(choice.device, f"SPEC{self.nth}", host.pending, host)
-        self.choice, self.min_batch, self.trace = choice, rules.min_batch, trace
+        self.choice, self.ways, self.trace = choice, rules.ways, trace
         self._ubatches = Ubatches()
         self._deferred: dict[WrappedStream, Deferred] = {}  # threads of the last device, by stream
         self.is_idle = False  # True if all work of earlier decodes is known to be complete
-        self.hybrid = rules.hybrid
         self.is_native = False
         self._is_offered = False  # True if the backend may take streamed weights in this decode
         self._newest_uid = 0  # newest uid of a computed graph
@@ -131,6 +129,11 @@ class StreamingDevice(PyDevice):
 
     def __repr__(self) -> str:
         return f"StreamingDevice({self.choice.name}, {self.n_graphs} graphs, {self.min_batch})"
+
+    @property
+    def min_batch(self) -> MinBatch:
+        """The thresholds from which this device computes with streamed weights."""
+        return self.ways.now.min_batch_of(self.nth)
 
     def _stream_through(self, slots: PlannedSlots) -> None:
         plan, self._make_executor = slots.plan, slots.make_executor
@@ -294,9 +297,7 @@ class StreamingDevice(PyDevice):
 
     def _repeat_answers(self) -> None:
         """Let ggml get earlier answers of `takes`, if they still hold."""
-        hybrid = self.hybrid
-        splits = hybrid and hybrid.circumstances
-        depends_on = self.min_batch, splits, self.passes, self._reads_experts
+        depends_on = self.min_batch, self.ways.now.graph_key, self.passes, self._reads_experts
         if depends_on != self._answered:
             self._answered = depends_on
             self.forget_answers()
@@ -347,10 +348,8 @@ class StreamingDevice(PyDevice):
         return self.host is not None and self.host.experts is not None
 
     def _splits(self, n_tokens: int) -> bool:
-        if self.hybrid is None:
-            return False
-        shares = self._is_alone and self.hybrid.shares_prompts(n_tokens)
-        return shares or self.hybrid.splits(n_tokens)
+        ways = self.ways.now
+        return ways.splits(n_tokens) or (self._is_alone and ways.shares_prompts(n_tokens))
 
     def _has_room(self, product: Product, pool: SlotPool) -> bool:
         """True if the slots suffice for the product's batch.
@@ -529,9 +528,7 @@ class StreamingDevice(PyDevice):
         `release_slots` drops the graphs that were prepared for the slots.
         """
         assert self.host is not None
-        hybrid = self.hybrid
-        splits = hybrid and hybrid.circumstances
-        return stream, self.mla.crossover, splits, tuple(self.host.buffers)
+        return stream, self.mla.crossover, self.ways.now.graph_key, tuple(self.host.buffers)
 
     def _prepare(self, stream: WrappedStream, graph: Graph) -> PreparedGraph:
         assert self.host is not None

@@ -101,7 +101,7 @@ class Executor:
     ) -> None:
         """`host` holds the weights that stream through the slots of `layout`.
 
-        With `hybrid`, layers are split in the batches that `hybrid.switch` names. While `recorder`
+        With `hybrid`, layers are split in the batches that `hybrid.ways` names. While `recorder`
         is on, it records the experts that routers choose for small batches. `compute` is the
         buffer in which the stream's graphs are computed, if slots may continue in it.
         """

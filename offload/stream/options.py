@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from offload.device import DeviceChoice
 from offload.plan.placement import MARGIN_BYTES, PlanRequest
-from offload.schedule.switch import Splitter
+from offload.schedule.splitter import Splitter
 from offload.trace.trace import NO_TRACE, Trace
 
 

@@ -27,7 +27,7 @@ from offload.routing.routing import N_TOKEN_ROWS
 from offload.schedule.division import Split
 from offload.schedule.from_disk import split_from_disk, stay_late
 from offload.schedule.slots import StreamCounters
-from offload.schedule.switch import ByCosts, all_on_device, stay
+from offload.schedule.splitter import ByCosts, all_on_device, stay
 from offload.stream.bell_use import BELLS
 from offload.stream.cut_graph import CutGraph, Stops
 from offload.stream.cuts import CutStep, Stop, waits_once
@@ -206,7 +206,7 @@ class GraphPlayer:
         if BELLS.why_not or not self._may_ring or not program.may_ring or streams:
             return False
         assert self._split is not None
-        if not self._split.switch.rings or not self._choice(program).pays:
+        if not self._split.ways.now.rings or not self._choice(program).pays:
             return False
         if self._bell is None:
             try:

@@ -21,7 +21,7 @@ from offload.schedule.division import HOST, SplitCosts, seconds_at, split_pairs
 from offload.schedule.pair_rows import prompt_host_pairs
 from offload.schedule.passes import MOST_HOST_PAIRS
 from offload.schedule.slots import StreamCounters
-from offload.schedule.switch import ByCosts, Splitter
+from offload.schedule.splitter import ByCosts, Splitter
 from offload.stream.cpu_side import HostGraph, LayerWeights, layer_weights
 from offload.stream.forms import ExpertForm
 from offload.stream.host_thread import HostThread
@@ -60,11 +60,11 @@ class PromptSide:
     @property
     def splitter(self) -> Splitter:
         """The splitter that divides the layers of this device now."""
-        return self._hybrid.switch.splitter_of(self._hybrid.nth)
+        return self._hybrid.ways.now.splitter_of(self._hybrid.nth)
 
     def shares(self, n_tokens: int) -> bool:
         """True if the CPU computes a part of batches of this size."""
-        return not self._hybrid.is_foreign and self._hybrid.switch.shares_prompts(n_tokens)
+        return not self._hybrid.is_foreign and self._hybrid.ways.now.shares_prompts(n_tokens)
 
     def pays(self, pool: SlotPool, n_tokens: int) -> bool:
         """True if copies are expected to take longer than the device's products.

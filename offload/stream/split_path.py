@@ -14,7 +14,7 @@ from offload.ggml.threads import CpuTeam
 from offload.plan.slot_layout import SlotLayout
 from offload.schedule.pair_rows import small_batch_pairs
 from offload.schedule.slots import FREE, CutNeed
-from offload.schedule.switch import ByCosts, HybridSwitch, Splitter
+from offload.schedule.splitter import ByCosts, Splitter
 from offload.stream.cpu_side import (
     HostGraph,
     LayerWeights,
@@ -27,6 +27,7 @@ from offload.stream.forms import ExpertForm, NoForm, find_form
 from offload.stream.program import Likeliest, Program
 from offload.stream.slot_ids import may_repeat
 from offload.stream.stream_parts import StreamParts
+from offload.stream.ways_in_use import WaysInUse
 
 _RECURS = 1.01  # recent uses above which a missing expert replaces a cached one
 _ANY_NUMBER = 1 << 30
@@ -38,11 +39,11 @@ _WAITING_SHARE = 0.04  # share of the decodes' time that may be spent waiting fo
 class Hybrid:
     """The objects that a device's executors share to split layers.
 
-    `switch` and `team` are shared by all devices of an engine. `nth` is the device's number.
+    `ways` and `team` are shared by all devices of an engine. `nth` is the device's number.
     `is_foreign`: graphs come from clients, which may compute a layer otherwise in each graph.
     """
 
-    switch: HybridSwitch
+    ways: WaysInUse
     team: CpuTeam
     nth: int = 0
     is_foreign: bool = False
@@ -98,7 +99,7 @@ class SplitPath:
 
     def __init__(self, hybrid: Hybrid, parts: StreamParts, likeliest: Likeliest) -> None:
         self._likeliest = likeliest
-        self.switch, self.team = hybrid.switch, hybrid.team
+        self.ways, self.team = hybrid.ways, hybrid.team
         self._nth, self._is_foreign = hybrid.nth, hybrid.is_foreign
         self._stream, self._schedule, self._copies = parts.stream, parts.schedule, parts.copies
         self._counters = parts.counters
@@ -113,7 +114,7 @@ class SplitPath:
     @property
     def splitter(self) -> Splitter:
         """The splitter that divides the layers of this device now."""
-        return self.switch.splitter_of(self._nth)
+        return self.ways.now.splitter_of(self._nth)
 
     @property
     def device_bytes(self) -> int:
@@ -130,13 +131,13 @@ class SplitPath:
     ) -> dict[Tensor, SplitLayer]:
         """Return the layers to split, by their routers' ids.
 
-        If one has an unknown form, no layer of the model is ever split, and `switch.declined` says
+        If one has an unknown form, no layer of the model is ever split, and `Ways.declined` says
         why. If graphs are foreign, only this graph's layers are not split.
         """
-        places = layout.places()
+        places, ways = layout.places(), self.ways.now
         members: dict[Tensor, list[Product]] = {}
         for product in products:
-            if product.ids is not None and self.switch.splits(product.n_tokens):
+            if product.ids is not None and ways.splits(product.n_tokens):
                 members.setdefault(product.ids, []).append(product)
         if not members:
             return {}
@@ -151,7 +152,7 @@ class SplitPath:
                 found[ids] = self._layer(graph, of_layer, operations, number, group.layer)
             except NoForm as reason:
                 if not self._is_foreign:
-                    self.switch.declined = f"layer {group.layer} is not split: {reason}"
+                    self.ways.decline(f"layer {group.layer} is not split: {reason}")
                 return {}
         return found
 

@@ -33,14 +33,16 @@ from offload.plan.found import Found
 from offload.probe import Here, found_device
 from offload.remote.hello import Admit, Count, LayersAsked, WorkerState
 from offload.schedule.division import DeviceCosts
-from offload.schedule.switch import ByCosts, HybridSwitch
+from offload.schedule.splitter import ByCosts, stay
 from offload.store.store import OnProgress, Store, StoreOptions, room_now
 from offload.stream.bell_use import BELLS, NoDoorbell
 from offload.stream.building import ExecutorBuilder
 from offload.stream.device import BatchRules
 from offload.stream.options import StreamingOptions
 from offload.stream.split_path import Hybrid
+from offload.stream.ways_in_use import WaysInUse
 from offload.times.min_batch import MinBatch
+from offload.times.ways import Ways
 from offload.worker.device import WorkerDevice, WorkerEvents
 from offload.worker.door import LOOPBACK, Door
 from offload.worker.split_costs import ExpertLayer, measure_split_layer, words_of
@@ -154,25 +156,24 @@ def _listen(
         end(e)
 
 
-def _hybrid(options: WorkerOptions, choice: DeviceChoice) -> Hybrid | None:
+def _hybrid(options: WorkerOptions, ways: WaysInUse) -> Hybrid | None:
     """Return the objects that split layers of small batches, or None if none is split."""
-    if options.streaming.splitter is None:
+    if not ways.now.may_split:
         return None
     team, pool = CpuTeam(), ThreadPool(options.n_threads)
     team.use((pool, pool))
-    switch = HybridSwitch(options.streaming.splitter, rings=options.streaming.doorbell)
-    return Hybrid(switch, team, is_foreign=True)
+    return Hybrid(ways, team, is_foreign=True)
 
 
 class _SplitChoice:
     """Makes a worker's device split layers by kept costs, or by costs that it measures."""
 
     def __init__(
-        self, options: WorkerOptions, choice: DeviceChoice, switch: HybridSwitch, n_used: int,
+        self, options: WorkerOptions, choice: DeviceChoice, ways: WaysInUse, n_used: int,
         notes: list[str], on_costs: Callable[[DeviceCosts], None],
     ) -> None:  # fmt: skip
         """`notes` gets sentences for the user, and `on_costs` the costs that were measured."""
-        self._options, self._choice, self._switch = options, choice, switch
+        self._options, self._choice, self._ways = options, choice, ways
         self._n_used, self._notes, self._on_costs = n_used, notes, on_costs
         self._measured: list[ExpertLayer] = []
 
@@ -197,13 +198,13 @@ class _SplitChoice:
         why = "the device takes no layer of experts as a whole"
         try:
             costs = measure_split_layer(
-                weights.tensors, streamed, self._n_used, device.inner, self._switch,
+                weights.tensors, streamed, self._n_used, device.inner, self._ways,
                 partial(device.split_sides, stream), self._measured,
             )  # fmt: skip
         except (DoesNotFit, DeviceFailed, NotSupported) as e:
             costs, why = None, str(e)
         if costs is None:
-            self._switch.is_active = False
+            self._ways.use(replace(self._ways.now, may_split=False))
             self._notes.append(f"no layer is split: its costs could not be measured ({why})")
             return
         words, n_threads = self._choice.words, self._options.n_threads
@@ -212,7 +213,7 @@ class _SplitChoice:
         self._on_costs(measured)
 
     def _use(self, known: DeviceCosts) -> None:
-        self._switch.splitter = ByCosts(known.costs.costs())
+        self._ways.use(replace(self._ways.now, splitter=ByCosts(known.costs.costs())))
         self._notes.append(words_of(known, self._n_used))
 
 
@@ -255,7 +256,16 @@ def _open(
     if store.report is not None and plan.streamed:
         notes.append(store.report.sentence())
     host.experts = store.experts
-    hybrid = _hybrid(options, choice) if plan.streamed else None
+    splitter = streaming.splitter
+    ways = WaysInUse(
+        Ways(
+            MinBatch(1, 1),
+            may_split=splitter is not None and bool(plan.streamed),
+            splitter=splitter or stay,
+            rings=streaming.doorbell,
+        )
+    )
+    hybrid = _hybrid(options, ways)
     builder = ExecutorBuilder(choice, streaming, notes, store, hybrid)
     (crossover,) = start.crossovers
     if crossover.note:
@@ -264,7 +274,7 @@ def _open(
         notes.append(_UNCHECKED)
     measure: Callable[[WorkerDevice, WrappedStream], None] | None = None
     if hybrid is not None:
-        splits = _SplitChoice(options, choice, hybrid.switch, facts.n_experts_used, notes, on_costs)
+        splits = _SplitChoice(options, choice, ways, facts.n_experts_used, notes, on_costs)
         if not splits.use_kept() and options.measures_splits:
             streamed = [entry.name for entry in plan.streamed]
             measure = partial(splits.measure, weights, streamed)
@@ -274,8 +284,7 @@ def _open(
         if measure is not None:
             measure(device, stream)
 
-    switch = None if hybrid is None else hybrid.switch
-    rules = BatchRules(MinBatch(1, 1), switch, crossover.n_tokens)
+    rules = BatchRules(ways, crossover.n_tokens)
     events = WorkerEvents(on_open, on_failure, on_refusal)
     serving = WorkerDevice(choice, builder.slots(plan), rules, weights, events)
     return serving, notes

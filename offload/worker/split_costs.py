@@ -17,7 +17,7 @@ from offload.ggml.memory import AnonymousMemory
 from offload.ggml.tensor import Buffer, Tensor, host_bytes, new_tensor
 from offload.model import layer_of
 from offload.schedule.division import HOST, DeviceCosts, MeasuredCosts
-from offload.schedule.switch import ByCosts, HybridSwitch, all_on_device
+from offload.schedule.splitter import ByCosts, all_on_device
 from offload.stream.split_measuring import (
     LinkTimes,
     Measured,
@@ -27,6 +27,7 @@ from offload.stream.split_measuring import (
     on_host,
     on_link,
 )
+from offload.stream.ways_in_use import WaysInUse
 
 _N_TOKENS = (1, 8)
 _ROUNDS = 3  # graphs of each size, which fill the slots
@@ -99,7 +100,7 @@ def measure_split_layer(
     streamed: Sequence[str],
     n_used: int,
     device: Device,
-    switch: HybridSwitch,
+    ways: WaysInUse,
     compute: Callable[[Graph], SplitSides | None],
     made: list[ExpertLayer],
 ) -> MeasuredCosts | None:
@@ -116,7 +117,7 @@ def measure_split_layer(
     host: Measured = {}
     link: LinkTimes | None = None
     kinds: Sequence[float] = ()
-    with switch.splitting(all_on_device):
+    with ways.trying(ways.now.splitting_by(all_on_device)):
         for n_tokens in _N_TOKENS:
             try:
                 layer = ExpertLayer(weights, layers[0], n_used, n_tokens, device)

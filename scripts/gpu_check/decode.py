@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +26,7 @@ from offload.errors import OffloadError
 from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
-from offload.schedule.switch import stay
+from offload.schedule.splitter import stay
 from offload.stream import doorbell
 from offload.stream.options import StreamingOptions
 from offload.times.min_batch import NEVER, MinBatch
@@ -138,13 +139,14 @@ def _way(
         list(_decoded(engine, warm))
         before, logits = engine.counters(), []
         times, waiting = list[float](), list[float]()
-        switch = engine.hybrid.switch if engine.hybrid is not None else None
+        rings = True
         for nth, tokens in enumerate(rounds):
             # Split layers with a doorbell, and with a wait of the host, take turns.
-            if switch is not None:
-                switch.rings = nth % 2 == 0
+            if engine.hybrid is not None:
+                rings = nth % 2 == 0
+                engine.ways.use(replace(engine.ways.now, rings=rings))
             for taken_s, row in _decoded(engine, tokens):
-                (times if switch is None or switch.rings else waiting).append(taken_s)
+                (times if rings else waiting).append(taken_s)
                 logits.append(row)
         after = engine.counters()
     n = len(times) + len(waiting)

@@ -28,7 +28,7 @@ from offload.backends import CUDA
 from offload.engine import EngineOptions, open_engine
 from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
-from offload.schedule.switch import stay
+from offload.schedule.splitter import stay
 from offload.stream import play
 from offload.stream.options import StreamingOptions
 from offload.times.min_batch import NEVER, MinBatch

@@ -34,7 +34,7 @@ from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.row_draft import MTP_ARCHITECTURES
 from offload.schedule.division import SplitCosts
-from offload.schedule.switch import ByCosts, Splitter
+from offload.schedule.splitter import ByCosts, Splitter
 from offload.stream.options import StreamingOptions
 from offload.times.min_batch import NEVER, MinBatch
 

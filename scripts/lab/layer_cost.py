@@ -28,7 +28,7 @@ from offload.ggml.graph import Graph
 from offload.ggml.library.lib import library
 from offload.ggml.pydevice import WrappedStream
 from offload.schedule.division import SplitCosts
-from offload.schedule.switch import ByCosts, all_on_device
+from offload.schedule.splitter import ByCosts, all_on_device
 from offload.stream.device import StreamingDevice
 from offload.stream.options import StreamingOptions
 from offload.stream.play import GraphPlayer, calls

@@ -30,7 +30,7 @@ from offload.engine import EngineOptions, open_engine
 from offload.ggml.library.callback import calls_into_python
 from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
-from offload.schedule.switch import stay
+from offload.schedule.splitter import stay
 from offload.stream.options import StreamingOptions
 from offload.times.min_batch import NEVER, MinBatch
 

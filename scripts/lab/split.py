@@ -94,7 +94,7 @@ def measure(case: Case, folder: Path, repetitions: int) -> Shared:
     from offload.model_file import read_facts
     from offload.plan.placement import PlanRequest, make_plan
     from offload.schedule.division import SplitCosts
-    from offload.schedule.switch import ByCosts, Splitter, all_on_device
+    from offload.schedule.splitter import ByCosts, Splitter, all_on_device
     from offload.stream.options import StreamingOptions
     from offload.times.min_batch import NEVER, MinBatch
 
@@ -133,7 +133,7 @@ def measure(case: Case, folder: Path, repetitions: int) -> Shared:
             for nth, (way, splitter) in enumerate(ways.items()):
                 seed = 131 * (len(ways) * i + nth) + 3  # no way has the experts of another's step
                 tokens = [(7 * k * k + seed) % engine.n_vocab for k in range(case.n_tokens)]
-                with engine.hybrid.switch.splitting(splitter):
+                with engine.ways.trying(engine.ways.now.splitting_by(splitter)):
                     start_s = time.perf_counter()
                     engine.sequences.extend(0, tokens, n_logits=1)
                     took_s = time.perf_counter() - start_s

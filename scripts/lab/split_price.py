@@ -136,7 +136,7 @@ def _leaving(n_host: int) -> Any:
     A copy takes longer than these experts take the CPU, and less than one expert more.
     """
     from offload.schedule.division import SplitCosts
-    from offload.schedule.switch import ByCosts
+    from offload.schedule.splitter import ByCosts
 
     unit_s = 1e-9  # so short that a decode without a wait never seems to lose by it
     host_s = unit_s * np.array([0.0, 1.0, 1.0])
@@ -217,7 +217,7 @@ class Today:
         from offload.engine import EngineOptions, open_engine
         from offload.model_file import read_facts
         from offload.plan.placement import PlanRequest, make_plan
-        from offload.schedule.switch import stay
+        from offload.schedule.splitter import stay
         from offload.stream.options import StreamingOptions
         from offload.times.min_batch import NEVER, MinBatch
 
@@ -247,11 +247,10 @@ class Today:
 
     def fill(self, n_host: int) -> None:
         """Let slots hold all but `n_host` of the token's experts. Call it with fewer each time."""
-        engine, hybrid, leaving = self._engine, self._engine.hybrid, _leaving(n_host)
-        assert hybrid is not None
+        engine, leaving = self._engine, _leaving(n_host)
         self.rings(False)  # a decode without a wait copies nothing
         for _ in range(4):
-            with hybrid.switch.splitting(leaving):
+            with engine.ways.trying(engine.ways.now.splitting_by(leaving)):
                 for _ in range(3):
                     _decode(engine, self.TOKEN)
             for _ in range(3):  # copies arrive
@@ -275,8 +274,8 @@ class Today:
 
     def rings(self, value: bool) -> None:
         """Let split layers run without a wait, or not."""
-        assert self._engine.hybrid is not None
-        self._engine.hybrid.switch.rings = value
+        ways = self._engine.ways
+        ways.use(replace(ways.now, rings=value))
 
     def layers(self, n_host: int, n_decodes: int = 15) -> Layers:
         """The median decode, each layer of which waits for its ids."""

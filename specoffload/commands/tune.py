@@ -125,10 +125,10 @@ def found(session: Session) -> list[Row]:
     if kinds:
         rows.append(("--min-batch", target.min_batch.words(kinds), "batch costs above"))
     if target.hybrid is not None:
-        switch = target.hybrid.switch
-        sizes = ranges(switch.sizes)
+        ways = target.ways.now
+        sizes = ranges(ways.split_sizes)
         chosen = f"batches of {sizes} tokens" if sizes else "no batch"
-        rows.append(("--hybrid", chosen, switch.declined or "batch costs above"))
+        rows.append(("--hybrid", chosen, ways.declined or "batch costs above"))
     for device in target.devices:
         if crossover := device.mla.crossover:
             gpu = device.inner.kind == "gpu"

@@ -15,7 +15,7 @@ from offload.model_file import read_facts
 from offload.remote.hello import WorkerFacts
 from offload.remote.secret import FLAG, VARIABLE, Secret
 from offload.schedule.division import DeviceCosts
-from offload.schedule.switch import stay
+from offload.schedule.splitter import stay
 from offload.store.store import StoreOptions
 from offload.worker.serving import WorkerOptions
 from specoffload import report

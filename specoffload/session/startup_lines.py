@@ -69,7 +69,7 @@ def _weight_lines(target: Engine) -> Sequence[str]:
             where = "all weights are in GPU memory: nothing is copied to it"
         return [where, *read] if target.facts.n_experts else []
     place = "RAM" if report is None or report.in_memory_bytes is None else "RAM and on the disk"
-    split = "" if target.hybrid is None else ranges(target.hybrid.switch.sizes)
+    split = ranges(target.ways.now.split_sizes)
     tokens = "token" if split == "1" else "tokens"
     both = f", and shares batches of {_listed(split)} {tokens} with the CPU (--hybrid)"
     both = both if split else ""

@@ -114,8 +114,7 @@ class SessionCosts:
         if target.hybrid is not None and splits and not config.hybrid.asked and self._file is None:
             self.notes.append("--hybrid: nothing is measured, so no layer is split")
             splits = False
-        if target.hybrid is not None:
-            target.hybrid.switch.is_active = False
+        target.ways.use(replace(target.ways.now, may_split=False))
         if self._kinds and self._file is None:
             target.build_anew()  # replaces the warm-up's graph, with its thresholds and splits
         self._splits = splits
@@ -200,8 +199,7 @@ class SessionCosts:
             is_new = bool(self._split_costs)
         if self._splits:
             use_split_costs(target, self._split_costs)
-            assert target.hybrid is not None
-            self._splits = not target.hybrid.switch.declined
+            self._splits = not target.ways.now.declined
         if not self._needs_table:
             return is_new
         ways = self._ways()
@@ -374,10 +372,8 @@ class SessionCosts:
                 target.threads.expected_s = usual.get
             self._go(0)
             return True
-        if target.hybrid is not None:
-            switch = target.hybrid.switch
-            switch.is_active = self._splits
-            switch.unsplit = frozenset(range(1 + self._most_split(), SMALL_BATCH + 1))
+        unsplit = frozenset(range(1 + self._most_split(), SMALL_BATCH + 1))
+        target.ways.use(replace(target.ways.now, may_split=self._splits, unsplit=unsplit))
         return False
 
     def _go(self, n_tokens: int) -> None:
@@ -385,21 +381,21 @@ class SessionCosts:
         learner, target = self.learner, self._target
         if learner is None:
             return
-        ways = {n: learner.way(n) for n in range(1, SMALL_BATCH + 1)}
+        chosen = {n: learner.way(n) for n in range(1, SMALL_BATCH + 1)}
+        unsplit = frozenset(n for n, way in chosen.items() if way is not Way.SPLIT)
+        ways = replace(target.ways.now, may_split=self._splits, unsplit=unsplit)
         if self._fixed is None and self._kinds:
-            base = replace(target.min_batch, swapped=frozenset())
+            base = replace(ways.min_batch, swapped=frozenset())
             swapped = {
                 n
-                for n, way in ways.items()
+                for n, way in chosen.items()
                 if way in (Way.IN_PLACE, Way.STREAMED)
                 and (way is Way.STREAMED) != base.streams(n, experts=True)
             }
             wanted = replace(base, swapped=frozenset(swapped))
-            target.set_min_batch(wanted, is_measured=True)
-        if target.hybrid is not None:
-            switch = target.hybrid.switch
-            switch.is_active = self._splits
-            switch.unsplit = frozenset(n for n, way in ways.items() if way is not Way.SPLIT)
+            each = target.min_batches_of(wanted)
+            ways = replace(ways, min_batch=wanted, min_batches=each)
+        target.ways.use(ways)
         with suppress(OffloadError):  # the old graph stays in use if a new one has no room
             target.build_anew(after_logits=n_tokens > 0)
 
@@ -438,13 +434,13 @@ class SessionCosts:
             self.notes.append(Note(NoteKind.MIN_BATCH, words))
         if target.hybrid is None or self._toggle is Toggle.OFF:
             return
-        switch, flag = target.hybrid.switch, f"--hybrid {self._toggle}"
-        if switch.declined:
-            self.notes.append(f"{flag}: {switch.declined}")
+        ways, flag = target.ways.now, f"--hybrid {self._toggle}"
+        if ways.declined:
+            self.notes.append(f"{flag}: {ways.declined}")
             return
         if not self._splits:
             return
-        sizes = switch.sizes
+        sizes = ways.split_sizes
         if self._toggle is Toggle.ON:
             self.notes.append(f"{flag}: layers are split in batches of up to {len(sizes)} tokens")
         elif sizes:

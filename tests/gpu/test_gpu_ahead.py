@@ -16,7 +16,7 @@ from on_gpu import Logits, assert_close, options, slots_for
 from lab.synth import write_preset
 from offload.device import DeviceChoice
 from offload.engine import Engine, open_engine
-from offload.schedule.switch import Splitter, all_on_device, stay
+from offload.schedule.splitter import Splitter, all_on_device, stay
 from offload.stream import play
 from offload.times.min_batch import NEVER, MinBatch
 

@@ -16,7 +16,7 @@ from on_gpu import Logits, assert_same, options, slots_for
 from lab.synth import write_preset
 from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions, open_engine
-from offload.schedule.switch import all_on_device
+from offload.schedule.splitter import all_on_device
 from offload.times.min_batch import NEVER, MinBatch
 
 PRESETS = (

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,7 +32,7 @@ from offload.errors import DeviceFailed
 from offload.ggml import cuda_driver
 from offload.ggml.backend import Device
 from offload.measuring import measure_split
-from offload.schedule.switch import ByCosts, all_on_device, stay
+from offload.schedule.splitter import ByCosts, all_on_device, stay
 from offload.stream import doorbell, play
 from offload.stream.bell_use import BELLS
 from offload.stream.options import StreamingOptions
@@ -218,14 +219,14 @@ def test_measured_costs_divide_the_layers_that_pay(
     with open_engine(many, opened(cuda, streaming)) as engine:
         assert engine.hybrid is not None
         (costs,) = measure_split(engine).values()
-        engine.hybrid.switch.splitter = ByCosts(costs.costs())
+        engine.ways.use(replace(engine.ways.now, splitter=ByCosts(costs.costs())))
         monkeypatch.setattr(doorbell.RingChoice, "pays", True)
         _, rung = decoded(engine, (1,), 3)
         assert min(rung[1]) > 0
         monkeypatch.setattr(doorbell.RingChoice, "pays", False)
         _, rung = decoded(engine, (1,), 3)
         assert max(rung[1]) == 0
-        with engine.hybrid.switch.splitting(all_on_device):
+        with engine.ways.trying(engine.ways.now.splitting_by(all_on_device)):
             monkeypatch.setattr(doorbell.RingChoice, "pays", True)
             _, rung = decoded(engine, (1,), 3)
         assert max(rung[1]) == 0, "missing experts are copied in the decode"

@@ -30,7 +30,7 @@ from offload.ggml.library.lib import library
 from offload.ggml.memory import HostRange
 from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
-from offload.schedule.switch import Splitter, all_on_device, stay
+from offload.schedule.splitter import Splitter, all_on_device, stay
 from offload.store.store import StoreOptions
 from offload.stream.copying import BounceCopier
 from offload.stream.options import StreamingOptions

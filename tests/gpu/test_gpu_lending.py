@@ -15,7 +15,7 @@ from lab.synth import write_preset
 from offload.device import DeviceChoice
 from offload.engine import EngineOptions, open_engine
 from offload.schedule.slots import StreamCounters
-from offload.schedule.switch import all_on_device, stay
+from offload.schedule.splitter import all_on_device, stay
 from offload.stream.options import StreamingOptions
 
 SIZES = (1, 1, 1, 2, 5, 17, 70, 200, 256, 400)

@@ -18,7 +18,7 @@ from offload.backends import CUDA
 from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions, open_engine
 from offload.model_file import read_facts
-from offload.schedule.switch import all_on_device, stay
+from offload.schedule.splitter import all_on_device, stay
 from offload.times.context import context_memory
 
 SIZES = (1, 1, 1, 2, 5, 17, 70, 130)

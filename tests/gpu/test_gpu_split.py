@@ -19,7 +19,7 @@ from offload.ggml.tensor import Relocation
 from offload.measuring import measure_split
 from offload.model_file import read_facts
 from offload.schedule.schedule import Schedule
-from offload.schedule.switch import ByCosts, Splitter, all_on_device, stay
+from offload.schedule.splitter import ByCosts, Splitter, all_on_device, stay
 from offload.stream.nodes_ahead import Ahead, Behind, Ordered, Orderer
 from offload.stream.prompt_side import PromptSide
 from offload.times.min_batch import NEVER, MinBatch
@@ -41,7 +41,7 @@ def test_a_split_layer_gives_what_the_resident_model_gives(
         got = logits(engine)
         counters = engine.counters()
         assert engine.hybrid is not None
-        assert not engine.hybrid.switch.declined
+        assert not engine.ways.now.declined
         assert counters.split_layers > 0
     assert (counters.n_pairs_host > 0) == (splitter is not all_on_device)
     assert_close(got, resident_moe, 0.08)
@@ -92,7 +92,7 @@ def test_a_gpu_is_measured_and_layers_are_split_by_it(
         (costs,) = measure_split(engine).values()
         arrays = costs.costs()
         assert min(arrays.copy_s, arrays.host_s[1]) > 0
-        engine.hybrid.switch.splitter = ByCosts(arrays)
+        engine.ways.use(replace(engine.ways.now, splitter=ByCosts(arrays)))
         assert_close(logits(engine), resident_moe, 0.08)
 
 

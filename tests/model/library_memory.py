@@ -19,8 +19,10 @@ from offload.plan.placement import make_plan
 from offload.stream.building import ExecutorBuilder
 from offload.stream.device import BatchRules, StreamingDevice
 from offload.stream.options import StreamingOptions
+from offload.stream.ways_in_use import WaysInUse
 from offload.times.context import ContextOptions
 from offload.times.min_batch import MinBatch
+from offload.times.ways import Ways
 
 _MIB = 1 << 20
 _CACHE = re.compile(r"size = +([\d.]+) MiB .*K \(")
@@ -42,7 +44,7 @@ def allocated(path: Path, spec: ContextOptions) -> Allocated:
     host = HostBufferType("SPEC_HOST", AnonymousMemory(), pending)
     choice, plan = choose_device("sim"), make_plan(read_facts(path))
     slots = ExecutorBuilder(choice, StreamingOptions(), []).slots(plan)
-    device = StreamingDevice(choice, host, slots, BatchRules(MinBatch(1, 1)))
+    device = StreamingDevice(choice, host, slots, BatchRules(WaysInUse(Ways(MinBatch(1, 1)))))
     placement = ModelPlacement(
         (device,),
         ((r"ffn_.*_exps\.weight", host),),

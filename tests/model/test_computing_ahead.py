@@ -23,7 +23,7 @@ from offload.errors import DeviceFailed
 from offload.ggml.backend import Device
 from offload.ggml.library import abi
 from offload.schedule.slots import StreamCounters
-from offload.schedule.switch import Splitter, all_on_device, stay
+from offload.schedule.splitter import Splitter, all_on_device, stay
 from offload.stream import play
 from offload.stream.layers_ahead import AheadEntry
 from offload.stream.options import StreamingOptions

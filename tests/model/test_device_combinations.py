@@ -23,7 +23,7 @@ from lab.synth import write_preset
 from numa.place import Strategy
 from offload.engine import Engine, EngineOptions, open_engine
 from offload.model_file import read_facts
-from offload.schedule.switch import all_on_device
+from offload.schedule.splitter import all_on_device
 from offload.store.store import StoreOptions
 from offload.stream.options import StreamingOptions
 from offload.times.min_batch import MinBatch
@@ -123,10 +123,9 @@ def opened(
     with open_slots(
         target, SPECS["alone"], 4, device=device, hybrid="on", **several, **more
     ) as session:
-        hybrid = session.target.hybrid
-        assert hybrid is not None
         # The costs that the start measured depend on the load of this machine.
-        hybrid.switch.splitter, hybrid.switch.by_device = flat_costs(5.0), {}
+        ways = session.target.ways
+        ways.use(replace(ways.now, splitter=flat_costs(5.0), splitters={}))
         assert len(session.target.devices) == len(shares)
         yield session
 

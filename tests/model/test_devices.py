@@ -25,7 +25,7 @@ from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.ranges import by_shares
 from offload.plan.weights import device_bytes
-from offload.schedule.switch import ByCosts, all_on_device, stay
+from offload.schedule.splitter import ByCosts, all_on_device, stay
 from offload.stream.options import StreamingOptions
 from offload.times.min_batch import NEVER, MinBatch
 from offload.trace.trace import COPY, Trace
@@ -368,8 +368,7 @@ def test_each_device_splits_layers_by_costs_of_its_own(models: Path) -> None:
         fast, slow = (costs[name].costs().copy_s for name in costs)
         assert slow > 3 * fast
         use_split_costs(engine, costs)
-        assert engine.hybrid is not None
-        own = [engine.hybrid.switch.splitter_of(i) for i in (0, 1)]
+        own = [engine.ways.now.splitter_of(i) for i in (0, 1)]
         assert [s.costs.copy_s for s in own if isinstance(s, ByCosts)] == [fast, slow]
         found = logits(engine)
         assert all(c.split_layers > 0 for c in engine.counters_by_device().values())

@@ -41,7 +41,7 @@ from offload.plan.host import (
 from offload.plan.placement import Plan
 from offload.routing.next_experts import read_routers
 from offload.schedule.division import SplitCosts
-from offload.schedule.switch import ByCosts, Splitter, all_on_device, stay
+from offload.schedule.splitter import ByCosts, Splitter, all_on_device, stay
 from offload.store import expert_memory
 from offload.store import store as store_module
 from offload.store.expert_memory import ExpertMemory

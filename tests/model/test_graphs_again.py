@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes as C
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from offload.ggml.library import abi
 from offload.ggml.library.callback import calls_into_python
 from offload.ggml.pydevice import WrappedStream
 from offload.ggml.tensor import TENSOR
-from offload.schedule.switch import all_on_device, stay
+from offload.schedule.splitter import all_on_device, stay
 from offload.stream.device import StreamingDevice
 from offload.stream.options import StreamingOptions
 from offload.times.min_batch import NEVER, MinBatch
@@ -148,14 +149,13 @@ def test_answers_that_a_switch_changes_are_asked_for_again(tiny_moe: Path, chang
             rows = evaluate(engine)
         copies, split = engine.counters().copies, engine.counters().split_layers
         assert split
-        assert engine.hybrid is not None
-        engine.hybrid.switch.unsplit = frozenset(SIZES)
+        engine.ways.use(replace(engine.ways.now, unsplit=frozenset(SIZES)))
         if change == "min batch":
             engine.set_min_batch(MinBatch(1, 1))
         again = evaluate(engine)
         assert engine.counters().split_layers == split
         assert (engine.counters().copies > copies) == (change == "min batch")
-        engine.hybrid.switch.unsplit = frozenset()
+        engine.ways.use(replace(engine.ways.now, unsplit=frozenset()))
         evaluate(engine)
         assert engine.counters().split_layers > split
         assert device.n_asked > 0
@@ -239,9 +239,9 @@ def test_a_graph_with_other_sources_uses_or_nodes_is_another(
     [
         lambda device: setattr(device.mla, "crossover", 0),
         lambda device: setattr(device.mla, "crossover", 5),
-        lambda device: setattr(device.hybrid, "unsplit", frozenset({3})),
-        lambda device: setattr(device.hybrid, "declined", "for a test"),
-        lambda device: setattr(device.hybrid, "is_active", False),
+        lambda device: device.ways.use(replace(device.ways.now, unsplit=frozenset({3}))),
+        lambda device: device.ways.decline("for a test"),
+        lambda device: device.ways.use(replace(device.ways.now, may_split=False)),
     ],
 )
 def test_what_a_switch_decided_before_is_not_taken_for_what_it_decides_now(

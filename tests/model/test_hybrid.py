@@ -36,7 +36,7 @@ from offload.model_file import read_facts
 from offload.plan.placement import make_plan
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import StreamCounters
-from offload.schedule.switch import ByCosts, Splitter, all_on_device, stay
+from offload.schedule.splitter import ByCosts, Splitter, all_on_device, stay
 from offload.stream import split_path as path_module
 from offload.stream.copying import ThreadCopier, Transfer
 from offload.stream.forms import NoForm
@@ -104,8 +104,7 @@ def test_a_split_layer_gives_the_resident_models_bits(
     path, expected = model
     with open_engine(path, split_by(SPLITS[split](), path, slots)) as engine:
         assert np.array_equal(logits(engine), expected)
-        assert engine.hybrid is not None
-        assert not engine.hybrid.switch.declined
+        assert not engine.ways.now.declined
         n_hit, n_streamed, n_host = pairs(engine)
     assert (n_host == 0) == (split == "all-device")
     assert (n_hit + n_streamed == 0) == (split == "all-host")
@@ -202,7 +201,7 @@ def test_factors_of_experts_are_the_cpus_too(models: Path, preset: str) -> None:
         with open_engine(path, split_by(SPLITS[split](), path, "half")) as engine:
             assert np.array_equal(logits(engine), expected), split
             assert engine.hybrid is not None
-            assert not engine.hybrid.switch.declined
+            assert not engine.ways.now.declined
             assert pairs(engine)[2] > 0
 
 
@@ -358,8 +357,7 @@ def test_an_unknown_form_runs_as_before_and_says_why(
     monkeypatch.setattr(path_module, "find_form", refuse)
     with open_engine(tiny_moe, split_by(stay, tiny_moe, "least")) as engine:
         assert np.array_equal(logits(engine), expected)
-        assert engine.hybrid is not None
-        assert "its rows are folded" in engine.hybrid.switch.declined
+        assert "its rows are folded" in engine.ways.now.declined
         assert engine.counters().split_layers == 0
         cuts = engine.counters().cuts
         engine.sequences.extend(0, [1, 2])
@@ -375,8 +373,7 @@ def test_layers_are_split_by_what_was_measured_of_them(
     streaming = replace(chosen.streaming, prefetch=prefetch)
     with open_engine(tiny_moe, replace(chosen, streaming=streaming)) as engine:
         (costs,) = measure_split(engine).values()
-        assert engine.hybrid is not None
-        assert engine.hybrid.switch.splitter is stay
+        assert engine.ways.now.splitter is stay
         assert engine.sequences.length(0) == 0
         arrays = costs.costs()
         assert arrays.copy_s > 0
@@ -384,7 +381,7 @@ def test_layers_are_split_by_what_was_measured_of_them(
         layout = make_plan(read_facts(tiny_moe)).layout
         n_bytes = layout.groups[0].matrix_bytes
         assert arrays.kinds == pytest.approx([n / sum(n_bytes.values()) for n in n_bytes.values()])
-        engine.hybrid.switch.splitter = ByCosts(arrays)
+        engine.ways.use(replace(engine.ways.now, splitter=ByCosts(arrays)))
         assert np.array_equal(logits(engine), expected)
         assert sum(pairs(engine)) > 0
 

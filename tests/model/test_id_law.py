@@ -23,7 +23,7 @@ from offload.device import choose_device
 from offload.engine import EngineOptions, open_engine
 from offload.errors import DeviceFailed
 from offload.ggml.tensor import new_tensor
-from offload.schedule.switch import stay
+from offload.schedule.splitter import stay
 from offload.stream import play
 from offload.stream import split_path as split_path
 from offload.stream.options import StreamingOptions

@@ -28,7 +28,7 @@ from offload.model_file import read_facts
 from offload.plan.placement import make_plan
 from offload.plan.row_draft import plan_mtp
 from offload.schedule.slots import StreamCounters
-from offload.schedule.switch import Splitter, all_on_device, stay
+from offload.schedule.splitter import Splitter, all_on_device, stay
 from offload.stream.options import StreamingOptions
 from offload.stream.play import GraphPlayer
 from offload.times.context import ContextOptions

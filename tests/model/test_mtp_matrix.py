@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations, islice, product
 from pathlib import Path
@@ -228,9 +228,10 @@ def test_greedy_texts_are_those_of_plain_decoding(
     architecture, way, size = group
     path = write_mtp(models, architecture)
     with open_mtp(path, way, size, ctx_size=N_CTX, cache_ram_bytes=None) as session:
-        if (hybrid := session.target.hybrid) is not None:
-            hybrid.switch.unsplit = frozenset()  # split every batch, even if that is slower
-            assert hybrid.switch.splits(1)
+        if session.target.hybrid is not None:
+            ways = session.target.ways
+            ways.use(replace(ways.now, unsplit=frozenset()))  # even if splitting is slower
+            assert ways.now.splits(1)
         player = Player(session, plainly, size)
         for case in whole(size) if IS_WHOLE else sample()[group]:
             player.play(case)

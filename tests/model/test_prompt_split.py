@@ -16,7 +16,7 @@ from lab.synth import write_preset
 from offload.engine import EngineOptions, open_engine
 from offload.errors import DeviceFailed
 from offload.schedule import pair_rows
-from offload.schedule.switch import Splitter, stay
+from offload.schedule.splitter import Splitter, stay
 from offload.stream import prompt_side
 from offload.stream.cpu_side import HostGraph, LayerWeights
 from offload.stream.options import StreamingOptions

@@ -15,7 +15,7 @@ from resolved import config_of, line_of
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions, open_engine
 from offload.errors import BadRequest
-from offload.schedule.switch import stay
+from offload.schedule.splitter import stay
 from offload.stream.options import StreamingOptions
 from offload.times.min_batch import NEVER, MinBatch
 from specoffload.generation.generation import GenerateOptions

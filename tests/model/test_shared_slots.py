@@ -27,7 +27,7 @@ from offload.ggml.tensor import Tensor
 from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
 from offload.schedule import passes as schedule_passes
-from offload.schedule.switch import Splitter, all_on_device, stay
+from offload.schedule.splitter import Splitter, all_on_device, stay
 from offload.stream import passes
 from offload.stream.copying import ThreadCopier, Transfer
 from offload.stream.executor import Executor

@@ -76,9 +76,8 @@ def started(config: Config) -> tuple[str, list[bool], list[int]]:
     with Session(config) as session:
         (line,) = (note for note in session.notes if note.startswith("--hybrid"))
         assert any(note.startswith("split layers: an expert takes") for note in session.notes)
-        assert session.target.hybrid is not None
-        switch = session.target.hybrid.switch
-        sizes = [switch.splits(n) for n in range(1, 65)]
+        ways = session.target.ways.now
+        sizes = [ways.splits(n) for n in range(1, 65)]
         assert session.target.sequences.length(0) == 0
         options = GenerateOptions(n_predict=6, ignore_eos=True)
         tokens = [t for p in session.generate("def f(", options) for t in p.tokens]

@@ -19,7 +19,7 @@ import resolved
 from offload import measuring
 from offload.model_file import read_facts
 from offload.plan.placement import make_plan
-from offload.schedule.switch import ByCosts, HybridSwitch
+from offload.schedule.splitter import ByCosts
 from offload.stream.split_path import SplitPath
 from offload.times import learner
 from specoffload.config.options import Toggle
@@ -119,8 +119,7 @@ def test_a_start_that_finds_it_slower_says_both_times_and_splits_nothing(
         )
         assert found, line
         assert float(found[1]) > float(found[2])
-        switch = switch_of(session)
-        assert switch.sizes == []
+        assert sizes_of(session) == []
         before = session.target.counters().split_layers
         assert before > 0, "it was measured"
         answering = Answering(session, 1)
@@ -131,9 +130,9 @@ def test_a_start_that_finds_it_slower_says_both_times_and_splits_nothing(
         answering.cancel()
 
 
-def switch_of(session: Session) -> HybridSwitch:
-    assert session.target.hybrid is not None
-    return session.target.hybrid.switch
+def sizes_of(session: Session) -> list[int]:
+    """Return the sizes of batches whose layers are split now."""
+    return session.target.ways.now.split_sizes
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -142,14 +141,13 @@ def test_while_answering_it_goes_over_to_what_is_faster_and_back(
 ) -> None:
     """`n` requests run at once, so each batch has `n` tokens."""
     with Session(config_of(SLOW_LINK, "1", Toggle.AUTO, n)) as session:
-        switch = switch_of(session)
-        assert {1, 2} <= set(switch.sizes), "the link is slow"
-        assert isinstance(switch.splitter, ByCosts)
+        assert {1, 2} <= set(sizes_of(session)), "the link is slow"
+        assert isinstance(session.target.ways.now.splitter, ByCosts)
         answering = Answering(session, n)
         with caplog.at_level(logging.WARNING):
             pause_s.append(0.03)
             answering.until_changes(1)
-            assert n not in switch.sizes
+            assert n not in sizes_of(session)
             before = session.target.counters()
             for i in answering.steps():
                 if i == 4:  # before the next trial
@@ -159,7 +157,7 @@ def test_while_answering_it_goes_over_to_what_is_faster_and_back(
             assert after.streamed_bytes > before.streamed_bytes
             pause_s.clear()
             answering.until_changes(2)
-            assert n in switch.sizes
+            assert n in sizes_of(session)
             before = session.target.counters()
             for i in answering.steps():
                 if i == 4:

@@ -24,7 +24,7 @@ from offload.ggml.backend import Stream
 from offload.ggml.library import abi
 from offload.model_file import read_facts
 from offload.plan.store_layout import plan_layout
-from offload.schedule.switch import stay
+from offload.schedule.splitter import stay
 from offload.stream.options import StreamingOptions
 from offload.threads.numa_plan import NumaPlan, PagePlacer, make_numa_plan
 from specoffload.bench.load import Watch

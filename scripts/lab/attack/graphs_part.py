@@ -36,7 +36,7 @@ from lab.worker_operations import written
 from offload.model_file import read_facts
 from offload.remote.address import Address
 from offload.remote.hello import LayersAsked, WorkerFacts, ask_for
-from offload.schedule.switch import stay
+from offload.schedule.splitter import stay
 from offload.stream.options import StreamingOptions
 from offload.worker.serving import WorkerOptions
 from specoffload.server import worker as server_worker

@@ -18,7 +18,7 @@ from on_gpu import options, slots_for
 
 from offload.device import DeviceChoice
 from offload.engine import open_engine
-from offload.schedule.switch import stay
+from offload.schedule.splitter import stay
 from offload.times.min_batch import NEVER, MinBatch
 
 UNSUPPORTED, INVALIDATED, IMPLICIT = 900, 901, 906

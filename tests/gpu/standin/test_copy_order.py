@@ -13,7 +13,7 @@ from on_gpu import options, slots_for
 from lab.synth import write_preset
 from offload.device import DeviceChoice
 from offload.engine import open_engine
-from offload.schedule.switch import all_on_device
+from offload.schedule.splitter import all_on_device
 from offload.times.min_batch import NEVER, MinBatch
 
 EXPERT_BYTES = 8704  # bytes of one matrix of an expert of the model below; tables are smaller

@@ -24,7 +24,7 @@ from lab.synth import write_preset
 from offload.device import devices
 from offload.engine import Engine, open_engine
 from offload.errors import OffloadError
-from offload.schedule.switch import stay
+from offload.schedule.splitter import stay
 from offload.times.min_batch import MinBatch
 
 # ggml-cuda does not survive some failures. The process then ends with this message of ours.

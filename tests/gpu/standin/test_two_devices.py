@@ -19,7 +19,7 @@ from offload.device import devices
 from offload.engine import EngineOptions, open_engine
 from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
-from offload.schedule.switch import all_on_device
+from offload.schedule.splitter import all_on_device
 from offload.stream.options import StreamingOptions
 from offload.times.min_batch import NEVER, MinBatch
 

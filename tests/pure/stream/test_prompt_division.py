@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.schedule.division import HIT, HOST, STREAMED, SplitCosts, split_pairs
-from offload.schedule.switch import HybridSwitch, all_on_device, stay
+from offload.schedule.splitter import all_on_device, stay
+from offload.stream.ways_in_use import WaysInUse
 from offload.times.decodes import best_s, cpu_s, hybrid_s, streamed_s
 from offload.times.hits import Sharing
 from offload.times.machine import TYPICAL
+from offload.times.min_batch import MinBatch
+from offload.times.ways import Ways
 from offload.times.work import ModelWork, Part
 
 N, K = 64, 4
@@ -63,10 +68,28 @@ def test_sharing_a_prompt_is_expected_to_beat_both_sides_alone(n_tokens: int, ga
 
 
 def test_prompts_are_shared_only_by_splitters_that_divide_them() -> None:
-    switch = HybridSwitch(stay)
-    assert not switch.shares_prompts(512)
-    with switch.splitting(all_on_device):
-        assert switch.shares_prompts(65)
-        assert not switch.shares_prompts(64), "the player splits these"
-        switch.declined = "a form is unknown"
-        assert not switch.shares_prompts(65)
+    ways = Ways(MinBatch(), may_split=True, splitter=stay)
+    assert not ways.shares_prompts(512)
+    divided = ways.splitting_by(all_on_device)
+    assert divided.shares_prompts(65)
+    assert not divided.shares_prompts(64), "the player splits these"
+    assert not replace(divided, declined="a form is unknown").shares_prompts(65)
+
+
+def test_a_trial_ends_with_the_ways_before_it_and_keeps_what_was_declined() -> None:
+    before = Ways(MinBatch(), unsplit=frozenset({3}))
+    ways = WaysInUse(before)
+    with ways.trying(before.splitting_by(all_on_device)):
+        assert ways.now.splits(2)
+        assert not ways.now.splits(3)
+        ways.decline("a form is unknown")
+        assert not ways.now.splits(2)
+    assert ways.now == replace(before, declined="a form is unknown")
+
+
+def test_each_device_has_its_own_thresholds_and_splitter() -> None:
+    one = Ways(MinBatch(5, 6))
+    assert [one.min_batch_of(nth) for nth in (0, 1)] == [MinBatch(5, 6)] * 2
+    each = replace(one, min_batches=(MinBatch(5, 6), MinBatch(9, 6)), splitters={1: all_on_device})
+    assert [each.min_batch_of(nth).experts for nth in (0, 1)] == [5, 9]
+    assert [each.splitter_of(nth) for nth in (0, 1)] == [stay, all_on_device]
