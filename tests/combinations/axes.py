@@ -7,7 +7,8 @@ the table's `refused` with the sentence that the program must say.
 The words of a value are flags of the command line. Words in braces are filled in for each case:
 `{half}` is device memory for half of the streamed experts, `{ram}` is RAM for a part of the
 experts, `{draft}` is the file that drafts, `{folder}` is an empty folder, and `{worker}` is the
-address of a `specoffload worker` with the same model.
+address of a `specoffload worker` with the same model. `{layers}` is a part of the model's layers,
+and `{minutes}` is the time that `tune` measures.
 """
 
 from __future__ import annotations
@@ -269,12 +270,16 @@ COMMAND = Table({
     "command": (
         _value("run", "one answer", "run", "-no-cnv", "-p", "def f", "-n", "8", weight=3),
         _value("chat", "a conversation of one question", "chat", "-n", "8", weight=2),
+        _value("serve", "a start, one request, and SIGTERM", "serve", weight=3),
         _value("bench", "speeds", "bench", "-p", "64", "-n", "8", "-r", "1", weight=2),
-        _value("tune", "threads, ubatch and batch costs", "tune", "--minutes", "0.02", weight=2),
+        _value("tune", "threads, ubatch and batch costs", "tune", "--minutes", "{minutes}",
+               weight=2),
         _value("tune numa", "placement", "tune", "numa", "--time-limit", "2"),
         _value("profile", "the time of each batch size", "profile"),
         _value("plan", "what goes where", "plan", weight=2),
         _value("plan as JSON", "for programs", "plan", "--json"),
+        _value("plan elsewhere", "a large model of the same kind on another machine",
+               "plan", "--hardware", "rtx-4090-ddr5"),
     ),
     "memory": SESSION.axes["memory"],
     "device": SESSION.axes["device"][:3],
@@ -282,25 +287,45 @@ COMMAND = Table({
         _value("chosen", "as the plan chooses", weight=2),
         _value("split", "by slots and CPU", "--hybrid", "on", weight=2),
         _value("streamed", "copied for each batch", "--min-batch", "1"),
-        _value("in RAM", "those of two layers stay in RAM", "--n-cpu-moe", "2"),
+        _value("in RAM", "those of most layers stay in RAM", "--n-cpu-moe", "{layers}"),
+        _value("disk", "read from the disk", "--ram", "{ram}"),
     ),
     "cache": tuple(sorted(SESSION.axes["cache"], key=lambda value: value.name != "f16")),
+    "ubatch": (
+        _value("default", "as the plan chooses", weight=2),
+        _value("32", "windows forget after few tokens", "--ubatch-size", "32"),
+    ),
     "start": (
         _value("first", "nothing is known of the model", weight=2),
         _value("second", "an earlier start has kept its measurements", weight=2),
+        _value("disturbed", "a kept time is much too long, as if another program had run"),
         _value("damaged", "the kept file is cut in the middle"),
         _value("read-only", "measurements cannot be kept"),
     ),
-    "machine": SESSION.axes["machine"][:3],
+    "measures": (
+        _value("briefly", "some batch sizes are timed", weight=2),
+        _value("at length", "more tokens are decoded than windows hold"),
+    ),
+    "machine": (
+        _value("idle", "one thread computes, and nothing else runs", "--threads", "1", weight=2),
+        _value("busy", "another program computes on each processor"),
+        _value("two threads", "the CPU computes with two threads", "--threads", "2"),
+        _value("one processor", "the program may use one processor only"),
+        _value("wrong clock", "the clock says 1971, and kept files are from the future"),
+    ),
 }, (
     # `tune numa` places weights and binds threads. What it measures has no cache.
     *(
         Refused(("command", "tune numa"), ("cache", name), "is not a flag of tune numa", "f16")
         for name in ("exact", "q8_0", "RAM", "whole windows")
     ),
+    *(
+        Refused(("command", "tune numa"), ("experts", name), "is not a flag of tune numa", "chosen")
+        for name in ("split", "in RAM", "disk")
+    ),
+    Refused(("command", "tune numa"), ("ubatch", "32"), "is not a flag of tune numa", "default"),
     # `bench` compares both sides of a split itself.
     Refused(("command", "bench"), ("experts", "split"), "is not a flag of bench", "chosen"),
-    Refused(("command", "tune numa"), ("experts", "split"), "is not a flag of tune numa", "chosen"),
 ))  # fmt: skip
 
 # Sizes of what every case of SESSION computes. Contexts are small, so that they fill up.

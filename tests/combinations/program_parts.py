@@ -1,4 +1,4 @@
-"""A server of the embedded model with the chat template of another family."""
+"""Servers as processes: with any words, or with the chat template of another family."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -18,40 +19,78 @@ _TEMPLATES = Path(__file__).parents[1] / "fixtures" / "templates"
 _START_S = 120.0
 
 
+@dataclass(frozen=True)
+class Output:
+    """What a program printed, and its exit code."""
+
+    code: int
+    out: str
+    err: str = ""
+
+
+@dataclass
+class Served:
+    """A server that runs, and after its end its output. `url` is empty if it did not start."""
+
+    url: str = ""
+    lines: list[str] = field(default_factory=list)
+    code: int = -1
+
+    @property
+    def output(self) -> Output:
+        """The output. Call it after the end."""
+        return Output(self.code, "".join(self.lines))
+
+
+@contextmanager
+def serving(program: list[str], environment: dict[str, str]) -> Iterator[Served]:
+    """Run a server until the block ends, and stop it by SIGTERM."""
+    served = Served()
+    with subprocess.Popen(
+        program, text=True, env=environment, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        reader = threading.Thread(target=served.lines.extend, args=(process.stdout,), daemon=True)
+        reader.start()
+        try:
+            served.url = _healthy(process, served.lines)
+            yield served
+            process.terminate()
+            process.wait(60)
+        finally:
+            process.kill()
+            served.code = process.wait()
+            reader.join(10)
+
+
 @contextmanager
 def serving_family(family: str, *more: str) -> Iterator[str]:
-    """Run `specoffload serve` with these words too, and yield its address.
+    """Serve the embedded model with a family's template and these words. Yields its address.
 
-    Raises AssertionError if it does not end well, or has printed a traceback.
+    Raises AssertionError if it does not start, does not end well, or has printed a traceback.
     """
     words = [
         "serve", "--host", "127.0.0.1", "--port", "0", "--device", "cpu", "--threads", "1",
         "--ctx-size", "4096", "--spec-type", "none", "--temp", "0",
         "--chat-template-file", str(_TEMPLATES / f"{family}.jinja"), *more,
     ]  # fmt: skip
-    lines: list[str] = []
-    with subprocess.Popen(
-        [sys.executable, "-m", "specoffload", *words], text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env={**os.environ, "SPECOFFLOAD_WITHOUT": "profile"},
-    ) as process:  # fmt: skip
-        assert process.stdout is not None
-        reader = threading.Thread(target=lines.extend, args=(process.stdout,), daemon=True)
-        reader.start()
-        try:
-            yield _healthy(process, lines)
-            process.terminate()
-            assert process.wait(60) == 0, "".join(lines)
-        finally:
-            process.kill()
-    reader.join(10)
-    assert "Traceback" not in "".join(lines), "".join(lines)
+    environment = {**os.environ, "SPECOFFLOAD_WITHOUT": "profile"}
+    with serving([sys.executable, "-m", "specoffload", *words], environment) as served:
+        assert served.url, f"the server does not start:\n{served.output.out}"
+        yield served.url
+    assert served.code == 0, served.output.out
+    assert "Traceback" not in served.output.out, served.output.out
 
 
 def _healthy(process: subprocess.Popen[str], lines: list[str]) -> str:
-    """Wait until the model is loaded. Returns the server's address."""
+    """Wait until the model is loaded. Returns the server's address, or "" if it ended before.
+
+    Raises AssertionError if it takes too long.
+    """
     deadline = time.monotonic() + _START_S
-    while time.monotonic() < deadline and process.poll() is None:
+    while process.poll() is None:
+        assert time.monotonic() < deadline, "the server does not start:\n" + "".join(lines)
         if found := re.search(r"listening on (\S+)", "".join(lines)):
             try:
                 if httpx.get(found[1] + "/health").status_code == 200:
@@ -59,4 +98,4 @@ def _healthy(process: subprocess.Popen[str], lines: list[str]) -> str:
             except httpx.TransportError:
                 pass
         time.sleep(0.05)
-    raise AssertionError("the server does not start:\n" + "".join(lines))
+    return ""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 
-from lab.synth import plan_shape, write, write_preset
+from lab.synth import plan_preset, plan_shape, write, write_header_only, write_preset
 from lab.synth.eagle import write_eagle
 from lab.synth.mtp import write_mtp
 from lab.synth.projector import write_projector
@@ -99,3 +99,32 @@ def embedded_projector(folder: Path) -> Path:
     """A projector with which the embedded model reads images, as noise."""
     n_embd = read_facts(demo_file("target.gguf")).number("embedding_length")
     return write_projector(folder / "embedded-mmproj.gguf", "gemma3", n_embd)
+
+
+# A published model of each kind of memory, for plans of its header.
+_LARGE = {
+    "full": "glm-4.5-air", "windows": "llama-4-scout", "sinks": "gpt-oss-120b",
+    "hybrid": "qwen3.5-35b-a3b", "mla": "deepseek-v2", "indexer": "deepseek-v3.2",
+    "tables": "gemma-3n-e4b", "dense": "mistral-large",
+}  # fmt: skip
+_ON_GPU_BYTES = 14e9  # of the layers whose experts stay on the GPU of a large model
+
+
+@lru_cache
+def large_model_of(memory: str, folder: Path) -> Path:
+    """Write the header of a published model of this kind, once. Small if none is published."""
+    name = _LARGE.get(memory)
+    if name is None:
+        return model_of(memory, folder)
+    return write_header_only(plan_preset(name, size="full"), folder / f"{name}.gguf")
+
+
+@lru_cache
+def n_layers_in_ram(memory: str, *, is_large: bool) -> int:
+    """Layers whose experts stay in RAM, if as many as are useful lie on the GPU."""
+    name = _LARGE.get(memory)
+    if name is None or not is_large:
+        return 2
+    planned = plan_preset(name, size="full")
+    n_layers = planned.shape.number("block_count")
+    return n_layers - int(_ON_GPU_BYTES / (planned.size_bytes / n_layers))
