@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.decode import SMALL_BATCH
+from offload.schedule.believed import believed, contradict
 
 HIT, STREAMED, HOST = 0, 1, 2
 LATE = 3  # computed by the CPU after it has been read from the disk (offload/schedule/from_disk.py)
@@ -292,7 +293,7 @@ def seconds_at(by_rows_s: NDArray[np.float64], rows: NDArray[np.integer]) -> NDA
 # Each measurement is one side's time for some experts of equally many rows. A line through the
 # times by number of experts gives the fixed time, which is paid once. The remaining time, divided
 # by the number of experts, is one expert's time. Between measured numbers of rows, times are
-# interpolated. They never fall as rows increase.
+# interpolated. They never fall as rows increase (offload/schedule/believed.py).
 
 
 @dataclass(frozen=True)
@@ -312,14 +313,13 @@ class SideTimes:
 
     def array(self) -> NDArray[np.float64]:
         """Return the seconds of one expert by its rows: 0, 1, ... up to the most rows measured."""
-        rows = sorted(self.by_rows_s)
-        seconds = [self.by_rows_s[n] for n in rows]
-        at = np.arange(max(rows[-1], 1) + 1)
-        known = np.interp(at, [0, *rows], [0.0, *seconds]) if rows[0] > 1 else np.interp(
-            at, rows, seconds
-        )  # fmt: skip
-        known[0] = 0.0
-        return np.maximum.accumulate(known)
+        known = believed(self.by_rows_s)
+        rows, seconds = [*known], [*known.values()]
+        if rows[0] > 1:
+            rows, seconds = [0, *rows], [0.0, *seconds]
+        by_rows_s = np.interp(np.arange(max(rows[-1], 1) + 1), rows, seconds)
+        by_rows_s[0] = 0.0
+        return by_rows_s
 
 
 @dataclass(frozen=True)
@@ -355,6 +355,11 @@ class MeasuredCosts:
             f"{_slowdown_words(self.host_slowdown)} and the link "
             f"{_slowdown_words(self.link_slowdown)}"
         )
+
+    @property
+    def is_doubtful(self) -> bool:
+        """True if times of a side contradict each other, as after a disturbed measurement."""
+        return contradict(self.host.by_rows_s) or contradict(self.device.by_rows_s)
 
     def costs(self) -> SplitCosts:
         """Return these costs as arrays, for the split."""

@@ -162,6 +162,8 @@ class SessionCosts:
             why = self.complaint or why
             if found is not None:
                 self.run = found
+                if self._splits and self._doubts_split:
+                    why = "kept times of split layers contradict each other"
         before = copy.deepcopy(self.run) if self.run.table.is_measured else None
         is_new = self._measure_if_needed()
         if self.refused:
@@ -186,7 +188,7 @@ class SessionCosts:
         """Measure the missing costs. Returns True if something was measured anew."""
         target, run = self._target, self.run
         is_new = False
-        if self._splits and not self._split_costs:
+        if self._splits and (self._doubts_split or not self._split_costs):
             self._on_progress(_STEP, 0.0)
             try:
                 found = measure_split(target)
@@ -220,6 +222,11 @@ class SessionCosts:
         """The run's times of a split layer, by the name of the device."""
         run = self.run
         return run.splits if run.split is None else {self._target.choice.name: run.split}
+
+    @property
+    def _doubts_split(self) -> bool:
+        """True if a disturbed measurement of a split layer was kept, so that it is timed again."""
+        return any(costs.is_doubtful for costs in self._split_costs.values())
 
     def _cannot_split(self, error: DeviceFailed) -> None:
         if self._toggle is Toggle.ON:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(costs, "measure_split", noted("split", costs.measure_split))
     monkeypatch.setattr(costs, "measure", noted("decodes", costs.measure))
     monkeypatch.setattr(costs.SessionCosts, "_doubted", lambda self, ways: [])
+    monkeypatch.setattr(costs.SessionCosts, "_doubts_split", False)
     return found
 
 
@@ -109,6 +111,18 @@ def test_auto_measures_once_and_a_damaged_file_anew(folder: Path, measured: list
     assert measured == ["split", "decodes"] * 2
     started(config)
     assert measured == ["split", "decodes"] * 2, "and it is kept again"
+
+
+def test_a_kept_time_that_another_program_spoilt_is_timed_again(folder: Path) -> None:
+    config = config_of(Toggle.AUTO)
+    speeds(config)
+    (file,) = folder.glob("*.json")
+    kept = json.loads(file.read_text(encoding="utf-8"))
+    kept["runs"][0]["split"]["host"]["by_rows_s"]["4"] = 7.0  # seconds: a computer that slept
+    file.write_text(json.dumps(kept), encoding="utf-8")
+    assert "since kept times of split layers contradict each other" in speeds(config)
+    again = json.loads(file.read_text(encoding="utf-8"))
+    assert again["runs"][0]["split"]["host"]["by_rows_s"]["4"] < 7.0
 
 
 def test_on_needs_costs_alone_and_auto_then_measures_the_rest(

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload.schedule.believed import believed, contradict
 from offload.schedule.division import (
     HOST,
     MOST_ROWS,
@@ -50,15 +51,51 @@ def test_noise_that_would_make_a_cost_negative_makes_it_nothing() -> None:
 
 
 @given(sides)
-def test_arrays_pass_through_the_measured_rows_and_never_fall(side: SideTimes) -> None:
+def test_arrays_never_fall(side: SideTimes) -> None:
     array = side.array()
     assert array[0] == 0
     assert (np.diff(array) >= 0).all()
     assert len(array) == max(side.by_rows_s) + 1
-    so_far = 0.0
-    for rows in sorted(side.by_rows_s):
-        so_far = max(so_far, side.by_rows_s[rows])
-        assert array[rows] == pytest.approx(so_far)
+
+
+ROWS = (1, 2, 4, 8, 16)
+steps = st.lists(st.integers(10, 1000), min_size=5, max_size=5)
+
+
+def _clean(of_first: int, more: list[int]) -> dict[int, float]:
+    """Times that rise by at most as much for each row as the first row takes."""
+    rises = [of_first * n * step / 1000 for n, step in zip((0, 1, 2, 4, 8), more, strict=True)]
+    return {n: 1e-6 * (of_first + sum(rises[: i + 1])) for i, n in enumerate(ROWS)}
+
+
+@given(st.integers(1, 10**4), steps)
+def test_arrays_pass_through_times_that_agree(of_first: int, more: list[int]) -> None:
+    clean = _clean(of_first, more)
+    array = SideTimes(clean).array()
+    assert {n: array[n] for n in ROWS} == pytest.approx(clean)
+    assert not contradict(clean)
+
+
+@given(st.integers(1, 10**4), steps, st.sampled_from(ROWS), st.floats(1.0, 1e6))
+def test_one_disturbed_time_spoils_no_other(
+    of_first: int, more: list[int], disturbed: int, factor: float
+) -> None:
+    """Its own becomes that of a neighbour. The last time has no larger neighbour."""
+    clean = _clean(of_first, more)
+    array = SideTimes(clean | {disturbed: factor * clean[disturbed]}).array()
+    for n in ROWS:
+        is_last = n == disturbed == ROWS[-1]
+        most_s = 8 * clean[n] if is_last else clean[min(2 * n, ROWS[-1])]
+        assert clean[max(n // 2, 1)] * (1 - 1e-9) <= array[n] <= most_s * (1 + 1e-9)
+
+
+def test_a_thread_that_was_interrupted_is_not_believed_and_is_timed_again() -> None:
+    """Times of a first start on a busy machine, of which the third was interrupted."""
+    spoilt = {1: 10e-6, 2: 25e-6, 4: 7319e-6, 8: 34e-6}
+    assert believed(spoilt) == {1: 10e-6, 2: 25e-6, 4: 34e-6, 8: 34e-6}
+    assert contradict(spoilt)
+    assert believed({1: 10e-6, 2: 25e-6, 4: 7319e-6})[4] == pytest.approx(100e-6)
+    assert believed({1: 10e-6, 2: 25e-6, 4: 0.0}) == {1: 10e-6, 2: 10e-6, 4: 10e-6}
 
 
 @given(measured)
