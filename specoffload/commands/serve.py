@@ -71,9 +71,6 @@ def serve_config(
     log.follow_warnings()
     for words in (*config.remarks, *((DEMO_WORDS,) if config.is_demo else ())):
         log.note(words)
-    for reason in (*config.reasons, *config.spec.reasons):
-        if reason not in config.remarks and report.is_verbose():
-            log.note(reason)
     factory = functools.partial(
         open_session, config, report.is_verbose(), report.library_log_level(), settings
     )

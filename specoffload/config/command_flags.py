@@ -72,7 +72,9 @@ _RESULTS = _only("run", "bench", "profile", "plan", "models", "trace", "doctor")
 
 
 _run = partial(flag, RunOptions, panel=Panel.COMMAND, commands=_RUN)
-_PROMPT_FILE = "only run keeps prompts in files; serve has --slot-save-path"
+_PROMPT_FILE = (
+    "only run keeps a prompt in a file that it names; serve has --cache-disk and --slot-save-path"
+)
 
 _RUN_FLAGS = (
     _run("prompt", "--prompt -p", TEXT, "Text to answer, or to continue.", first=True),

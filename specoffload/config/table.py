@@ -323,9 +323,10 @@ _OFFLOAD = (
     _offload(
         "hybrid", "--hybrid", choice(Toggle),
         "Split a layer's experts between GPU and CPU: on, off or auto.",
-        more="In batches of up to 64 tokens, the GPU computes the experts that it has, and the CPU "
-        "computes the others at the same time, whatever --min-batch says. auto splits only the "
-        "batch sizes at which this was measured to be faster ([hybrid.md](hybrid.md)).",
+        more="Of each layer, the GPU computes the experts that it has, and others that are copied "
+        "in time. The CPU computes the rest meanwhile, whatever --min-batch says. Of batches "
+        "of up to 64 tokens, auto splits those sizes at which this was measured to be faster. "
+        "Prompts are split once both sides were measured ([hybrid.md](hybrid.md)).",
         default_words="auto; off with --min-batch N", commands=_AND_WORKER - {"bench"}, rare=True,
     ),
     _offload(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from offload.decode import SMALL_BATCH
 from offload.engine import Engine
 from offload.measuring import streamed_kinds
 from offload.notes import Note, NoteKind
@@ -11,6 +12,8 @@ from offload.times.table import ranges
 from specoffload.config.resolution import Config
 from specoffload.opening.draft_model import DraftModel
 from specoffload.speculation.speculation import Speculation
+
+_A_PROMPT = SMALL_BATCH + 1  # tokens of a batch whose ways are those of all larger ones
 
 
 def startup_lines(
@@ -69,21 +72,36 @@ def _weight_lines(target: Engine) -> Sequence[str]:
             where = "all weights are in GPU memory: nothing is copied to it"
         return [where, *read] if target.facts.n_experts else []
     place = "RAM" if report is None or report.in_memory_bytes is None else "RAM and on the disk"
-    split = ranges(target.ways.now.split_sizes)
-    tokens = "token" if split == "1" else "tokens"
-    both = f", and shares batches of {_listed(split)} {tokens} with the CPU (--hybrid)"
-    both = both if split else ""
     weights = (
         f"weights: {plan.streamed_bytes / 2**20:.0f} MiB in {place}, with a cache of "
         f"{plan.slot_bytes / 2**20:.0f} MiB in GPU memory"
     )
     lines = [
         Note(NoteKind.WEIGHTS, weights),
-        f"{target.min_batch_words(streamed_kinds(target))} (--min-batch){both}; "
-        "the CPU computes all other batches",
+        _who_computes(target),
         *plan.reasons,
     ]
     return [*lines, *read]
+
+
+def _who_computes(target: Engine) -> str:
+    """Say which batches the GPU computes, which both share, and which the CPU computes alone."""
+    kinds, ways = streamed_kinds(target), target.ways.now
+    words = f"{target.min_batch_words(kinds)} (--min-batch)"
+    shared = ways.split_sizes
+    said = [f"batches of {_listed(ranges(shared))} token{'s' * (shared != [1])}"] if shared else []
+    if ways.shares_prompts(_A_PROMPT):
+        shared.append(_A_PROMPT)
+        said.append("prompts")
+    if said:
+        words += f", and shares {' and '.join(said)} with the CPU (--hybrid)"
+
+    def is_on_gpu(n_tokens: int) -> bool:
+        thresholds = ways.min_batches or (ways.min_batch,)
+        return all(m.streams(n_tokens, experts=k == "experts") for m in thresholds for k in kinds)
+
+    rest = {*range(1, _A_PROMPT + 1)} - {*shared}
+    return words + "; the CPU computes all other batches" * (not all(map(is_on_gpu, rest)))
 
 
 def _listed(sizes: str) -> str:

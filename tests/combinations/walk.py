@@ -247,9 +247,12 @@ class Walk(RuleBasedStateMachine):
     @step(api=st.sampled_from(("chat", "responses", "messages")), which=WHICH,
           in_result=st.booleans(), streamed=st.booleans())  # fmt: skip
     def show_an_image(self, api: str, which: int, in_result: bool, streamed: bool) -> None:
-        """In a question or in a tool's result. A model without eyes refuses it."""
+        """In a question or in a tool's result.
+
+        Without eyes a model reads "[image omitted]" in a result, and refuses it in a question.
+        """
         body = shown(api, "What is it?", in_result=in_result) | {"model": self._name(which)}
-        if self.server.has_eyes:
+        if self.server.has_eyes or in_result:
             self._look_twice(api, body, streamed)
             return
         found = self._talker.tried(api, body)

@@ -164,6 +164,21 @@ def test_the_program_stamps_its_lines_and_keeps_them_in_a_file(tmp_path: Path) -
     assert "demo pair" in text  # a note, which goes to standard error
 
 
+def test_verbose_gives_the_reason_for_every_choice(tmp_path: Path) -> None:
+    """Once each, after the model is loaded. Without -v only what an operator must know."""
+    told: list[str] = []
+    for more in ((), ("-v",)):
+        file = tmp_path / f"log{len(more)}"
+        with serving("--log-file", str(file), "--no-log-timestamps", *more):
+            eventually(lambda file=file: "model loaded" in file.read_text())
+            time.sleep(0.3)
+        told.append(file.read_text())
+    short, long = told
+    reasons = ("speculation: drafts by", "draft model: draft.gguf", "one memory node")
+    assert [long.count(words) for words in reasons] == [1, 1, 1], long
+    assert [short.count(words) for words in reasons] == [0, 0, 0], short
+
+
 def test_no_log_timestamps_leaves_lines_as_they_are(tmp_path: Path) -> None:
     file = tmp_path / "server.log"
     with serving("--log-file", str(file), "--no-log-timestamps"):

@@ -21,6 +21,7 @@ from offload.notes import NoteKind
 from offload.remote.address import Address
 from offload.remote.hello import look_for
 from offload.stream.bell_use import BELLS, NoDoorbell
+from specoffload import report
 from specoffload.errors import UsageError
 from specoffload.generation.generation import ModelCard
 from specoffload.server.engine.child import Child
@@ -328,7 +329,7 @@ class Supervisor:
         self.state = State.READY
         self._say(f"model loaded: {card.name}, context {card.n_ctx} tokens")
         for note in card.notes:
-            if note.kind in _SAID:
+            if note.kind in _SAID or report.is_verbose():
                 self._say(note)
         self.on_ready()
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from offload.times.min_batch import MinBatch
+from offload.schedule.splitter import all_on_device, stay
+from offload.times.min_batch import NEVER, MinBatch
+from offload.times.ways import Ways
 from specdec.types import Decision, Draft, Round
 from specoffload.generation.statistics import EngineCounts, Tally
 from specoffload.session.startup_lines import startup_lines
@@ -95,19 +97,40 @@ def test_experts_are_said_to_run_where_they_are() -> None:
     assert any("all weights are in GPU memory" in line for line in resident)
 
 
+def said_of_ways(
+    sizes: list[int], min_batch: MinBatch, *, shares_prompts: bool = False, n_experts: int = 8
+) -> str:
+    ways = Ways(
+        min_batch, may_split=True, unsplit=frozenset(range(1, 65)) - {*sizes},
+        splitter=all_on_device if shares_prompts else stay,
+    )  # fmt: skip
+    (said,) = [line for line in lines(
+        n_experts=n_experts,
+        plan=Told(
+            streamed=(Told(name="blk.0.ffn_up_exps.weight"),), streamed_bytes=9, slot_bytes=9,
+            reasons=(),
+        ),
+        ways=Told(now=ways),
+        min_batch_words=lambda kinds: f"the GPU computes {min_batch.words(kinds)}",
+    ) if "(--min-batch)" in line]  # fmt: skip
+    return said
+
+
 @pytest.mark.parametrize(
     ("sizes", "words"),
-    [((1,), "batches of 1 token with"), ((1, 2, 3, 8), "batches of 1 to 3 and 8 tokens with")],
+    [([1], "batches of 1 token with"), ([1, 2, 3, 8], "batches of 1 to 3 and 8 tokens with")],
 )
-def test_shared_batches_are_counted_in_singular_and_plural(
-    sizes: tuple[int, ...], words: str
-) -> None:
-    experts = (Told(name="blk.0.ffn_up_exps.weight"),)
-    plan = Told(streamed=experts, streamed_bytes=9, slot_bytes=9, reasons=())
-    said = lines(
-        n_experts=8,
-        plan=plan,
-        hybrid=Told(switch=Told(sizes=sizes)),
-        min_batch_words=lambda kinds: "the GPU computes experts in no batch",
-    )
-    assert words in " ".join(said)
+def test_shared_batches_are_counted_in_singular_and_plural(sizes: list[int], words: str) -> None:
+    assert words in said_of_ways(sizes, MinBatch(24, 8))
+
+
+def test_who_computes_prompts_is_said() -> None:
+    """Also if the CPU computes nothing alone, and then no batch is left to it."""
+    rest = "the CPU computes all other batches"
+    few = said_of_ways([1, 2], MinBatch(24, 8), shares_prompts=True)
+    assert "shares batches of 1 to 2 tokens and prompts with the CPU (--hybrid)" in few
+    assert few.endswith(rest)
+    assert rest not in said_of_ways([*range(1, 65)], MinBatch(NEVER, NEVER), shares_prompts=True)
+    assert rest in said_of_ways([*range(1, 65)], MinBatch(NEVER, NEVER))
+    assert rest not in said_of_ways([1, 2], MinBatch(1, 1))
+    assert rest in said_of_ways([], MinBatch(1, 1, prefill_experts=100))
