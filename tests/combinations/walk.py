@@ -252,8 +252,12 @@ class Walk(RuleBasedStateMachine):
         Without eyes a model reads "[image omitted]" in a result, and refuses it in a question.
         """
         body = shown(api, "What is it?", in_result=in_result) | {"model": self._name(which)}
-        if self.server.has_eyes or in_result:
+        if self.server.has_eyes:
             self._look_twice(api, body, streamed)
+            return
+        if in_result:
+            told = [self._talker.ask(api, body, streamed=way).n_prompt for way in (streamed, True)]
+            assert told[0] == told[1] > 0
             return
         found = self._talker.tried(api, body)
         assert isinstance(found, Refusal), found
