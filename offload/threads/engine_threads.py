@@ -49,6 +49,7 @@ class EngineThreads:
         self.bound: dict[str, tuple[int, ...]] = {}
         self._n_decodes = 0
         self.n_threads = n_decode  # threads that compute one token now
+        self._n_fewest = n_decode  # the fewest of them since the last call of n_threads_lost
         self._teams: tuple[Team, ...] = ()
         self.is_bound = False  # True if each thread of the pools is bound to a processor
         self._governor: ThreadGovernor | None = None
@@ -81,8 +82,17 @@ class EngineThreads:
         if wanted.sentence:
             _logger.warning(wanted.sentence)
 
+    def n_threads_lost(self) -> int:
+        """Return how many threads were given up, at most, at any time since the last call.
+
+        They are given up while other programs take processors.
+        """
+        fewest, self._n_fewest = self._n_fewest, self.n_threads
+        return self._n_decode - fewest
+
     def _use(self, n_decode: int, n_batch: int, *, polls: bool = True) -> None:
         self.n_threads = n_decode
+        self._n_fewest = min(self._n_fewest, n_decode)
         for n in {n_decode, n_batch}:
             if (n, polls) not in self._pools:
                 self._pools[n, polls] = ThreadPool(n, polls=polls)
@@ -114,7 +124,7 @@ class EngineThreads:
             self._close_pools()
             return
         self._teams, self.is_bound = (plan.decode, plan.batch), True
-        self.n_threads = plan.decode.n_threads
+        self.n_threads = self._n_fewest = plan.decode.n_threads
         self._attach(*self._bound_pools)
         self.check()
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from offload.decode import SMALL_BATCH
+from offload.times.steadiness import spread_words
 from offload.times.table import (
     TOLERANCE,
     CostTable,
@@ -230,8 +231,8 @@ def noise(table: CostTable, wanted: Wanted) -> str:
             error = _SPREAD_TO_ERROR * entry.spread / math.sqrt(entry.n_timed)
             if error > _MOST_ERROR:
                 return (
-                    f"{entry.n_timed} decodes of {_tokens(n)} {way} differ by ±{entry.spread:.0%} "
-                    f"(median {entry.seconds * 1e3:.1f} ms)"
+                    f"{entry.n_timed} decodes of {_tokens(n)} {way} differ "
+                    f"{spread_words(entry.spread)} (median {entry.seconds * 1e3:.1f} ms)"
                 )
         for n in contradicting({n: entry.seconds for n, entry in entries.items()}):
             if entries[n].n_timed < wanted.n_repeats:

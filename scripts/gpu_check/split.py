@@ -33,6 +33,8 @@ from offload.ggml.native_build import may_repack
 from offload.model import ModelFacts, layer_of
 from offload.model_file import read_facts
 from offload.plan.weights import device_bytes
+from offload.times.steadiness import if_steady
+from offload.times.table import entry_of
 from specoffload.bench.llama_server import TunedLlama, combined_ways, followed_s, tune_for, ways_of
 from specoffload.bench.paths import Llama
 from specoffload.config.command_line import read_command_line
@@ -114,11 +116,11 @@ class Way:
             found, others = c.get("hits", 0.0), c.get("misses", 0.0)
         return found / (found + others) if found + others else None
 
-    def times_as_fast_as(self, other: Way) -> float:
-        """The speed of this way as a multiple of `other`'s. It is the median over rounds, because a
-        machine's speed changes between them."""
-        pairs = zip(other.rounds_s, self.rounds_s, strict=True)
-        return statistics.median(its / mine for its, mine in pairs)
+    def times_as_fast_as(self, other: Way) -> float | None:
+        """The speed of this way as a multiple of `other`'s, or None if it means nothing. It is the
+        median over rounds, because a machine's speed changes between them."""
+        ratios = [its / mine for its, mine in zip(other.rounds_s, self.rounds_s, strict=True)]
+        return if_steady(statistics.median(ratios), entry_of(ratios).spread)
 
 
 def measure(setting: Setting) -> bool:
@@ -400,6 +402,10 @@ def passed(rows: Sequence[dict[str, Any]], *, all_of_them: bool) -> bool:
     return bool(rows) or not all_of_them
 
 
+def _ratio_words(ratio: float | None) -> str:
+    return "no steady time" if ratio is None else f"{ratio:.2f}"
+
+
 def aims(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
     """Whether each speed aim was reached. A missed aim does not fail the check."""
     found = {}
@@ -410,9 +416,11 @@ def aims(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
                 # Only llama.cpp takes turns with our ways; other rivals run alone.
                 is_peer = row["best_rival"] == PEER
                 ratio = way["vs_llama"] if is_peer else row["vs_best_rival"]["on"]
-                found[f"{at}: split {AIM} x {row['best_rival']} ({ratio:.2f})"] = ratio >= AIM
+                aim = f"{at}: split {AIM} x {row['best_rival']}"
+                found[f"{aim} ({_ratio_words(ratio)})"] = ratio is not None and ratio >= AIM
             if way["way"] == "auto":
-                found[f"{at}: auto no slower than off ({way['vs_off']:.2f})"] = (
-                    way["vs_off"] >= NEVER_LOSES
+                ratio = way["vs_off"]
+                found[f"{at}: auto no slower than off ({_ratio_words(ratio)})"] = (
+                    ratio is not None and ratio >= NEVER_LOSES
                 )
     return found

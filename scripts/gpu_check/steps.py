@@ -20,6 +20,8 @@ from offload.errors import DeviceFailed
 from offload.model_file import read_facts
 from offload.stream.options import StreamingOptions
 from offload.times.min_batch import MinBatch
+from offload.times.steadiness import if_steady
+from offload.times.table import entry_of
 from offload.units import parse_bytes
 from specoffload.bench.paths import Llama
 
@@ -37,6 +39,7 @@ class Steps:
     """The times of one way of computing, by batch size."""
 
     step_s: dict[int, float] = field(default_factory=dict)
+    spread: dict[int, float] = field(default_factory=dict)  # relative, of the repetitions
     streamed_bytes: dict[int, float] = field(default_factory=dict)
     hit_share: dict[int, float] = field(default_factory=dict)
     logits: dict[int, NDArray[np.float32]] = field(default_factory=dict)  # of the last tokens
@@ -128,6 +131,7 @@ def time_steps(engine: Engine, batches: list[int], repetitions: int) -> Steps:
         after = engine.counters()
         hits, misses = after.hits - before.hits, after.misses - before.misses
         steps.step_s[n] = statistics.median(times[1:])
+        steps.spread[n] = entry_of(times[1:]).spread
         steps.streamed_bytes[n] = (after.streamed_bytes - before.streamed_bytes) / repetitions
         steps.hit_share[n] = hits / max(1, hits + misses)
         steps.logits[n] = engine.sequences.extend(0, tokens, n_logits=min(n, PREFIX))
@@ -137,8 +141,8 @@ def time_steps(engine: Engine, batches: list[int], repetitions: int) -> Steps:
 
 def measure_peer(
     setting: Setting, path: Path, batches: list[int], name: str, min_batch: str | None
-) -> dict[int, float] | None:
-    """Seconds by batch size of llama.cpp with all experts in host memory, in its own process.
+) -> Steps | None:
+    """Times of llama.cpp with all experts in host memory, in its own process.
 
     llama.cpp reads `min_batch` (None: its default) when the backend is loaded. Returns None, and
     prints why, if it fails or has too little time.
@@ -160,7 +164,7 @@ def measure_peer(
         "n_threads_batch": args.threads,
     }
     end_s = time.monotonic() + max(10.0, setting.left_s())
-    medians = {}
+    steps = Steps()
     try:
         with Llama(options, environment) as llama:
             llama.prefill(tokens_of(PREFIX, 0, llama.n_vocab))
@@ -171,20 +175,24 @@ def measure_peer(
                         raise DeviceFailed(f"no time left for batches of {n} tokens")
                     tokens = tokens_of(n, repetition, llama.n_vocab)
                     times.append(llama.prefill(tokens, start=PREFIX)[0])
-                medians[n] = statistics.median(times[1:])
+                steps.step_s[n] = statistics.median(times[1:])
+                steps.spread[n] = entry_of(times[1:]).spread
     except DeviceFailed as e:
         setting.say(f"llama.cpp ({name}) is left out: {e}")
         return None
-    return medians
+    return steps
 
 
 def step_row(
     n: int,
     ways: dict[str, Steps],
-    peers: dict[str, dict[int, float] | None],
+    peers: dict[str, Steps | None],
     link_bytes_per_s: float,
 ) -> dict[str, Any]:
-    """The row of one batch size: the times, the ceiling's parts, and the ratio to the ceiling."""
+    """The row of one batch size: the times, the ceiling's parts, and the ratio to the ceiling.
+
+    A ratio that means nothing is None.
+    """
     resident, serial, overlapped = ways["resident"], ways["serial"], ways["overlapped"]
     transfer_s = overlapped.streamed_bytes[n] / link_bytes_per_s
     step_s, expected = overlapped.step_s[n], resident.logits[n]
@@ -196,7 +204,9 @@ def step_row(
         "step_s": step_s,
         "streamed_bytes": overlapped.streamed_bytes[n],
         "hit_share": overlapped.hit_share[n],
-        "ratio": step_s / max(transfer_s, resident.step_s[n]),
+        "ratio": if_steady(
+            step_s / max(transfer_s, resident.step_s[n]), overlapped.spread[n], resident.spread[n]
+        ),
         "max_difference": max(
             float(np.linalg.norm(way.logits[n] - expected) / np.linalg.norm(expected))
             for way in (serial, overlapped)
@@ -205,7 +215,9 @@ def step_row(
             [divergences(way.logits[n], expected) for way in (serial, overlapped)]
         )),
     }  # fmt: skip
-    for name, times in peers.items():
-        row[f"{name}_s"] = None if times is None else times[n]
-        row[f"vs_{name}"] = None if times is None else times[n] / step_s
+    for name, peer in peers.items():
+        row[f"{name}_s"] = row[f"vs_{name}"] = None
+        if peer is not None:
+            peer_s = row[f"{name}_s"] = peer.step_s[n]
+            row[f"vs_{name}"] = if_steady(peer_s / step_s, peer.spread[n], overlapped.spread[n])
     return row

@@ -6,7 +6,7 @@ Colours are Okabe and Ito's, which colour-blind people can tell apart. Markers d
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,26 +34,35 @@ def _figure(n_axes: int, height: float = 4.5) -> tuple[Any, Any]:
     return figure, axes
 
 
-def plot_profiles(runs: Mapping[str, CostProfile], path: Path) -> None:
+IsSteady = Callable[[float], bool]
+"""Tells from a time's relative spread if the time means something."""
+
+
+def plot_profiles(
+    runs: Mapping[str, CostProfile], path: Path, is_steady: IsSteady = lambda spread: True
+) -> None:
     """Runs side by side by their labels: normalised cost, as llama.cpp #17034 plots it, and T(n).
 
-    Raises SpecDecError without matplotlib, or for more than MOST_RUNS.
+    A size without a steady time gets no point, and the caption counts it. Raises SpecDecError
+    without matplotlib, or for more than MOST_RUNS.
     """
-    _write(profile_figure(runs), path)
+    _write(profile_figure(runs, is_steady), path)
 
 
-def profile_figure(runs: Mapping[str, CostProfile]) -> Any:
+def profile_figure(
+    runs: Mapping[str, CostProfile], is_steady: IsSteady = lambda spread: True
+) -> Any:
     """The figure of `plot_profiles`."""
     if not 0 < len(runs) <= MOST_RUNS:
         raise SpecDecError(f"a plot has room for 1 to {MOST_RUNS} profiles, not {len(runs)}")
-    captions = [_caption(label, costs) for label, costs in runs.items()]
+    captions = [_caption(label, costs, is_steady) for label, costs in runs.items()]
     words = "\n".join(textwrap.fill(caption, _WRAP) for caption in captions)
     figure, (left, right) = _figure(2, 5.0 + 0.16 * words.count("\n"))
     in_units = any(costs.relative for costs in runs.values())
     for i, (label, costs) in enumerate(runs.items()):
         scale = 1.0 / costs.step_s[0] if in_units else 1e3
-        _draw(left, costs, [c / costs.step_s[0] / n for n, c in _steps(costs)], i, label)
-        _draw(right, costs, [t * scale for _, t in _steps(costs)], i, "")
+        _draw(left, costs, [c / costs.step_s[0] / n for n, c in _steps(costs)], i, label, is_steady)
+        _draw(right, costs, [t * scale for _, t in _steps(costs)], i, "", is_steady)
         if len(runs) == 1:
             _mark_rises(left, costs)
     left.set(
@@ -78,13 +87,17 @@ def _steps(costs: CostProfile) -> list[tuple[int, float]]:
     return list(enumerate(costs.step_s, 1))
 
 
-def _draw(axes: Any, costs: CostProfile, values: Sequence[float], i: int, label: str) -> None:
-    """Draw a run as a line through all sizes, with points and bars at sizes that were timed."""
+def _draw(
+    axes: Any, costs: CostProfile, values: Sequence[float], i: int, label: str,
+    is_steady: IsSteady,
+) -> None:  # fmt: skip
+    """Draw a run as a line through all sizes, with points and bars at sizes with steady times."""
     colour, marker = _COLOURS[i], _MARKERS[i]
     sizes = range(1, costs.n_max + 1)
     axes.plot(sizes, values, color=colour, linewidth=0.9, marker=marker, markevery=[0],
               markersize=4, label=label or "_nolegend_")  # fmt: skip
-    spreads = {t.n: t.spread for t in costs.timed} or dict.fromkeys(sizes, 0.0)
+    steady = {t.n: t.spread for t in costs.timed if is_steady(t.spread)}
+    spreads = steady if costs.timed else dict.fromkeys(sizes, 0.0)
     bars = [values[n - 1] * spread for n, spread in spreads.items()]
     axes.errorbar(
         [*spreads], [values[n - 1] for n in spreads], yerr=bars if any(bars) else None, fmt=marker,
@@ -126,7 +139,7 @@ def _legend_of_points(runs: Sequence[CostProfile] | Any) -> list[Any]:
     return handles
 
 
-def _caption(label: str, costs: CostProfile) -> str:
+def _caption(label: str, costs: CostProfile, is_steady: IsSteady) -> str:
     """A caption on what was measured, on which device, and how often."""
     said = [costs.title or "model and device unknown"]
     if not costs.relative:
@@ -136,6 +149,8 @@ def _caption(label: str, costs: CostProfile) -> str:
         least, most = min(counts), max(counts)
         often = f"{least}" if least == most else f"{least} to {most}"
         said.append(f"{len(counts)} of {costs.n_max} batch sizes measured {often} times each")
+        if n_unsteady := sum(not is_steady(t.spread) for t in costs.timed):
+            said.append(f"{n_unsteady} of them without a steady time, so without a point")
     else:
         said.append(f"{costs.n_max} batch sizes, repetitions unknown")
     return f"{label}: {', '.join(said)}"

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from io import StringIO
 from typing import Any
 
+from offload.times.steadiness import is_steady
+
 # Keys in llama-bench's order, with the values that settings have by default.
 DEFAULTS: dict[str, Any] = {
     "build_commit": "unknown", "build_number": 0, "cpu_info": "", "gpu_info": "", "backends": "CPU",
@@ -107,6 +109,14 @@ def _speed(row: Mapping[str, Any]) -> str:
     return f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}"
 
 
+def _speed_if_steady(row: Mapping[str, Any]) -> str:
+    """Like `_speed`, or the range of speeds if the deviation is as large as the mean."""
+    mean = row["avg_ts"]
+    if not mean or is_steady(row["stddev_ts"] / mean):
+        return _speed(row)
+    return f"{min(row['samples_ts']):.2f} to {max(row['samples_ts']):.2f}"
+
+
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table with the first column aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
@@ -171,7 +181,8 @@ class RowWriter:
     def _markdown_cells(self, row: Mapping[str, Any]) -> list[str]:
         varied = [str(row[key]) for key in self._varied.values()]
         varied += [_cell(row[key]) for key in self._more.values()]
-        return [*_cells(dict(row))[: self._n_fixed], *varied, name_of_test(row), _speed(row)]
+        speed = _speed_if_steady(row) if self._form is None else _speed(row)
+        return [*_cells(dict(row))[: self._n_fixed], *varied, name_of_test(row), speed]
 
     @property
     def head(self) -> str:

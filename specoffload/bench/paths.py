@@ -82,6 +82,10 @@ class Llama:
         """Seconds of evaluating a prompt in an empty context."""
         return self.prefill(prompt)[0]
 
+    def n_threads_lost(self) -> int:
+        """No threads are lost, because llama.cpp always computes with the same number."""
+        return 0
+
     def follow(
         self, tokens: Sequence[int], start: int, logits: str = ""
     ) -> tuple[list[float], list[int]]:
@@ -162,6 +166,10 @@ class SessionPath:
         sequences.rewind(SEQUENCE, 0)
         return took
 
+    def n_threads_lost(self) -> int:
+        """The most threads that were given up to other programs since the last call."""
+        return self._session.target.threads.n_threads_lost()
+
 
 Path = Llama | SessionPath
 
@@ -172,6 +180,12 @@ class Measured:
 
     written: tuple[GenerationStats, ...]
     prefills_s: tuple[float, ...]
+    n_threads_lost: tuple[int, ...] = ()  # given up to other programs, by repetition
+
+    @property
+    def decodes_s(self) -> list[float]:
+        """Seconds of decoding, by repetition."""
+        return [stats.decode_s for stats in self.written]
 
     @property
     def median(self) -> GenerationStats:
@@ -238,13 +252,18 @@ def _repeat(
     long_prompt = (long * -(-work.n_long // len(long)))[: work.n_long]
     written: dict[str, list[GenerationStats]] = {name: [] for name in opened}
     prefills: dict[str, list[float]] = {name: [] for name in opened}
+    lost: dict[str, list[int]] = {name: [] for name in opened}
     for nth in range(repetitions + 1):
         for name, path in opened.items():
             written[name].append(total([path.write(p, work.n_predict) for p in prompts]))
             prefills[name].append(path.read_s(long_prompt))
+            lost[name].append(path.n_threads_lost())
             if nth:
                 on_measured(name, nth, written[name][-1], prefills[name][-1])
-    return {name: Measured(tuple(written[name][1:]), tuple(prefills[name][1:])) for name in opened}
+    return {
+        name: Measured(tuple(written[name][1:]), tuple(prefills[name][1:]), tuple(lost[name][1:]))
+        for name in opened
+    }
 
 
 def total(parts: Sequence[GenerationStats]) -> GenerationStats:

@@ -12,11 +12,13 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+from offload.times.steadiness import if_steady, is_steady, relative_range, speed_words
 from specdec.decoding.loop import NO_DRAFT
 from specdec.errors import BadProfile
 from specdec.options import PolicyName, SpecOptions
 from specdec.policies.rules import Fixed
 from specdec.types import Draft, DraftRequest, Round
+from specoffload.bench.comparison import LEAST_REPETITIONS, MOST_SPREAD
 from specoffload.bench.paths import total
 from specoffload.generation.generation import GenerateOptions
 from specoffload.generation.statistics import GenerationStats
@@ -278,13 +280,19 @@ class Judged:
     """The default on a workload, compared with the best fixed setting and with no drafts.
 
     `by_repetition` has both ratios of each repetition: to the setting that is best by medians, and
-    to no drafts.
+    to no drafts. A ratio that means nothing is None.
     """
 
     best_fixed: str
-    vs_best_fixed: float
-    vs_no_drafts: float
+    vs_best_fixed: float | None
+    vs_no_drafts: float | None
     by_repetition: tuple[tuple[float, float], ...]
+
+
+def compared_speed(row: Row, other: Row) -> float | None:
+    """The speed of `row` over that of `other`, or None if the ratio means nothing. Pure."""
+    spreads = {of.name: relative_range(of.samples_tps) for of in (row, other)}
+    return if_steady(row.tps / other.tps, *spreads.values())
 
 
 def judge(rows: Sequence[Row]) -> Judged | None:
@@ -300,8 +308,8 @@ def judge(rows: Sequence[Row]) -> Judged | None:
     samples = zip(default.samples_tps, best.samples_tps, plain.samples_tps, strict=False)
     return Judged(
         best.name,
-        default.tps / best.tps,
-        default.tps / plain.tps,
+        compared_speed(default, best),
+        compared_speed(default, plain),
         tuple([(d / b, d / p) for d, b, p in samples]),
     )
 
@@ -309,16 +317,14 @@ def judge(rows: Sequence[Row]) -> Judged | None:
 def crossover(rows: Sequence[Row]) -> int | None:
     """Length of the longest measured block that is at least as fast as no drafts. Pure.
 
-    Returns 0 if every block is slower, and None if no drafts or no block were measured.
+    Returns 0 if every block is slower. Returns None if no drafts or no block were measured, or if
+    their speeds mean nothing.
     """
     plain = next((row for row in rows if row.name == NO_DRAFTS), None)
-    blocks = [row for row in rows if row.n_block]
-    if plain is None or not blocks:
+    ratios = {row.n_block: compared_speed(row, plain) for row in rows if row.n_block and plain}
+    if not ratios or None in ratios.values():
         return None
-    return max([row.n_block or 0 for row in blocks if row.tps >= plain.tps], default=0)
-
-
-_LEAST_REPETITIONS, _MOST_SPREAD = 3, 0.2
+    return max([n for n, ratio in ratios.items() if ratio and ratio >= 1], default=0)
 
 
 def doubts(rows: Mapping[str, Sequence[Row]]) -> list[str]:
@@ -326,12 +332,18 @@ def doubts(rows: Mapping[str, Sequence[Row]]) -> list[str]:
     every = [row for of in rows.values() for row in of]
     n = min([row.n_repetitions for row in every], default=0)
     words = []
-    if n < _LEAST_REPETITIONS:
+    if n < LEAST_REPETITIONS:
         words.append(f"with {n} measured repetitions the spread is unknown (-r N)")
     for workload, of in rows.items():
         for name in (DEFAULT, NO_DRAFTS):
             for row in (row for row in of if row.name == name):
-                spread = (max(row.samples_tps) - min(row.samples_tps)) / row.tps
-                if spread > _MOST_SPREAD:
+                spread = relative_range(row.samples_tps)
+                if not is_steady(spread):
+                    speeds = speed_words(row.samples_tps, row.tps)
+                    words.append(
+                        f"{workload}: {name} wrote {speeds} tokens/s, so no ratio of it means "
+                        "anything"
+                    )
+                elif spread > MOST_SPREAD:
                     words.append(f"{workload}: {name} varied by {spread:.0%}")
     return words

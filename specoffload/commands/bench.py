@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 import platform
-import statistics
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -35,6 +34,14 @@ from offload.times.context import DEFAULT_UBATCH, ContextOptions, context_memory
 from offload.times.table import CostTable
 from specdec.options import DrafterName
 from specoffload import report
+from specoffload.bench.comparison import (
+    SHOWN,
+    doubts,
+    measured_words,
+    side_by_side,
+    speed_rows,
+    vs_server,
+)
 from specoffload.bench.drafts import (
     SPLIT,
     Equality,
@@ -51,10 +58,9 @@ from specoffload.bench.llama_server import (
     TunedLlama,
     measure_ways,
     program_of,
-    server_name,
     tune_for,
 )
-from specoffload.bench.load import Load, Watch, warn_of_load
+from specoffload.bench.load import Watch, warn_of_load
 from specoffload.bench.paths import (
     Llama,
     Measured,
@@ -66,15 +72,10 @@ from specoffload.commands.models import type_name
 from specoffload.commands.profile import measuring_config, show_table, ways_as_data
 from specoffload.config.options import BenchOptions
 from specoffload.config.resolution import Config, demo_prompts
-from specoffload.generation.statistics import GenerationStats
 from specoffload.opening.drafters import with_usable_drafters
 from specoffload.session.session import Session
 
 N_PROMPTS = 4
-_LEAST_REPETITIONS = 3
-# Names of our paths in tables.
-_SHOWN = {"unwrapped": "plain CPU", "wrapped": "without drafts", "spec": "with drafts"}
-_MOST_SPREAD = 0.2  # (slowest − fastest) / median of a path's repetitions
 
 
 def bench_config(config: Config, own: BenchOptions) -> None:
@@ -107,8 +108,7 @@ def bench_config(config: Config, own: BenchOptions) -> None:
         rows = measure_ways(program, config, next(iter(peers.values())), work.texts, work.n_predict)
         result["llama_server"] = [asdict(row) for row in rows]
         if rows:
-            mine = max(result.get("wrapped_tps", 0.0), result.get("spec_tps", 0.0))
-            result["vs"]["llama-server"] = mine / max(row.decode_tps for row in rows)
+            result["vs"]["llama-server"] = vs_server(result, max(row.decode_tps for row in rows))
     result["device"] = config.device
     result["why_no_drafts"] = "" if "spec_tps" in result else why_no_drafts(config)
     _show(result, equal, table)
@@ -259,7 +259,7 @@ def _side_by_side(
         work,
         repetitions=repetitions,
         together=(together := fit_together(config, len(peers) + len(ours))),
-        on_left_out=lambda name, e: report.note(f"{_SHOWN.get(name, name)} is left out: {e}"),
+        on_left_out=lambda name, e: report.note(f"{SHOWN.get(name, name)} is left out: {e}"),
         on_measured=lambda name, nth, stats, s: report.note(
             measured_words(name, nth, stats, s, of=repetitions, n_long=work.n_long)
         ),
@@ -277,74 +277,6 @@ def _side_by_side(
         for name, tuned in peers.items()
     }
     return result, seen
-
-
-def shown_name(name: str, streamed_bytes: int) -> str:
-    """The name of a path in tables: ours without drafts is "streamed" if weights were copied."""
-    return "streamed" if name == "wrapped" and streamed_bytes else _SHOWN.get(name, name)
-
-
-def measured_words(
-    name: str, nth: int, stats: GenerationStats, prefill_s: float, of: int, n_long: int
-) -> str:
-    """The line that is shown as soon as a repetition of a path is measured. Pure."""
-    shown = shown_name(name, stats.streamed_bytes)
-    return (
-        f"{shown}, {nth} of {of}: answer {stats.tokens_per_s:.1f} tokens/s, "
-        f"prompt {n_long / prefill_s:.0f} tokens/s"
-    )
-
-
-def doubts(found: Mapping[str, Measured], load: Load, *, of_prefill: bool = True) -> list[str]:
-    """A sentence for each reason why these speeds may be far off. Pure.
-
-    `of_prefill`: the speeds of prompts matter, too.
-    """
-    words = []
-    n = min((len(measured.written) for measured in found.values()), default=0)
-    if n < _LEAST_REPETITIONS:
-        each = "each path was measured once" if n == 1 else f"each path was measured {n} times"
-        words.append(f"{each}, so the spread is unknown; -r {_LEAST_REPETITIONS} shows it")
-    if load.is_busy:
-        words.append(load.words)
-    for name, measured in found.items():
-        for what, times_s in (
-            ("decoding", [stats.decode_s for stats in measured.written]),
-            ("prefill", measured.prefills_s if of_prefill else ()),
-        ):
-            if not times_s:
-                continue
-            shown = shown_name(name, measured.median.streamed_bytes)
-            spread = (max(times_s) - min(times_s)) / statistics.median(times_s)
-            if spread > _MOST_SPREAD:
-                words.append(f"{shown}: {what} varied by {spread:.0%}")
-    return words
-
-
-def side_by_side(found: Mapping[str, Measured], n_long_prompt: int) -> dict[str, Any]:
-    """Speeds in tokens/s, and ratios of ours to llama.cpp's. Pure.
-
-    `plain_tps` is llama.cpp's best speed over the ubatch sizes that were measured.
-    """
-    speeds = {name: measured.median.tokens_per_s for name, measured in found.items()}
-    prefills = {name: n_long_prompt / measured.prefill_s for name, measured in found.items()}
-    peers = [name for name in found if name.startswith("llama.cpp")]
-    ours = [name for name in ("wrapped", "spec") if name in found]
-    out: dict[str, Any] = {"prefill_tps": prefills, "decode_tps": speeds, "vs": {}}
-    out["streamed_bytes"] = {n: measured.median.streamed_bytes for n, measured in found.items()}
-    out |= {f"{name}_tps": speeds[name] for name in found if name not in peers}
-    if peers:
-        out["plain_tps"] = max(speeds[name] for name in peers)
-    if spec := found.get("spec"):
-        out["acceptance_rate"] = spec.median.acceptance_rate
-        out["n_drafted"], out["n_accepted"] = spec.median.n_drafted, spec.median.n_accepted
-        out["tokens_per_round"] = spec.median.tokens_per_round
-    if "unwrapped" in found and "wrapped" in found:
-        out["wrapped_ratio"] = found["unwrapped"].median.decode_s / found["wrapped"].median.decode_s
-    for name in peers if ours else ():
-        out["vs"][name] = max(speeds[n] for n in ours) / speeds[name]
-        out["vs"][f"{name}, prefill"] = max(prefills[n] for n in ours) / prefills[name]
-    return out
 
 
 def _n_ctx(config: Config, facts: ModelFacts) -> int:
@@ -453,31 +385,6 @@ def fit_together(config: Config, n_paths: int) -> bool:
     return on_cpu and 4 * size_bytes < psutil.virtual_memory().available
 
 
-def _rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Rows of the table of speeds: the measured paths, then the user's own llama-server.
-
-    The last column is the speed of decoding relative to llama.cpp at its best. It has a question
-    mark if the measurement is not reliable.
-    """
-    plain, mark = result.get("plain_tps"), " ?" if result.get("unreliable") else ""
-    speeds = [(name, result["decode_tps"][name], p) for name, p in result["prefill_tps"].items()]
-    for row in result.get("llama_server", ()):
-        flags = row["flags"]
-        drafting = flags if "draft-mtp" in flags else flags[2:]  # flags after -md FILE
-        further = (row.get("cache_flags", ()), row.get("load_flags", ()))
-        name = server_name(drafting, row["n_cpu_moe"], row["moe_cache_mib"], *further)
-        speeds.append((name, row["decode_tps"], row["prefill_tps"]))
-    return [
-        (
-            shown_name(name, result["streamed_bytes"].get(name, 0)),
-            f"{tps:.1f}",
-            f"{prefill:.0f}",
-            f"{tps / plain:.2f}{mark}" if plain else "-",
-        )
-        for name, tps, prefill in speeds
-    ]
-
-
 def why_no_drafts(config: Config) -> str:
     """The sentence on why no path drafts. Pure."""
     spec = config.spec.options
@@ -491,8 +398,8 @@ def why_no_drafts(config: Config) -> str:
 def _shown_name(texts: str) -> str:
     """The table's name for the way that decoded `texts`, a key of `_equal_texts`."""
     if texts == "speculative":
-        return _SHOWN["spec"]
-    return texts.replace("plain", _SHOWN["wrapped"])
+        return SHOWN["spec"]
+    return texts.replace("plain", SHOWN["wrapped"])
 
 
 def _draft_words(result: Mapping[str, Any]) -> str:
@@ -505,7 +412,7 @@ def _draft_words(result: Mapping[str, Any]) -> str:
 def _show(result: dict[str, Any], equal: Mapping[str, Equality], table: CostTable) -> None:
     is_sim = backend_of(result["device"]) is SIM
     title = "speed on sim: the CPU in the place of a GPU" if is_sim else "speed"
-    report.table(title, ("", "answer t/s", "prompt t/s", "x llama.cpp"), _rows(result))
+    report.table(title, ("", "answer t/s", "prompt t/s", "x llama.cpp"), speed_rows(result))
     for doubt in result["unreliable"]:
         report.paragraph(f"? not reliable: {doubt}")
     if result.get("acceptance_rate") is not None:

@@ -14,14 +14,15 @@ from typing import Any
 
 from offload.model_file import read_facts
 from offload.plan.row_draft import mtp_complaint
+from offload.times.steadiness import speed_words
 from specdec.options import DrafterName
 from specoffload import report
+from specoffload.bench.comparison import compared_decodes, doubts
 from specoffload.bench.load import Watch, warn_of_load
 from specoffload.bench.paths import Measured, SessionPath, Workload, measure_in_turns
 from specoffload.commands.bench import (
     N_PROMPTS,
     commit,
-    doubts,
     fit_together,
     machine,
     with_bench_context,
@@ -90,7 +91,10 @@ def _opened(config: Config) -> Iterator[SessionPath]:
 
 
 def compared(found: Mapping[str, Measured]) -> dict[str, Any]:
-    """Speeds by drafter, and the speed of all together over that of the best alone. Pure."""
+    """Speeds by drafter, and the speed of all together over that of the best alone. Pure.
+
+    A ratio that means nothing is None.
+    """
     speeds = {name: measured.median.tokens_per_s for name, measured in found.items()}
     alone = {name: speed for name, speed in speeds.items() if name != TOGETHER}
     best = max(alone, key=lambda name: alone[name])
@@ -99,7 +103,10 @@ def compared(found: Mapping[str, Measured]) -> dict[str, Any]:
             "decode_tps": speeds[name],
             "acceptance_rate": measured.median.acceptance_rate,
             "tokens_per_round": measured.median.tokens_per_round,
-            "vs_best": speeds[name] / speeds[best],
+            "vs_best": compared_decodes(measured, found[best]),
+            "shown_tps": speed_words(
+                [stats.tokens_per_s for stats in measured.written], speeds[name]
+            ),
         }
         for name, measured in found.items()
     }
@@ -115,10 +122,10 @@ def _show(result: Mapping[str, Any], doubtful: Sequence[str]) -> None:
         rows.append(
             (
                 name,
-                f"{row['decode_tps']:.1f}",
+                row["shown_tps"],
                 "" if accepted is None else f"{accepted:.0%}",
                 f"{row['tokens_per_round']:.2f}",
-                f"{row['vs_best']:.2f}{mark}",
+                "-" if row["vs_best"] is None else f"{row['vs_best']:.2f}{mark}",
             )
         )
     heads = ("drafts by", "answer t/s", "accepted", "tokens/round", "x best alone")

@@ -16,6 +16,7 @@ from typing import Any
 from rich.table import Table
 
 from offload.times.context import DEFAULT_UBATCH
+from offload.times.steadiness import speed_words
 from specdec.options import MOST_DRAFTED, PolicyName
 from specoffload import report
 from specoffload.bench.batch_sizes import SizeSeen, sizes_seen
@@ -29,6 +30,7 @@ from specoffload.bench.policies import (
     Seen,
     Setting,
     buildable,
+    compared_speed,
     crossover,
     doubts,
     judge,
@@ -259,7 +261,7 @@ def _table(title: str, rows: Sequence[Row], caption: str) -> Table:
 
 
 def _cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    plain = next((row.tps for row in rows if row.name == NO_DRAFTS), None)
+    plain = next((row for row in rows if row.name == NO_DRAFTS), None)
     return [
         (
             f"{row.name} (default)" if row.name == DEFAULT else row.name,
@@ -267,11 +269,15 @@ def _cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
             str(row.n_accepted),
             "" if row.accepted_share is None else f"{row.accepted_share:.2f}",
             report.bytes_text(row.bytes_per_token) if row.streamed_bytes else "",
-            f"{row.tps:.1f}",
-            "" if plain is None else f"{row.tps / plain:.2f}",
+            speed_words(row.samples_tps, row.tps),
+            "" if plain is None else _ratio_words(compared_speed(row, plain), 2),
         )
         for row in rows
     ]
+
+
+def _ratio_words(ratio: float | None, digits: int, mark: str = "") -> str:
+    return "-" if ratio is None else f"{ratio:.{digits}f}{mark}"
 
 
 def _by_drafter(rows: Sequence[Row]) -> str:
@@ -323,8 +329,8 @@ def _show_judged(found: _Found, *, is_doubtful: bool) -> None:
         (
             workload,
             judged.best_fixed,
-            f"{judged.vs_best_fixed:.3f}{mark}",
-            f"{judged.vs_no_drafts:.3f}{mark}",
+            _ratio_words(judged.vs_best_fixed, 3, mark),
+            _ratio_words(judged.vs_no_drafts, 3, mark),
         )
         for workload, judged in found.judged().items()
     ]

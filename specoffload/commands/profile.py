@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.model_file import read_facts
+from offload.times.steadiness import is_steady
 from offload.times.table import CostTable, Entry, Way
 from specdec.costs.calibration import Calibration
 from specdec.costs.plot import MOST_RUNS, plot_profiles, plot_reliability
@@ -158,7 +159,7 @@ def ways_as_data(table: CostTable) -> dict[str, list[dict[str, Any]]]:
 
 def _time_words(entry: Entry) -> str:
     """Milliseconds, their spread if the size was timed several times, and the number of timings."""
-    if entry.n_timed > 1 and entry.spread >= 1:
+    if entry.n_timed > 1 and not is_steady(entry.spread):
         return f"no steady time ({entry.n_timed})"
     spread = f" ± {entry.spread:.0%}" if entry.n_timed > 1 else ""
     return f"{entry.seconds * 1e3:.2f}{spread} ({entry.n_timed})"
@@ -241,5 +242,5 @@ def labelled(names: Sequence[str], labels: Sequence[str]) -> list[str]:
 
 
 def _plot(path: Path, labels: Sequence[str], runs: Sequence[CostProfile]) -> None:
-    plot_profiles(dict(zip(labels, runs, strict=True)), path)
+    plot_profiles(dict(zip(labels, runs, strict=True)), path, is_steady)
     report.note(f"plotted {path}")

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from numa.errors import PlacementRefused
+from numa.errors import NumaError, PlacementRefused
 from numa.machine import read_topology
 from numa.place import Candidate
 from numa.threads import plan_threads
@@ -25,7 +25,8 @@ from offload.errors import DoesNotFit
 from offload.measuring import decode_s, streamed_kinds
 from offload.model_file import read_facts
 from offload.threads.numa_plan import make_numa_plan
-from offload.times.table import ranges
+from offload.times.steadiness import is_steady
+from offload.times.table import entry_of, ranges
 from specoffload import report
 from specoffload.bench.load import Load, Watch, warn_of_load
 from specoffload.commands.profile import forget_imported, measuring_config, show_table
@@ -39,6 +40,7 @@ from specoffload.speculation.costs import Thorough
 
 SIZES = (1, 8)
 _REPEATS = 7
+_MOST_ROUNDS = 3  # of _REPEATS decodes, until their times are steady
 _N_LEAST = 4  # least timings of each batch size
 _SEARCHES = 0.3  # share of the time that is left for a search before the batch costs
 _THREAD_FLAGS = ("threads", "threads_batch", "numa")
@@ -50,7 +52,7 @@ def tune_all(config: Config, minutes: float, *, asked: Collection[str] = ()) -> 
     Takes up to `minutes`, prints what was chosen, and keeps it for later starts. Each part is kept
     as soon as it is known, so the next run of the same day continues an interrupted one. Nothing is
     kept of a part during which other programs used the processors. `asked` are the names of options
-    that the user chose, which are not searched. Raises BadProfile or NumaError.
+    that the user chose, which are not searched. Raises BadProfile.
     """
     ends_s = time.monotonic() + 60.0 * minutes
     forget_imported(config)
@@ -103,7 +105,10 @@ def _with_threads(
         return config, (name, here, "not searched: nothing is kept (SPECOFFLOAD_WITHOUT=profile)")
     kept = load_tuned(folder, topology).result
     if kept is None or (kept.model, kept.date) != (config.model.name, today()):
-        kept, why_not = _search_threads(config, folder, topology, time_limit_s)
+        try:
+            kept, why_not = _search_threads(config, folder, topology, time_limit_s)
+        except NumaError as error:
+            return config, (name, here, f"not found: {error}")
         if why_not:
             return config, (name, here, f"not kept: {why_not}")
         why = "measured now"
@@ -240,10 +245,22 @@ def measurer(config: Config, topology: Topology) -> Callable[[Candidate], Mappin
 
 
 def _decode_s(engine: Engine, n: int) -> float:
-    """Median seconds of a decode of `n` tokens. The sequence keeps the decoded tokens."""
-    times = []
-    for _ in range(1 + _REPEATS):
-        first = engine.sequences.length(SEQUENCE)
-        batch = [(997 * (first + i) + 11) % engine.n_vocab for i in range(n)]
-        times.append(decode_s(engine.sequences, SEQUENCE, batch, n_logits=1))
-    return median(times[1:])  # the first one warms up
+    """Median seconds of a decode of `n` tokens. The sequence keeps the decoded tokens.
+
+    Raises PlacementRefused if the times are too different for a median that means something.
+    """
+    times: list[float] = []
+    for _ in range(_MOST_ROUNDS):
+        for _ in range(1 + _REPEATS):
+            first = engine.sequences.length(SEQUENCE)
+            batch = [(997 * (first + i) + 11) % engine.n_vocab for i in range(n)]
+            times.append(decode_s(engine.sequences, SEQUENCE, batch, n_logits=1))
+        entry = entry_of(times[1:])  # the first one warms up
+        if is_steady(entry.spread):
+            return median(times[1:])
+    tokens = report.plural(n, "token")
+    low_s, high_s = min(times[1:]), max(times[1:])
+    raise PlacementRefused(
+        f"{len(times) - 1} decodes of {tokens} took {low_s * 1e3:.1f} to {high_s * 1e3:.1f} ms, "
+        "which is no steady time: try again when the machine is idle"
+    )

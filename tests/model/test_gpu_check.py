@@ -81,7 +81,7 @@ def check_equality(rows: list[dict[str, Any]]) -> None:
     assert {(row["type"], row["way"], row["n"]) for row in rows} == {
         (quant, way, n)
         for quant in ("q4_K", "q3_K")
-        for way in ("streamed", "split", "CPU")
+        for way in ("streamed", "split", "doorbell", "CPU")
         for n in (1, 4, 9, 16)
     }
     for row in rows:
@@ -111,9 +111,11 @@ def check_steps(report: dict[str, Any]) -> None:
         assert row["streamed_bytes"] > 0
         assert row["transfer_s"] == pytest.approx(row["streamed_bytes"] / 1e9)
         ceiling_s = max(row["transfer_s"], row["compute_s"])
-        assert row["ratio"] == pytest.approx(row["step_s"] / ceiling_s)
+        # A busy machine may leave no steady time, and then there is no ratio.
+        assert row["ratio"] in (None, pytest.approx(row["step_s"] / ceiling_s))
         for peer in ("offload", "default"):
-            assert row[f"vs_{peer}"] == pytest.approx(row[f"{peer}_s"] / row["step_s"])
+            ratio = pytest.approx(row[f"{peer}_s"] / row["step_s"])
+            assert row[f"vs_{peer}"] in (None, ratio)
 
 
 def check_steps_table(found: dict[str, Any]) -> None:
@@ -539,6 +541,18 @@ def test_an_aim_that_is_missed_is_said_and_does_not_fail(split: ModuleType) -> N
     aim, _ = split.aims([split_row(2.0, 0.99, **cached)]).items()
     assert "llama-server --moe-cache-mib 9 (1.10)" in aim[0]
     assert not aim[1]
+
+
+def test_an_aim_whose_ratio_means_nothing_is_missed(split: ModuleType) -> None:
+    way = split.Way("auto", 0, rounds_s=[1.0, 1.0, 1.0])
+    other = split.Way("off", 0, rounds_s=[0.1, 1.0, 9.0])
+    assert way.times_as_fast_as(other) is None
+    assert way.times_as_fast_as(way) == 1.0
+    row = split_row(1.2, 0.99)
+    row["ways"][1]["vs_off"] = None
+    assert split.aims([row])[
+        "m, drifting, 25% cached: auto no slower than off (no steady time)"
+    ] is (False)
 
 
 def test_no_split_layer_or_other_logits_fail(split: ModuleType) -> None:

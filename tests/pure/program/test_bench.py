@@ -22,6 +22,13 @@ from specdec.costs.profile import CostProfile
 from specdec.options import DrafterName, SpecOptions
 from specoffload.bench.batched import Sweep, speeds
 from specoffload.bench.batched import written as batched
+from specoffload.bench.comparison import (
+    doubts,
+    measured_words,
+    side_by_side,
+    speed_rows,
+    vs_server,
+)
 from specoffload.bench.drafts import Equality, PlainText, compared, length_words, why_off
 from specoffload.bench.llama_bench import DEFAULTS, FIELDS, RowWriter, name_of_test, row_of, written
 from specoffload.bench.llama_server import (
@@ -37,7 +44,7 @@ from specoffload.bench.llama_server import (
 from specoffload.bench.load import Load, Watch, load_sentence
 from specoffload.bench.paths import Measured
 from specoffload.bench.sweep import TimedTest, settings_of, timed_tests
-from specoffload.commands.bench import _rows, doubts, measured_words, side_by_side, why_no_drafts
+from specoffload.commands.bench import why_no_drafts
 from specoffload.config.options import BenchOptions, Options, SweepOptions, Toggle
 from specoffload.errors import UsageError
 from specoffload.generation.statistics import GenerationStats
@@ -143,11 +150,52 @@ def test_ratios_of_few_or_noisy_repetitions_are_marked() -> None:
     assert "without drafts: decoding varied by 50%" in spread
     noisy = {"wrapped": replace(repeated(1.0, 1.0, 1.0), prefills_s=(1.0, 1.0, 2.0))}
     (spread,) = doubts(noisy, idle)
-    assert "without drafts: prefill varied by 100%" in spread
+    assert spread == ("without drafts: prefill took 1 to 2 s, so no ratio of it means anything")
     assert doubts(noisy, idle, of_prefill=False) == []
     result = side_by_side({"llama.cpp -ub 512": measured(10, 4.0), "wrapped": measured(15, 1)}, 9)
-    assert [row[3] for row in _rows(result | {"unreliable": []})] == ["1.00", "1.50"]
-    assert [row[3] for row in _rows(result | {"unreliable": ["why"]})] == ["1.00 ?", "1.50 ?"]
+    assert [row[3] for row in speed_rows(result | {"unreliable": []})] == ["1.00", "1.50"]
+    assert [row[3] for row in speed_rows(result | {"unreliable": ["why"]})] == [
+        "1.00 ?", "1.50 ?"
+    ]  # fmt: skip
+
+
+PEER = "llama.cpp -ub 512"
+
+
+def test_a_side_that_varies_as_much_as_its_speed_has_no_ratio() -> None:
+    found = {PEER: repeated(1.0, 1.0, 1.1), "wrapped": repeated(0.2, 0.8, 2.0)}
+    result = side_by_side(found, 100)
+    assert result["vs"] == {PEER: None, f"{PEER}, prefill": 1.0}
+    ours = dict((row[0], row[1:]) for row in speed_rows(result | {"unreliable": ["why"]}))
+    assert ours["without drafts"] == ("50.0 to 500.0", "100", "-")
+    assert ours[PEER] == ("100.0", "100", "1.00 ?")
+    assert vs_server(result, 50.0) is None
+    (words,) = doubts(found, Load(0.05, 2))
+    assert words == "without drafts: decoding took 0.2 to 2 s, so no ratio of it means anything"
+
+
+def test_the_spreads_of_both_sides_add_up() -> None:
+    half, more = repeated(1.0, 1.0, 1.45), repeated(1.0, 1.0, 1.6)
+    assert side_by_side({PEER: half, "wrapped": half}, 9)["vs"][PEER] == 1.0
+    assert side_by_side({PEER: half, "wrapped": more}, 9)["vs"][PEER] is None
+    assert vs_server(side_by_side({"wrapped": more}, 9), 50.0) == 2.0, "a server has no spread"
+
+
+def test_sides_with_different_numbers_of_threads_have_no_ratio() -> None:
+    steady = repeated(1.0, 1.0, 1.0)
+    fell = replace(steady, n_threads_lost=(0, 1, 0))
+    result = side_by_side({PEER: steady, "wrapped": fell, "unwrapped": fell}, 9)
+    assert result["vs"] == {PEER: None, f"{PEER}, prefill": None}
+    assert result["wrapped_ratio"] == 1.0, "both sides lost a thread"
+    one, other = doubts({PEER: steady, "wrapped": fell, "unwrapped": fell}, Load(0.05, 2))
+    assert one.startswith("without drafts: other programs took processors, so it computed with 1")
+    assert other.startswith("plain CPU: ")
+
+
+def test_a_sweep_shows_the_range_of_a_speed_that_is_not_steady() -> None:
+    row = row_of({}, "wrapped", [0.01, 1.0, 1.0], n_prompt=100)
+    assert RowWriter([row], None).row(row).split("|")[-2].strip() == "100.00 to 10000.00"
+    assert "±" in RowWriter([row], "md").row(row), "llama-bench's format stays"
 
 
 def test_the_draft_flags_of_a_llama_server_are_swept() -> None:
@@ -541,7 +589,7 @@ def test_a_path_is_named_streamed_only_if_weights_were_copied() -> None:
     copying = GenerationStats(n_tokens=64, decode_s=2.0, streamed_bytes=1)
     for stats, name in ((still, "without drafts"), (copying, "streamed")):
         result = side_by_side({"wrapped": Measured((stats,), (1.0,))}, 1000)
-        assert [row[0] for row in _rows(result)] == [name]
+        assert [row[0] for row in speed_rows(result)] == [name]
         assert measured_words("wrapped", 1, stats, 4.0, 5, 8).startswith(f"{name}, 1 of 5")
 
 

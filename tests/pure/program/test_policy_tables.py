@@ -95,6 +95,24 @@ def test_the_default_is_judged_by_the_fixed_setting_that_was_best_afterwards() -
     assert judged.by_repetition[1] == pytest.approx((20 / 16, 2.0))
 
 
+def test_settings_whose_speeds_mean_nothing_have_no_ratio() -> None:
+    wild, calm = [run(4), run(10), run(20)], [run(10), run(10), run(10)]
+    rows = rows_of(
+        settings(NO_DRAFTS, "fixed 1", DEFAULT),
+        Seen({NO_DRAFTS: wild, "fixed 1": [run(20, 9, 9)] * 3, DEFAULT: calm}),
+    )
+    judged = judge(rows)
+    assert judged is not None
+    assert judged.vs_best_fixed == pytest.approx(0.5)
+    assert judged.vs_no_drafts is None
+    assert crossover([replace(row, n_block=1 if row.name == "fixed 1" else None) for row in rows]
+                     ) is None  # fmt: skip
+    (words,) = doubts({"code": rows})
+    assert (
+        words == f"code: {NO_DRAFTS} wrote 4.0 to 20.0 tokens/s, so no ratio of it means anything"
+    )
+
+
 def test_an_adaptive_rule_is_no_fixed_setting_and_no_drafts_is_one() -> None:
     rows = rows_of(
         [*settings(NO_DRAFTS), Setting("bandit", BASE), *settings(DEFAULT)],

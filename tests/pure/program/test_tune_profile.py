@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from numa_trees import topology_of
 
+from numa.errors import PlacementRefused
 from numa.place import Candidate, Strategy
 from numa.topology import ONE_NODE, Topology
 from numa.tune import Trial, TuneResult, fingerprint
@@ -172,3 +173,17 @@ def test_the_table_says_which_batches_are_split_and_why_none_is(
     monkeypatch.setattr(tune, "streamed_kinds", lambda target: ())
     session: Any = SimpleNamespace(target=target, engine_choice=None)
     assert tune.found(session) == [("--hybrid", chosen, why)]
+
+
+def test_a_trial_whose_times_are_not_steady_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = SimpleNamespace(sequences=SimpleNamespace(length=lambda _: 0), n_vocab=100)
+    calm = [0.5, *[0.001] * 7]
+    wild = [0.5, *[0.001, 0.01] * 3, 0.001]
+    left: list[float] = [*wild, *calm, *calm]
+    monkeypatch.setattr(tune, "decode_s", lambda *_, **__: left.pop(0))
+    assert tune._decode_s(engine, 1) == 0.001, "more decodes were steady"
+    left[:] = [*wild[:1], *[0.001, 0.01, 0.01, 0.001, 0.001, 0.01, 0.001, 0.02] * 3]
+    with pytest.raises(
+        PlacementRefused, match=r"^23 decodes of 1 token took 1.0 to 20.0 ms, which"
+    ):
+        tune._decode_s(engine, 1)

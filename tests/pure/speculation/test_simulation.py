@@ -18,6 +18,7 @@ from lab.simulate import (
     trace_lines,
 )
 from lab.simulation import DraftTrace, fixed_oracle, parse_trace, published_curves, simulate
+from offload.times.steadiness import is_steady
 from specdec.costs.calibration import Calibration
 from specdec.costs.plot import MOST_RUNS, plot_profiles, plot_reliability, profile_figure
 from specdec.costs.profile import CostProfile, Timed
@@ -186,6 +187,16 @@ def test_no_two_words_of_a_plot_lie_over_one_another(n_runs: int, n_max: int) ->
         for other, its in boxes[i + 1 :]:
             apart = box.x1 <= its.x0 or its.x1 <= box.x0 or box.y1 <= its.y0 or its.y1 <= box.y0
             assert apart, (text, other)
+
+
+def test_a_size_without_a_steady_time_is_plotted_without_a_point() -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    timed = (Timed(1, 9, 0.1), Timed(2, 9, 2.11), Timed(3, 9, 0.2))
+    figure = profile_figure({"run": CostProfile((1.0, 1.5, 1.6), timed=timed)}, is_steady)
+    (bars,) = figure.axes[1].containers
+    assert list(bars.lines[0].get_xdata()) == [1, 3]
+    assert "1 of them without a steady time, so without a point" in figure._supxlabel.get_text()
+    pyplot.close(figure)
 
 
 def test_the_plotted_line_of_a_run_is_its_normalised_costs() -> None:
