@@ -463,6 +463,7 @@ def completed(words: list[str], program: str) -> bool:
 
 def main() -> None:
     """Run a command line. Errors raised on purpose become one sentence and an exit code."""
+    report.wrap_warnings()
     try:
         if not completed(sys.argv[1:], "specoffload"):
             app()

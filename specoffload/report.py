@@ -7,9 +7,11 @@ import json
 import logging
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TextIO
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -68,7 +70,7 @@ def is_of_output(error: OSError) -> bool:
 def no_more_output(error: OSError) -> None:
     """Drop later output. Report that it cannot be written, unless its reader closed the pipe."""
     if error.errno != errno.EPIPE:
-        _err.print(f"specoffload: output cannot be written: {error.strerror}")
+        _say(_err, f"specoffload: output cannot be written: {error.strerror}")
     # Otherwise the interpreter would try to flush the rest at its end, and report the error again.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -86,10 +88,30 @@ def be_verbose(*, library_level: int = 0) -> None:
     level = logging.INFO
     if library_level:
         level = TRACE if library_level >= TRACE else logging.DEBUG
-    handler = logging.StreamHandler(sys.stderr)
+    handler = WordsHandler(sys.stderr)
     handler.setFormatter(_Marked())
     handler.addFilter(lambda record: library_level > 0 or is_told(record))
     logging.basicConfig(level=level, handlers=[handler])
+
+
+class WordsHandler(logging.StreamHandler[TextIO]):
+    """Writes log lines. A terminal gets a long one as several, broken between words."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        words = super().format(record)
+        return broken(words, _err.width) if self.stream.isatty() else words
+
+
+def wrap_warnings() -> None:
+    """Break warnings between words on a terminal, also where no handler shows them."""
+    logging.lastResort = _LastWords(logging.WARNING)
+
+
+class _LastWords(logging.Handler):
+    """Shows warnings on standard error while no other handler does."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _say(_err, self.format(record))
 
 
 def is_told(record: logging.LogRecord) -> bool:
@@ -162,14 +184,36 @@ def console() -> Console:
     return _out
 
 
+def _say(to: Console, words: str, style: str | None = None) -> None:
+    """Write words for people. Only a terminal gets a long line as several, broken between words.
+
+    A word that is longer than the terminal, such as a path, stays whole, so that it can be copied.
+    """
+    words = plain(words)
+    shown = broken(words, to.width) if to.is_terminal else words
+    to.print(shown, style=style, markup=False, soft_wrap=True)
+
+
+def broken(words: str, width: int) -> str:
+    """Return `words` in lines of up to `width` characters, which end between words."""
+    lines = (
+        textwrap.wrap(
+            line, max(1, width), break_long_words=False, break_on_hyphens=False,
+            replace_whitespace=False,
+        )
+        for line in words.split("\n")
+    )  # fmt: skip
+    return "\n".join("\n".join(parts) for parts in lines)
+
+
 def line(words: str) -> None:
     """Write a line of results to standard output."""
-    _out.print(plain(words), markup=False, soft_wrap=True)
+    _say(_out, words)
 
 
 def paragraph(words: str) -> None:
-    """Write a sentence of results to standard output, wrapped only on a terminal."""
-    _out.print(plain(words), markup=False, soft_wrap=not _out.is_terminal)
+    """Write a sentence of results to standard output."""
+    _say(_out, words)
 
 
 def named(rows: Sequence[tuple[str, str]]) -> None:
@@ -202,7 +246,7 @@ def indented(words: str) -> None:
 
 def note(words: str) -> None:
     """Write a line to standard error that says what the program does or leaves out."""
-    _err.print(plain(words), style="dim", markup=False, soft_wrap=not _err.is_terminal)
+    _say(_err, words, "dim")
 
 
 def detail(words: str) -> None:
@@ -212,13 +256,12 @@ def detail(words: str) -> None:
 
 
 def error(words: str) -> None:
-    words = f"specoffload: {plain(words)}"
-    _err.print(words, style="red", markup=False, soft_wrap=not _err.is_terminal)
+    _say(_err, f"specoffload: {words}", "red")
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Write a table to standard output. The first column has names, and the others have numbers."""
-    _out.print(f"\n{title}", style="bold", markup=False, soft_wrap=True)
+    _say(_out, f"\n{title}", "bold")
     made = Table()
     for i, column in enumerate(columns):
         made.add_column(column, justify="left" if i == 0 else "right", overflow="fold")

@@ -139,7 +139,7 @@ class ServerLog:
         """
         root = logging.getLogger()
         if not root.handlers:
-            handler = logging.StreamHandler(sys.stderr)
+            handler = report.WordsHandler(sys.stderr)
             handler.setLevel(logging.WARNING)
             root.addHandler(handler)
         shown = root.handlers[0]

@@ -218,11 +218,11 @@ class Terminal:
 
 
 @contextmanager
-def terminal(home: Path, *words: str | Path) -> Iterator[Terminal]:
+def terminal(home: Path, *words: str | Path, columns: int = 100) -> Iterator[Terminal]:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "specoffload", *map(str, words)],
-        env={**environment(home), "COLUMNS": "100", "LINES": "30"},
+        env={**environment(home), "COLUMNS": str(columns), "LINES": "30"},
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
@@ -262,3 +262,31 @@ def test_a_chat_at_a_terminal(tiny_dense: Path, tmp_path: Path, command: str) ->
     assert saved[1]["role"] == "assistant"
     history = (tmp_path / "specoffload" / "chat-history").read_text()
     assert "+first\n+second line" in history
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_no_notice_of_a_chat_is_broken_inside_a_word(
+    tiny_dense: Path, tmp_path: Path, columns: int
+) -> None:
+    system = "Answer in one sentence whose words are long enough to be broken at a narrow margin."
+    asked = {
+        "/help": "stops an answer",
+        f"/system {system}": f"system: {system}",
+        "/load nothing.json": "No such file or directory",
+        "/image photo.png": "start with --mmproj FILE",
+    }
+    with terminal(tmp_path, "chat", tiny_dense, "-c", "512", columns=columns) as screen:
+        screen.wait_for("/help")
+        for order, end in asked.items():
+            screen.press(f"{order}\r")
+            shown = screen.wait_for(lambda text, end=end: end in " ".join(said(text)))
+            # The line editor draws what was typed, and the terminal breaks it.
+            lines = [line for line in said(shown.rpartition("\x1b[?2004l")[2]) if line != order]
+            assert max(map(len, lines)) <= columns
+            assert end in " ".join(lines), "no word of it was broken"
+
+
+def said(output: str) -> list[str]:
+    """The lines of a terminal's output without its control sequences."""
+    return [line.strip() for line in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output).splitlines()]

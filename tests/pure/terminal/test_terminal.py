@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import Mock
@@ -306,3 +307,42 @@ def test_a_log_line_stands_after_the_answer_on_a_terminal(
     else:
         assert ends[0] == "first words, other programs use the processors"
     assert root.handlers == [handler]
+
+
+# -- lines of the program
+
+
+@given(st.text("ab -/\n", max_size=80), st.integers(1, 30))
+def test_lines_end_between_words(words: str, width: int) -> None:
+    lines = report.broken(words, width).split("\n")
+    assert all(len(line) <= width or len(line.split()) == 1 for line in lines)
+    assert " ".join(lines).split() == words.split(), "no word is lost or broken"
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_a_terminal_gets_every_kind_of_line_broken_between_words(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sentence = "this sentence has words that a narrow terminal would break " * 4 + "at its end"
+    screen = io.StringIO()
+    for name in ("_out", "_err"):
+        monkeypatch.setattr(
+            report, name, Console(file=screen, width=width, force_terminal=True, no_color=True)
+        )
+    monkeypatch.setattr(logging, "lastResort", None)
+    report.wrap_warnings()
+    assert logging.lastResort is not None
+    for say in (report.line, report.paragraph, report.note, report.error):
+        say(sentence)
+    report.table(sentence, ("",), ())
+    logging.lastResort.handle(logging.LogRecord("offload", 30, "", 0, sentence, (), None))
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    report.WordsHandler(terminal).handle(
+        logging.LogRecord("offload", 30, "", 0, sentence, (), None)
+    )
+    said = re.sub(r"\x1b\[[0-9;]*m", "", screen.getvalue() + terminal.getvalue())
+    lines = [line for line in said.splitlines() if line and line[0] not in "┏┃┡└"]
+    assert max(map(len, lines)) <= width
+    assert " ".join(lines).split().count("terminal") == 4 * 7, "each sentence is whole"
+    assert {*" ".join(lines).split()} <= {*sentence.split(), "specoffload:"}
