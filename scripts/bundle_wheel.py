@@ -1,4 +1,6 @@
-"""Puts llama-cpp-python into our wheel: bundle_wheel.py OURS.whl LIBLLAMA.whl FOLDER.
+"""Puts llama-cpp-python into our wheel: bundle_wheel.py OURS.whl LIBLLAMA.whl FOLDER [BACKEND.so].
+
+BACKEND.so is ggml's library for GPUs (scripts/gpu_backend.py), which libllama loads at start.
 
 The wheel then requires the packages of llama-cpp-python instead of llama-cpp-python itself, of
 which pip's default index has only a source archive. Needs the package `wheel`, and patchelf.
@@ -21,7 +23,7 @@ _CUDA_12 = ("cuda_runtime", "cublas")  # folders of the packages of CUDA 12, one
 VERSIONED = re.compile(r"\.so\.\d+")  # other names of the same library
 
 
-def bundle(ours: Path, libllama: Path, folder: Path) -> None:
+def bundle(ours: Path, libllama: Path, folder: Path, backend: Path | None = None) -> None:
     """Write the wheel with both into `folder`. Raises SystemExit if a wheel is not as expected."""
     with tempfile.TemporaryDirectory() as work:
         a, b = (_unpacked(file, Path(work, name)) for file, name in ((ours, "a"), (libllama, "b")))
@@ -34,6 +36,10 @@ def bundle(ours: Path, libllama: Path, folder: Path) -> None:
         for file in sorted((b / PACKAGE / "lib").iterdir()):  # some have names with versions alone
             if not (libraries / _plain(file.name)).exists():
                 shutil.copy(file, libraries / _plain(file.name))
+        if backend is not None:
+            if "libggml-cpu.so" in "".join(_needed_by(libraries / "libggml.so")):
+                sys.exit(f"{libllama.name} loads no libraries at start, so it takes no {backend}")
+            shutil.copy(backend, libraries)
         _name_once(libraries)
         tag, of_gpu = _for_gpus(libraries)
         needed = [*_requirements((theirs / "METADATA").read_text("utf-8")), *of_gpu]

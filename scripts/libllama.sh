@@ -24,3 +24,15 @@ libllama_wheel() {
     fi
     ls "$wheels"/llama_cpp_python-*.whl
 }
+
+# Unpacks the source archive of the pinned llama-cpp-python into the folder $1, unless it is there. SDIST names the archive.
+libllama_source() {
+    local pin unpacking; pin=$(libllama_pin)
+    [ "$(cat "$1/pin" 2>/dev/null || true)" != "$pin" ] || return 0
+    unpacking=$(mktemp -d)
+    if [ -n "${SDIST:-}" ]; then cp "$SDIST" "$unpacking"; else
+        pip download --no-deps --no-binary llama-cpp-python "$pin" -d "$unpacking"; fi
+    rm -rf "$1"; mkdir -p "$1"
+    tar xzf "$unpacking"/llama_cpp_python-*.tar.gz -C "$1" --strip-components=1
+    rm -rf "$unpacking"; echo "$pin" >"$1/pin"
+}

@@ -33,6 +33,7 @@ class Made:
     files: Sequence[tuple[str, int]]  # names and bytes
     ran: Sequence[str]  # CPU backends that decoded on the machine of the release
     other: Sequence[str]  # those for other processors, which were not run
+    gpu: Sequence[str] = ()  # what wheels for GPUs were compiled for, and where they ran
 
 
 def notes(made: Made, since: str, subjects: Sequence[str], entries: Sequence[str]) -> str:
@@ -54,6 +55,9 @@ def notes(made: Made, since: str, subjects: Sequence[str], entries: Sequence[str
         lines += ["", f"These CPU backends decoded: {', '.join(made.ran)}."]
     if made.other:
         lines += ["", f"Nobody has run these for this release: {', '.join(made.other)}."]
+    if made.gpu:
+        lines += ["", "Wheels for GPUs. No GPU has run them for this release:", ""]
+        lines += [f"- {line}" for line in made.gpu]
     shown = subjects if since else subjects[:_FEW]
     title = f"## Changes since {since}" if since else f"## The last {len(shown)} changes"
     lines += ["", title, "", *(f"- {subject}" for subject in shown)]
@@ -89,10 +93,10 @@ def _version() -> str:
     return found[1]
 
 
-def _write(folder: Path, ran: str, other: str) -> None:
+def _write(folder: Path, ran: str, other: str, gpu: Sequence[str]) -> None:
     files = sorted((path.name, path.stat().st_size) for path in folder.iterdir())
     commit, date = _git("log", "-1", "--format=%h %cs").split()
-    made = Made(_version(), commit, date, files, ran.split(), other.split())
+    made = Made(_version(), commit, date, files, ran.split(), other.split(), gpu)
     since = _git("describe", "--tags", "--abbrev=0", "--match", "v*", "HEAD^")
     changes = f"{since}..HEAD" if since else "HEAD"
     subjects = _git("log", "--no-merges", "--format=%s", changes).splitlines()
@@ -107,12 +111,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     written.add_argument("folder", type=Path)
     written.add_argument("--ran", default="")
     written.add_argument("--other", default="")
+    written.add_argument("--gpu", type=Path)
     same = commands.add_parser("same")
     same.add_argument("of_archive", type=Path)
     same.add_argument("wheel", type=Path)
     asked = parser.parse_args(arguments)
     if asked.command == "notes":
-        _write(asked.folder, asked.ran, asked.other)
+        gpu = asked.gpu.read_text("utf-8").splitlines() if asked.gpu else []
+        _write(asked.folder, asked.ran, asked.other, gpu)
     elif missing := lacking(
         *(zipfile.ZipFile(f).namelist() for f in (asked.of_archive, asked.wheel))
     ):

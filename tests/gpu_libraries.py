@@ -1,8 +1,10 @@
-"""Writes small libraries with headers of code for NVIDIA GPUs, laid out as nvcc's linker does."""
+"""Writes small libraries with headers of code for NVIDIA GPUs, laid out as nvcc's linker does, and
+wheels that bring such a libllama."""
 
 from __future__ import annotations
 
 import struct
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +12,15 @@ from offload.ggml.gpu_code import Code
 
 _FLAGS = {"": 0x8011, "a": 0x108011, "f": 0x1208011}
 _NEEDED = 1
+_METADATA = """Metadata-Version: 2.4
+Name: specoffload
+Version: 0.1.0
+Requires-Dist: numpy>=1.20
+Requires-Dist: nvidia-cublas<14,>=13
+Requires-Dist: pytest; extra == "dev"
+
+A description: Requires-Dist is a header.
+"""
 
 
 def fatbin(codes: Sequence[Code], n_bytes: int = 24) -> bytes:
@@ -49,3 +60,29 @@ def library(path: Path, *containers: bytes, needs: str = "libcudart.so.13") -> P
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(bytes(header) + body + b"".join(rows))
     return path
+
+
+def wheel_with_libllama(
+    folder: Path,
+    backend: str = "",
+    *,
+    version: str = "0.3.36",
+    tag: str = "any",
+    name: str = "specoffload-0.1.0",
+) -> Path:
+    """Write a wheel of specoffload with libllama for a backend. CUDA's has code for an RTX 4090."""
+    number = {"cuda": "1cuda13-", "vulkan": "1vulkan-", "": ""}[backend]
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{name}-{number}py3-none-{tag}.whl"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("offload/engine.py", "")
+        archive.writestr("llama_cpp/__init__.py", f'__version__ = "{version}"\n')
+        archive.writestr("llama_cpp/lib/libllama.so", b"code")
+        archive.writestr("specoffload.libs/libgomp.so", b"threads")
+        archive.writestr(f"{name}.dist-info/METADATA", _METADATA)
+        if backend == "cuda":
+            so = library(folder / "libggml-cuda.so", fatbin([Code((8, 9))]))
+            archive.write(so, "llama_cpp/lib/libggml-cuda.so")
+        elif backend:
+            archive.writestr(f"llama_cpp/lib/libggml-{backend}.so", b"")
+    return file

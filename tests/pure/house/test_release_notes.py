@@ -36,11 +36,19 @@ def test_notes_of_a_later_release_have_what_is_new_since_the_last(script: Module
         assert words in text
 
 
+def test_wheels_for_gpus_say_what_they_hold_and_that_no_gpu_ran_them(script: ModuleType) -> None:
+    line = "a.whl: CUDA 13, code for compute capability 8.9; was run on no device"
+    made = script.Made("0.2.0", "abc1234", "2026-11-28", [], [], [], [line])
+    text = script.notes(made, "v0.1.0", [], [])
+    assert f"No GPU has run them for this release:\n\n- {line}\n" in text
+
+
 def test_a_first_release_shows_few_changes(script: ModuleType) -> None:
     made = script.Made("0.1.0", "abc1234", "2026-11-28", [], [], [])
     text = script.notes(made, "", [f"Change {i}" for i in range(500)], [])
     assert text.count("\n- ") == 30
     assert "CPU backends" not in text
+    assert "for GPUs" not in text
 
 
 def test_new_entries_of_the_log_are_those_that_a_diff_adds(script: ModuleType) -> None:

@@ -10,6 +10,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from gpu_libraries import wheel_with_libllama
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 STOPPED = 7  # what the false build_flags.py ends with, once there is an environment
@@ -20,8 +21,11 @@ def checkout(tmp_path: Path) -> Path:
     """A folder in which scripts/setup makes its environment, and then stops."""
     scripts = tmp_path / "checkout/scripts"
     scripts.mkdir(parents=True)
-    for name in ("setup", "python_env.sh", "libllama.sh", "build_progress.py"):
+    for name in ("setup", "python_env.sh", "libllama.sh", "build_progress.py", "libllama_wheel.py"):
         shutil.copy(SCRIPTS / name, scripts)
+    (scripts.parent / "offload/ggml").mkdir(parents=True)
+    for name in ("drivers.py", "gpu_code.py"):
+        shutil.copy(SCRIPTS.parent / "offload/ggml" / name, scripts.parent / "offload/ggml")
     for name in ("pyproject.toml", "constraints.txt", "scripts/cuda_toolkits.py"):
         (scripts.parent / name).touch()
     (scripts.parent / "pyproject.toml").write_text('    "llama-cpp-python==0.3.36",\n', "utf-8")
@@ -163,22 +167,25 @@ def test_a_named_python_that_is_missing_is_said(checkout: Path) -> None:
     assert "nowhere is not installed" in setup(checkout, PYTHON="nowhere").stderr
 
 
-def test_a_wheel_of_libllama_is_installed_in_place_of_a_compile(checkout: Path) -> None:
+@pytest.mark.parametrize("name", ["specoffload-0.1.0", "llama_cpp_python-0.3.36"])
+def test_a_wheel_with_libllama_is_installed_in_place_of_a_compile(
+    name: str, checkout: Path
+) -> None:
     false_python(checkout.parent / "bin", "python3", "3.12")
-    for name in ("none.whl", "llama_cpp_python-0.3.35-1cuda-py3-none-any.whl"):
-        if name != "none.whl":
-            (checkout / name).touch()
-        done = setup(checkout, "--wheel", name)
-        assert done.returncode == 2
-        assert f"--wheel {name}" in done.stderr
-        assert "llama_cpp_python-0.3.36-*.whl" in done.stderr
-    wheel = checkout / "a folder" / "llama_cpp_python-0.3.36-1cuda-py3-none-any.whl"
-    wheel.parent.mkdir()
-    wheel.touch()
+    done = setup(checkout, "--wheel", "none.whl")
+    assert done.returncode == 2
+    assert "--wheel none.whl: there is no such file" in done.stderr
+    old = wheel_with_libllama(checkout / "old", name=name, version="0.3.35")
+    done = setup(checkout, "--wheel", str(old))
+    assert done.returncode == 2
+    assert "it has llama-cpp-python 0.3.35, and this checkout needs 0.3.36" in done.stderr
+    assert "Traceback" not in done.stderr
+    wheel = wheel_with_libllama(checkout / "a folder", "vulkan", name=name)
     done = setup(checkout, "--wheel", str(wheel))
     assert done.returncode == 0, done.stderr
     first, second = (checkout / "pip.txt").read_text("utf-8").splitlines()
-    assert f"--no-deps {wheel}" in first
+    assert "--no-deps " in first
+    assert first.endswith("llama_cpp_python-0.3.36-1vulkan-py3-none-any.whl")
     assert second.endswith("-e .[dev]")
     # The choice is kept. A wheel that has not changed is not installed again.
     for stamp in (checkout / ".venv").glob(".installed-*"):
@@ -186,3 +193,25 @@ def test_a_wheel_of_libllama_is_installed_in_place_of_a_compile(checkout: Path) 
     assert setup(checkout).returncode == 0
     (third,) = (checkout / "pip.txt").read_text("utf-8").splitlines()[2:]
     assert third.endswith("-e .[dev]")
+    # A variable names another one, also when everything is installed.
+    other = wheel_with_libllama(checkout / "other", name=name)
+    assert setup(checkout, WHEEL=str(other)).returncode == 0
+    fourth = (checkout / "pip.txt").read_text("utf-8").splitlines()[3]
+    assert fourth.endswith("llama_cpp_python-0.3.36-py3-none-any.whl")
+
+
+@pytest.mark.parametrize("place", [".", ".."])
+def test_a_wheel_beside_the_checkout_is_found_once_and_named(place: str, checkout: Path) -> None:
+    false_python(checkout.parent / "bin", "python3", "3.12")
+    wheel = wheel_with_libllama((checkout / place).resolve())
+    done = setup(checkout, "--gpu", "auto")
+    assert done.returncode == STOPPED  # it would be compiled
+    done = setup(checkout)
+    assert done.returncode == 0, done.stderr
+    assert f"libllama comes from {wheel} (for the CPU alone); --gpu auto compiles" in done.stderr
+    assert "--no-deps" in (checkout / "pip.txt").read_text("utf-8").splitlines()[0]
+    # What is installed stays. A wheel that comes later is taken if it is named.
+    for stamp in (checkout / ".venv").glob(".installed-*"):
+        stamp.unlink()
+    wheel_with_libllama(checkout, "vulkan")
+    assert "libllama comes from" not in setup(checkout).stderr
