@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 
+from offload.decode import Batch
 from offload.errors import DoesNotFit, NotSupported
 from offload.ggml.library.log import opening
 from offload.images.decoding import NO_IMAGES, Bitmap, decoded_files
@@ -214,7 +215,7 @@ class Engine(ModelText):
         """
         with opening(self.facts.path):
             tokens = self.tokenize("a") or [0]
-            self._context.decode(tokens[:1], [0], [0], [True])
+            self._context.decode(Batch(tokens[:1], [0], [0], [True], self.options.n_ubatch))
             self._context.remove(0, 0)
             if self.projector is not None:
                 with suppress(DoesNotFit):  # a request with an image gets the error

@@ -13,7 +13,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
-from offload.decode import SMALL_BATCH
+from offload.decode import SMALL_BATCH, Batch
 from offload.errors import BadRequest, DecodeStopped, DeviceFailed, DoesNotFit, OffloadError
 from offload.ggml.compute_buffer import ComputeBuffer
 from offload.ggml.library import interrupt, log
@@ -30,7 +30,7 @@ PARTIAL_STATE = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: recurrent and SWA parts
 ON_DEVICE = 2  # LLAMA_STATE_SEQ_FLAGS_ON_DEVICE: the tensors stay where they are
 
 
-class Batch:
+class LlamaBatch:
     """A llama_batch over arrays of ours, filled anew for each decode."""
 
     def __init__(self, struct: Any, capacity: int, n_sequences: int) -> None:
@@ -242,7 +242,7 @@ class Context:
         self.n_rs_seq = int(lib.llama_n_rs_seq(self.handle))
         self.n_batch = int(lib.llama_n_batch(self.handle))
         self.n_ubatch = int(lib.llama_n_ubatch(self.handle))
-        self._batch = Batch(lib.structs.llama_batch, options.n_batch, n_sequences)
+        self._batch = LlamaBatch(lib.structs.llama_batch, options.n_batch, n_sequences)
         self._logit_rows = _LibraryRows(model.n_vocab)
         self._hidden_rows = _LibraryRows(model.row_width)
         self.n_vocab, self.row_width = model.n_vocab, model.row_width
@@ -261,26 +261,21 @@ class Context:
         if self._ram_cache is not None:
             self._ram_cache.close_after()
 
-    def decode(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        sequences: Sequence[int] | Sequence[Sequence[int]],
-        wanted: Sequence[bool],
-    ) -> NDArray[np.float32]:
+    def decode(self, asked: Batch) -> NDArray[np.float32]:
         """Evaluate one batch; return a copy of the logits [number wanted, n_vocab], in batch order.
 
-        `sequences` has one sequence for each row. For a tree it has several sequences for each row,
-        and all logits must be wanted. Raises what a callback raised, KeyboardInterrupt,
+        All logits of a tree must be wanted. Raises what a callback raised, KeyboardInterrupt,
         DecodeStopped, DoesNotFit if the KV cache is full, or DeviceFailed. The memory may then hold
         part of the batch, so the caller must rewind.
         """
+        tokens, positions, wanted = asked.tokens, asked.positions, asked.wanted
+        sequences = asked.sequences
         if self.tenant is not None:
             self._plan_small(self.tenant, len(wanted))
         if isinstance(sequences[0], int):
             held = cast(Sequence[int], sequences)
-            asked = self._reserve(wanted) if self.keeps_graphs else wanted
-            batch = self._batch.fill(tokens, positions, held, asked)
+            read = self._reserve(wanted) if self.keeps_graphs else wanted
+            batch = self._batch.fill(tokens, positions, held, read)
         else:
             batch = self._batch.fill_tree(
                 tokens, positions, cast(Sequence[Sequence[int]], sequences)
@@ -498,7 +493,7 @@ class Embedder(Context):
         self.pooling = pooling
         self.n_most = n  # most tokens of a text
         # Function that returns embeddings. An engine may replace it, to compute on its device.
-        self.compute: Callable[..., NDArray[np.float32]] = self.decode
+        self.compute: Callable[[Batch], NDArray[np.float32]] = self.decode
         self._is_pooled = pooling != "none"
         self._width = self.row_width
 
@@ -514,7 +509,7 @@ class Embedder(Context):
                 "raise --ubatch-size"
             )
         try:
-            return self.compute(tokens, range(n), [0] * n, [True] * n)
+            return self.compute(Batch(tokens, range(n), [0] * n, [True] * n, n))
         finally:
             self.remove(0, 0)
 

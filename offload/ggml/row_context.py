@@ -7,11 +7,13 @@ drafted tokens, the row that this context gave there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.ggml.context import ABORTED, Batch, Context
+from offload.decode import Batch
+from offload.ggml.context import ABORTED, Context, LlamaBatch
 from offload.ggml.library.callback import Pending
 from offload.ggml.model import Model
 from offload.times.context import ContextOptions
@@ -64,24 +66,16 @@ class RowContext(Context):
         """Compute with layer `head` of `n_heads` from now on."""
         raise AssertionError("there is one layer")
 
-    def step(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        sequences: Sequence[int],
-        wanted: Sequence[bool],
-        rows: Rows,
-        *,
-        taken: bool,
-    ) -> tuple[Rows, Rows]:
+    def step(self, batch: Batch, rows: Rows, *, taken: bool) -> tuple[Rows, Rows]:
         """Evaluate tokens with their rows: the target's if `taken`, else rows of this context.
 
         Returns the logits and the hidden rows of the wanted tokens. Raises what `decode` raises.
         """
-        n_tokens = len(tokens)
+        n_tokens, wanted = batch.n_tokens, batch.wanted
         self._in[:n_tokens] = self._fused(rows) if taken else rows
-        asked = [True] * n_tokens if self._asks_all and any(wanted) else wanted
-        logits = self.decode(tokens, positions, sequences, asked)
+        if self._asks_all and any(wanted):
+            batch = replace(batch, wanted=[True] * n_tokens)
+        logits = self.decode(batch)
         if not len(logits):
             return logits, self._in[:0]
         if self._masked:
@@ -140,7 +134,7 @@ class EagleContext(RowContext):
         self._layers = layers
         self.taken_width = len(layers) * target.row_width
         self._features = np.zeros((self.n_batch, self.taken_width), np.float32)
-        self._encoded = Batch(self._lib.structs.llama_batch, self.n_batch, 1)
+        self._encoded = LlamaBatch(self._lib.structs.llama_batch, self.n_batch, 1)
         self._encoded.take_rows(self._features, alone=True)
 
     def follow(self) -> None:

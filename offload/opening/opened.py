@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 
+from offload.decode import Batch
 from offload.device import has_gpu
 from offload.errors import BadModel, DoesNotFit
 from offload.ggml.context import Context, Embedder
@@ -158,7 +159,7 @@ class Opening:
     def _open_sequences(self, watch: Watch | None) -> Sequences:
         options = self.options
         decode = decoder(
-            self.context, self.threads, self.devices, options.n_ubatch, self.weights.native_experts,
+            self.context, self.threads, self.devices, self.weights.native_experts,
             self.experts, self.tables,
         )  # fmt: skip
         if watch is not None:
@@ -177,7 +178,7 @@ class Opening:
         )
         if self.projector is not None:
             sequences.decode_image = image_decoder(
-                self.projector, self.context, self.threads, self.devices, options.n_ubatch,
+                self.projector, self.context, self.threads, self.devices,
                 self.weights.native_experts, self.experts,
             )  # fmt: skip
         return sequences
@@ -279,7 +280,7 @@ class Opening:
         memory = self.experts
         if self.devices or memory is not None or self.tables is not None:
             embedder.compute = decoder(
-                embedder, None, self.devices, embedder.n_most, self.weights.native_experts, memory,
+                embedder, None, self.devices, self.weights.native_experts, memory,
                 self.tables, embeds=True,
             )  # fmt: skip
         return embedder
@@ -334,11 +335,11 @@ class Opening:
         n = min(o.n_ubatch, self.context.n_ctx - 1)
         wanted = [i >= n - o.n_outputs for i in range(n)]
         with self.weights.ways.trying(replace(self.weights.ways.now, min_batch=MinBatch(1, 1))):
-            self.context.decode([0] * n, range(n), [0] * n, wanted)
+            self.context.decode(Batch([0] * n, range(n), [0] * n, wanted, o.n_ubatch))
         self.weights.ways.use(replace(self.weights.ways.now, min_batch=o.min_batch))
         # Decode another batch. Otherwise libllama would reuse the graph above for equal batches,
         # although that graph was split by another threshold.
-        self.context.decode([0], [n], [0], [False])
+        self.context.decode(Batch([0], [n], [0], [False], o.n_ubatch))
         self.context.remove(0, 0)
 
     def _answer_natively(self) -> None:

@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import chain
 from time import perf_counter
 from typing import Protocol
@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.decode import SMALL_BATCH
+from offload.decode import SMALL_BATCH, Batch
 from offload.ggml.context import Context
 from offload.ggml.row_context import RowContext
 from offload.images.mtmd import Projector
@@ -33,20 +33,28 @@ from offload.threads.engine_threads import EngineThreads
 class Decoding(Protocol):
     """A context, or what stands for one that decodes images."""
 
-    def decode(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        sequences: Sequence[int] | Sequence[Sequence[int]],
-        wanted: Sequence[bool],
-    ) -> NDArray[np.float32]: ...
+    def decode(self, asked: Batch) -> NDArray[np.float32]: ...
+
+
+def on_devices(devices: Sequence[StreamingDevice], batch: Batch) -> AbstractContextManager[None]:
+    """Return a context in which the devices compute their parts of the decode of `batch`."""
+    if len(devices) == 1:
+        return devices[0].decode(batch)
+    return _on_several(devices, batch) if devices else nullcontext()
+
+
+@contextmanager
+def _on_several(devices: Sequence[StreamingDevice], batch: Batch) -> Iterator[None]:
+    with ExitStack() as stack:
+        for device in devices:
+            stack.enter_context(device.decode(batch))
+        yield
 
 
 def decoder(
     context: Decoding,
     threads: EngineThreads | None,
     devices: Sequence[StreamingDevice],
-    n_ubatch: int,
     native: NativeExperts | None = None,
     experts: ExpertMemory | None = None,
     tables: TableRows | None = None,
@@ -60,44 +68,24 @@ def decoder(
     prompt does, though all their rows are wanted.
     """
 
-    def decode(
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        sequences: Sequence[int] | Sequence[Sequence[int]],
-        wanted: Sequence[bool],
-    ) -> NDArray[np.float32]:
-        n_tokens = len(tokens)
+    def decode(batch: Batch) -> NDArray[np.float32]:
         if tables is not None:
-            tables.expect(tokens, positions, sequences)
+            tables.expect(batch.tokens, batch.positions, batch.sequences)
         if experts is not None:
-            experts.expect(n_tokens, 0 if embeds else sum(wanted))
+            experts.expect(batch.n_tokens, 0 if embeds else sum(batch.wanted))
         if native is not None:
-            native.expect(tokens, n_ubatch)
-        n_unwanted = unwanted_ubatches(wanted, sequences, n_ubatch)
-        for device in devices:
-            device.expect(tokens, n_ubatch, n_unwanted=n_unwanted)
-        if len(devices) == 1:
-            devices[0].start_prompt()
-        if devices and devices[0].trace:
-            devices[0].decoding(True)
-        start_s = perf_counter()
+            native.expect(batch)
         is_bound = threads is not None and threads.is_bound
-        try:
+        with on_devices(devices, batch):
+            start_s = perf_counter()
             with (
                 nullcontext() if experts is None else experts.taking(*IN_DECODES),
-                threads.computing(n_tokens) if threads and is_bound else nullcontext(),
+                threads.computing(batch.n_tokens) if threads and is_bound else nullcontext(),
             ):
-                rows = context.decode(tokens, positions, sequences, wanted)
-        finally:
-            for device in devices:
-                device.expected()
-            if devices and devices[0].trace:
-                devices[0].decoding(False)
-        if len(devices) > 1:
-            for device in devices:
-                device.is_idle = True in wanted  # logits were read, so all work is complete
+                rows = context.decode(batch)
+            took_s = perf_counter() - start_s
         if threads is not None:
-            threads.decoded(n_tokens, perf_counter() - start_s)
+            threads.decoded(batch.n_tokens, took_s)
         if experts is not None:
             experts.check_files()
         return rows
@@ -112,16 +100,10 @@ class _ImageContext:
         self._projector, self._context = projector, context
         self.numbers: Sequence[int] = ()  # those of the image that is decoded next
 
-    def decode(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        sequences: Sequence[int] | Sequence[Sequence[int]],
-        wanted: Sequence[bool],
-    ) -> NDArray[np.float32]:
-        image, sequence = self._projector.image(self.numbers), sequences[0]
+    def decode(self, asked: Batch) -> NDArray[np.float32]:
+        image, sequence = self._projector.image(self.numbers), asked.sequences[0]
         assert isinstance(sequence, int)
-        self._projector.decode(image, self._context, sequence, positions[0])
+        self._projector.decode(image, self._context, sequence, asked.positions[0])
         return np.empty((0, self._context.n_vocab), np.float32)
 
 
@@ -130,7 +112,6 @@ def image_decoder(
     context: Context,
     threads: EngineThreads,
     devices: Sequence[StreamingDevice],
-    n_ubatch: int,
     native: NativeExperts | None,
     experts: ExpertMemory | None,
 ) -> DecodeImage:
@@ -139,28 +120,15 @@ def image_decoder(
     An image's rows use experts as a prompt's tokens do. It has no tokens, so 0 stands for each.
     """
     images = _ImageContext(projector, context)
-    decode = decoder(images, threads, devices, n_ubatch, native, experts)
+    decode = decoder(images, threads, devices, native, experts)
 
     def decode_image(numbers: Sequence[int], sequence: int, position: int) -> None:
         n = len(numbers)
         images.numbers = numbers
-        decode([0] * n, range(position, position + n), [sequence] * n, [False] * n)
+        positions = range(position, position + n)
+        decode(Batch([0] * n, positions, [sequence] * n, [False] * n, context.n_ubatch))
 
     return decode_image
-
-
-def unwanted_ubatches(
-    wanted: Sequence[bool],
-    sequences: Sequence[int] | Sequence[Sequence[int]],
-    n_ubatch: int,
-) -> int:
-    """Return the number of ubatches before the first one with a token whose logits are wanted.
-
-    Returns 0 for a batch of several sequences, whose tokens libllama may compute in another order.
-    """
-    if len(wanted) <= n_ubatch or any(sequence != sequences[0] for sequence in sequences):
-        return 0
-    return next((i for i, is_wanted in enumerate(wanted) if is_wanted), len(wanted)) // n_ubatch
 
 
 def row_step(
@@ -169,22 +137,13 @@ def row_step(
     """Return the decode function for drafts from rows, which calls `RowContext.step`."""
 
     def step(
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        sequences: Sequence[int],
-        wanted: Sequence[bool],
-        rows: NDArray[np.float32],
-        *,
-        taken: bool,
+        batch: Batch, rows: NDArray[np.float32], *, taken: bool
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        for device in devices:
-            device.expect(tokens, len(tokens))
-        try:
-            with threads.computing(len(tokens)) if threads.is_bound else nullcontext():
-                return context.step(tokens, positions, sequences, wanted, rows, taken=taken)
-        finally:
-            for device in devices:
-                device.expected()
+        with (
+            on_devices(devices, batch),
+            threads.computing(batch.n_tokens) if threads.is_bound else nullcontext(),
+        ):
+            return context.step(batch, rows, taken=taken)
 
     return step
 
@@ -202,15 +161,14 @@ class NativeExperts:
         self._n_experts, self._recorder = n_experts, recorder
         self._guess = RoutingGuess()
 
-    def expect(self, tokens: Sequence[int], n_ubatch: int) -> None:
-        """Take the tokens of the next decode, which is computed in ubatches of `n_ubatch`."""
+    def expect(self, batch: Batch) -> None:
+        """Take the batch of the next decode."""
         if self.memory is not None:
-            self.memory.expect_batch(min(len(tokens), n_ubatch))
-        is_guessed = len(tokens) <= min(n_ubatch, SMALL_BATCH)
-        self._guess.expect(tokens if is_guessed else ())
-        if self.following is not None and self.memory is not None and is_guessed:
+            self.memory.expect_batch(batch.n_at_once)
+        self._guess.expect(batch.small_tokens)
+        if self.following is not None and self.memory is not None and batch.small_tokens:
             layers = self.memory.layers
-            self.following.read_ahead(layers, -1, self._guess, len(tokens), lambda: None)
+            self.following.read_ahead(layers, -1, self._guess, batch.n_tokens, lambda: None)
 
     def need(self, layer: int, ids: NDArray[np.int32], rows: Callable[[], Rows | None]) -> None:
         """Return when the experts `ids` [n_tokens, n_used] of a layer are in memory.

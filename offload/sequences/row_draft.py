@@ -23,6 +23,7 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.decode import Batch
 from offload.errors import BadRequest
 from offload.ggml.row_context import RowContext
 
@@ -292,7 +293,8 @@ class RowDraft:
     ) -> None:
         self._use(head)
         n, at = len(tokens), start - self.first
-        self._step(tokens, range(at, at + n), [sequence] * n, [False] * n, rows, taken=True)
+        batch = Batch(tokens, range(at, at + n), [sequence] * n, [False] * n, n, is_draft=True)
+        self._step(batch, rows, taken=True)
 
     def _remove(self, sequence: int, length: int) -> None:
         """Keep the cells of at most the first `length` tokens."""
@@ -464,7 +466,8 @@ class RowDraft:
             sequences += [sequence] * n
             wanted += [False] * (n - 1) + [True]
         rows = batch[0][3] if len(batch) == 1 else np.concatenate([r for *_, r in batch])
-        return self._step(tokens, positions, sequences, wanted, rows, taken=taken)
+        its = Batch(tokens, positions, sequences, wanted, len(tokens), is_draft=True)
+        return self._step(its, rows, taken=taken)
 
     # -- the memory interface of a draft model -----------------------------------------------------
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.decode import Batch
 from offload.errors import BadRequest, DecodeStopped, DoesNotFit
 from offload.ggml.context import ON_DEVICE, PARTIAL_STATE, Context
 from offload.ggml.library import interrupt
@@ -26,10 +27,7 @@ if TYPE_CHECKING:
     from offload.sequences.row_draft import RowDraft
 
 Rows = NDArray[np.float32]
-# (tokens, positions, each row's sequence or sequences, True where its logits are wanted) -> logits
-Decode = Callable[
-    [Sequence[int], Sequence[int], Sequence[int] | Sequence[Sequence[int]], Sequence[bool]], Rows
-]
+Decode = Callable[[Batch], Rows]  # returns the logits [number wanted, n_vocab], in batch order
 
 # Decodes an image: (its numbers, sequence, position of its first place).
 DecodeImage = Callable[[Sequence[int], int, int], None]
@@ -189,7 +187,9 @@ class Sequences:
                 wanted = [i >= first_wanted for i in range(done, end)]
                 at = start - self._n_saved[sequence]
                 positions = range(at + done, at + end)
-                rows = self._decode(chunk, positions, [sequence] * len(chunk), wanted)
+                rows = self._decode(
+                    Batch(chunk, positions, [sequence] * len(chunk), wanted, self._n_ubatch)
+                )
                 if len(rows):
                     parts.append(rows)
                 if self._follower is not None:
@@ -207,7 +207,7 @@ class Sequences:
         """A faster `extend` for one token, which is by far the most frequent case."""
         try:
             position = start - self._n_saved[sequence]
-            rows = self._decode(tokens, (position,), (sequence,), (True,))
+            rows = self._decode(Batch(tokens, (position,), (sequence,), (True,), self._n_ubatch))
             if self._follower is not None:
                 self._follower.decoded(((sequence, start, tokens),))
         except BaseException:
@@ -281,7 +281,7 @@ class Sequences:
             )
         saved = self._saved(starts) if len(tokens) >= _LONG_TOKENS else {}
         try:
-            rows = self._decode(tokens, positions, sequences, wanted)
+            rows = self._decode(Batch(tokens, positions, sequences, wanted, self._n_ubatch))
             if self._follower is not None:
                 self._follower.decoded(
                     [(s, starts[s], part) for s, part, _ in map(parts.__getitem__, order)]
@@ -473,7 +473,8 @@ class Sequences:
             self._check(tokens, start, len(tokens), max(level.positions, default=0) + 1 - start)
             for copy in level.copies:
                 self._context.copy_sequence(copy.source, copy.target, 0, copy.end)
-            rows = self._decode(tokens, level.positions, level.rows, [True] * len(tokens))
+            wanted = [True] * len(tokens)
+            rows = self._decode(Batch(tokens, level.positions, level.rows, wanted, self._n_ubatch))
             self._tree_tokens += tokens
             if self._follower is not None:
                 self._follower.tree_decoded(len(tokens))

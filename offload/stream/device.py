@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from offload.decode import SMALL_BATCH
+from offload.decode import SMALL_BATCH, Batch
 from offload.device import DeviceChoice
 from offload.errors import NotSupported
 from offload.ggml.backend import Stream
@@ -111,7 +111,7 @@ class StreamingDevice(PyDevice):
         self.choice, self.ways, self.trace = choice, rules.ways, trace
         self._ubatches = Ubatches()
         self._deferred: dict[WrappedStream, Deferred] = {}  # threads of the last device, by stream
-        self.is_idle = False  # True if all work of earlier decodes is known to be complete
+        self._is_idle = False  # True if all work of earlier decodes is known to be complete
         self.is_native = False
         self._is_offered = False  # True if the backend may take streamed weights in this decode
         self._newest_uid = 0  # newest uid of a computed graph
@@ -238,60 +238,71 @@ class StreamingDevice(PyDevice):
     def answer_natively(self) -> bool:
         """Let the backend itself answer which nodes the device computes.
 
-        From then on, `expect` decides once for each decode instead of `takes` for each node.
+        From then on, `decode` decides once for each decode instead of `takes` for each node.
         Returns False if some products were declined, or if the backend does not allow it.
         """
         self.is_native = not self.declined and super().answer_natively()
         return self.is_native
 
-    def expect(self, tokens: Sequence[int], n_ubatch: int, *, n_unwanted: int = 0) -> None:
-        """Prepare for a decode of `tokens` in ubatches of at most `n_ubatch` tokens.
+    # -- a decode ----------------------------------------------------------------------------------
 
-        `n_unwanted`: number of ubatches that come first and have no token whose logits are wanted.
-        ggml gets the answers of `takes` for equal products of earlier decodes, until `expected`.
-        """
+    @contextmanager
+    def decode(self, batch: Batch) -> Iterator[None]:
+        """Prepare for the decode of `batch`, and end it. libllama decodes inside the context."""
+        self._begin(batch)
+        # Time between the graphs of all devices is traced as the CPU's: libllama computes there.
+        trace = self.trace if self.nth == 0 and not batch.is_draft else NO_TRACE
+        if trace:
+            trace.cpu_since_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._ubatches.have_several_graphs and self._is_alone:
+                for executor in self.executors.values():
+                    executor.forget_latest()
+            self.remember_answers(on=False)
+            self.compute_directly(on=False)
+            if trace and trace.cpu_since_s is not None:
+                trace.add(CPU, _CPU_PART, trace.cpu_since_s, time.perf_counter())
+            if trace:
+                trace.cpu_since_s = None
+        if not (self._is_alone or batch.is_draft):
+            self._is_idle = True in batch.wanted  # logits were read, so all work is complete
+
+    def _begin(self, batch: Batch) -> None:
+        """ggml gets the answers of `takes` for equal products of earlier decodes from here on."""
         self._repeat_answers()
         for ahead in self._ahead.values():
             ahead.forget()
         # Small batches have a graph without streamed weights for each layer that the CPU computes.
         is_watched = bool(self.trace) or self._clock is not None or not self._is_alone
         self.compute_directly(on=not is_watched and self.mla.crossover == 0)
-        n_tokens = min(len(tokens), n_ubatch)
-        is_guessed = len(tokens) == n_tokens <= SMALL_BATCH
+        ubatches = self._ubatches = Ubatches(batch.n_ubatch, batch.n_unwanted_ubatches)
         for executor in self.executors.values():
-            executor.guess.expect(tokens if is_guessed else ())
-            executor.next_tokens = executor.unwanted_tokens = 0
-            executor.forget_early()
-        self._ubatches = Ubatches(n_ubatch, n_unwanted)
-        if not self._is_alone or len(tokens) > min(n_ubatch, SMALL_BATCH):
-            self._ubatches.announce(len(tokens))
+            executor.expect(batch.small_tokens, ubatches)
+        if not self._is_alone or not batch.small_tokens:
+            ubatches.announce(batch.n_tokens)
             for deferred in self._deferred.values():
                 deferred.take_status()  # drops the status of a failed decode
         if self.is_native:
             assert self.host is not None
-            experts = self._streams(n_tokens, experts=True)
-            dense = self._streams(n_tokens, experts=False)
+            experts = self._streams(batch.n_at_once, experts=True)
+            dense = self._streams(batch.n_at_once, experts=False)
             self.host.offer(experts=experts, dense=dense)
             self._is_offered = experts or dense
+        if self._is_alone and not batch.is_draft:
+            self._start_prompt()
 
-    def start_prompt(self) -> None:
-        """Begin the first copies of the prompt that was announced to `expect`, if it is one.
+    def _start_prompt(self) -> None:
+        """Begin the first copies of the batch, if it is a prompt.
 
         libllama first builds the prompt's graph and computes its embeddings. The link would be idle
-        during that time. Call it only if the model has no other device, before the decode.
+        during that time.
         """
         n_tokens = self._ubatches.next_tokens
         if n_tokens and self._streams(n_tokens, experts=True):
             for executor in [*self.executors.values()][:1]:  # the target's stream is the first
                 executor.start_prompt(n_tokens)
-
-    def expected(self) -> None:
-        """Call it when the decode that `expect` announced has ended."""
-        if self._ubatches.have_several_graphs and self._is_alone:
-            for executor in self.executors.values():
-                executor.forget_latest()
-        self.remember_answers(on=False)
-        self.compute_directly(on=False)
 
     # -- products that the device takes ------------------------------------------------------------
 
@@ -381,7 +392,7 @@ class StreamingDevice(PyDevice):
         Does nothing while the device may still compute an earlier ubatch. A device that computes
         asynchronously gets its next graph during that time, and begins the copies with that graph.
         """
-        idle = self.is_idle or not self.inner.has_async_and_events
+        idle = self._is_idle or not self.inner.has_async_and_events
         executors = list(self.executors.values())
         if idle and self._ubatches.is_due and nth < len(executors):
             executors[nth].start_early(self._ubatches.take())
@@ -406,12 +417,9 @@ class StreamingDevice(PyDevice):
             if self._clock is not None and not prepared.streams:
                 self._tell(self._clock, stream, graph)
             ubatches = self._ubatches
-            if prepared.streams and (not self._is_alone or ubatches.n_to_come):
-                if ubatches.begin(prepared.layer):
-                    self.is_idle = False
-                if self._is_alone:
-                    self.executors[stream].next_tokens = ubatches.expected_tokens
-                self.executors[stream].unwanted_tokens = ubatches.unwanted_tokens
+            may_begin = prepared.streams and (not self._is_alone or ubatches.n_to_come)
+            if may_begin and ubatches.begin(prepared.layer):
+                self._is_idle = False
             is_last = not ubatches.n_to_come or self._clock is not None
             if deferred is not None and prepared.is_detached and not is_last:
                 self.executors[stream].counters.n_deferred += 1
@@ -468,16 +476,6 @@ class StreamingDevice(PyDevice):
         for stream, executor in self.executors.items():
             stream.inner.synchronize()
             executor.settle()
-
-    def decoding(self, active: bool) -> None:
-        """Tell the trace that a decode begins (`active`) or has ended.
-
-        The time between the graphs of all devices is traced as the CPU's, because libllama computes
-        there.
-        """
-        if not active and self.trace and self.trace.cpu_since_s is not None:
-            self.trace.add(CPU, _CPU_PART, self.trace.cpu_since_s, time.perf_counter())
-        self.trace.cpu_since_s = time.perf_counter() if active else None
 
     @property
     def n_graphs(self) -> int:

@@ -76,6 +76,7 @@ from offload.stream.slot_memory import SlotMemory
 from offload.stream.split_measuring import SplitSides
 from offload.stream.split_path import Hybrid, SplitPath
 from offload.stream.stream_parts import RoutingParts, StreamParts
+from offload.stream.ubatches import Ubatches
 from offload.trace.trace import COMPUTE
 
 _GUESSES = 20  # most guessed experts under way (docs/log.md)
@@ -138,10 +139,7 @@ class Executor:
         routing = RoutingParts(self.guess, self._recorder, likeliest, most, n_used)
         self.player = GraphPlayer(parts, routing, self._split)
         self._last_split: tuple[Graph, CutStep, SplitLayer] | None = None
-        self.next_tokens = 0  # tokens of the ubatch after the one that is computed; 0: none
-        # Tokens of an ubatch whose logits nobody wants; 0: they are wanted. The last layer of such
-        # an ubatch still has one row. Context adds it, so that all ubatches' graphs are alike.
-        self.unwanted_tokens = 0
+        self._ubatches = Ubatches()  # those of the decode that is computed
         # True: copies of the next ubatch may begin early. Experts on a disk may not, because the
         # device would wait for the reads at the end of its graph.
         self.may_start_next = options.cache and options.depth > 0 and host.experts is None
@@ -259,6 +257,15 @@ class Executor:
             self._lent.planned_small()
             self.counters.n_small_plans += 1
 
+    def expect(self, guessed: Sequence[int], ubatches: Ubatches) -> None:
+        """Prepare for the graphs of a decode's ubatches.
+
+        `guessed`: tokens whose experts are guessed. Prompts have none.
+        """
+        self.guess.expect(guessed)
+        self._ubatches = ubatches
+        self.forget_early()
+
     def _see_graph(self) -> None:
         """Close the lent slots that graphs have reached, before any slot is used."""
         if self._lent is not None:
@@ -355,7 +362,7 @@ class Executor:
         The link would otherwise be idle from this graph's last copy to the next graph. The next
         graph is expected to need what the latest graph with as many tokens needed.
         """
-        expected = self._expected(self.next_tokens)
+        expected = self._expected(self._ubatches.expected_tokens if self.is_alone else 0)
         if expected is None:
             return
         self._announce(expected, before_end=True)
@@ -440,7 +447,9 @@ class Executor:
         slot numbers.
         """
         n_slots = self._layout.pools[step.pool].n_slots
-        is_part = 0 < step.n_tokens < running.n_tokens == self.unwanted_tokens
+        # The last layer of an ubatch without wanted logits still has one row. Context adds it, so
+        # that all ubatches' graphs are alike.
+        is_part = 0 < step.n_tokens < running.n_tokens == self._ubatches.unwanted_tokens
         return is_part and step.need is None and step.n_experts <= n_slots
 
     def reach(self, layer: int) -> None:

@@ -14,6 +14,7 @@ class Ubatches:
         """`n_ubatch`: most tokens of an ubatch. `n_unwanted`: ubatches that come first and have no
         token whose logits are wanted."""
         self._n_ubatch, self._n_unwanted = n_ubatch, n_unwanted
+        self._is_unwanted = False  # True if no logits of the ubatch that has begun are wanted
         self._sizes: deque[int] = deque()  # tokens of the ubatches that have not begun
         self._copies_wait = False  # True if the next ubatch's copies have not begun
         self._layer = _AFTER_ALL  # first streamed layer of the newest graph
@@ -54,6 +55,7 @@ class Ubatches:
             self.have_several_graphs = True
             return False
         self.n_to_come -= 1
+        self._is_unwanted = self._n_unwanted > 0
         self._n_unwanted -= 1
         if self.is_due:
             self._sizes.popleft()
@@ -71,4 +73,4 @@ class Ubatches:
     @property
     def unwanted_tokens(self) -> int:
         """Most tokens of the ubatch that has begun, if no logits of it are wanted, or 0."""
-        return self._n_ubatch if self._n_unwanted >= 0 else 0
+        return self._n_ubatch if self._is_unwanted else 0

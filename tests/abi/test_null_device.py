@@ -8,6 +8,7 @@ from pathlib import Path
 
 from null_device import NullDevice
 
+from offload.decode import Batch
 from offload.ggml.context import Context
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
@@ -41,7 +42,8 @@ def on_null(path: Path, *, experts_in_host: bool) -> Iterator[tuple[NullDevice, 
 
 
 def decode(context: Context, n: int, start: int = 0) -> None:
-    context.decode([1] * n, range(start, start + n), [0] * n, [False] * (n - 1) + [True])
+    wanted = [False] * (n - 1) + [True]
+    context.decode(Batch([1] * n, range(start, start + n), [0] * n, wanted, n))
 
 
 def test_each_decode_is_one_graph_which_libllama_uses_again(tiny_moe: Path) -> None:

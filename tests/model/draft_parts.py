@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab.synth import write_preset
+from offload.decode import Batch
 from offload.ggml.context import Context
 from offload.ggml.library.callback import Pending
 from offload.ggml.model import Model, ModelPlacement
@@ -42,7 +43,9 @@ class ExactLlama:
         n = len(tokens)
         positions = range(self._length, self._length + n)
         wanted = [i == n - 1 for i in range(n)]
-        logits = self._context.decode(tokens, positions, [0] * n, wanted)[0].astype(np.float64)
+        logits = self._context.decode(Batch(tokens, positions, [0] * n, wanted, n))[0].astype(
+            np.float64
+        )
         self._length += n
         p = np.exp(logits - logits.max())
         return np.asarray(p / p.sum(), np.float64)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from lab.synth import write_preset
 from numa.memory import PlacedMemory
+from offload.decode import Batch
 from offload.errors import BadModel, DoesNotFit, ModelChanged
 from offload.ggml.context import Context
 from offload.ggml.hostbuffer import HostBufferType
@@ -48,7 +49,7 @@ class Loaded:
     def logits(self) -> NDArray[np.float32]:
         """Logits [5, n_vocab] of five tokens."""
         context = Context(self.model, ContextOptions(n_ctx=64, n_threads=1), self.pending)
-        rows = context.decode(TOKENS, range(5), [0] * 5, [True] * 5)
+        rows = context.decode(Batch(TOKENS, range(5), [0] * 5, [True] * 5, 5))
         context.close()
         return rows
 

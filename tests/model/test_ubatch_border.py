@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from lab.synth import write_preset
+from offload.decode import Batch
 from offload.engine import Engine, EngineOptions, open_engine
 from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
@@ -151,7 +152,7 @@ def test_what_a_prompt_copied_early_is_forgotten_if_another_batch_comes(
     with open_engine(path, options(path)) as engine:
         engine.sequences.extend(0, [3] * N_UBATCH, 1)
         assert engine.device is not None
-        engine.device.expect([3] * N_UBATCH, N_UBATCH)
-        engine.device.start_prompt()  # as before a decode that libllama refuses
-        assert engine.counters().n_early == 1
+        n, wanted = N_UBATCH, [False] * N_UBATCH
+        with engine.device.decode(Batch([3] * n, range(n), [0] * n, wanted, n)):
+            assert engine.counters().n_early == 1  # libllama refuses the decode
         assert np.array_equal(logits(engine), expected)

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.decode import Batch
 from offload.ggml.context import Context
 from offload.ggml.library.callback import Pending
 from offload.ggml.model import Model, ModelPlacement
@@ -41,7 +42,7 @@ def decoded(
     for n in sizes:
         tokens = random.integers(0, model.n_vocab, n).tolist()
         before()
-        found.append(context.decode(tokens, range(start, start + n), [0] * n, [True] * n))
+        found.append(context.decode(Batch(tokens, range(start, start + n), [0] * n, [True] * n, n)))
         start += n
     before()
     context.close()
