@@ -259,7 +259,7 @@ REQUEST = Table({
     Refused(("media", "image"), ("eyes", "none"), "mmproj", "projector"),
     # A raw prompt has no place for tools, and a raw answer none for calls.
     *(
-        Refused(("api", api), ("constraint", name), "tools", "none")
+        Refused(("api", api), ("constraint", name), "/v1/chat/completions", "none")
         for api in ("completions", "native")
         for name in ("auto", "required", "named", "strict")
     ),

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from combinations.cases import Case
 
-_ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 _TIMEOUT_S = 900.0  # a software driver compiles its kernels at their first use
 # The venv of each device, the script that makes it, and variables of its processes.
 DEVICES: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
@@ -38,7 +38,7 @@ def why_not(device: str) -> str:
     if device not in DEVICES:
         return ""
     venv, script, _ = DEVICES[device]
-    if not (_ROOT / venv / "bin/python").exists():
+    if not (ROOT / venv / "bin/python").exists():
         return f"no {venv}, which {script} makes"
     return "" if device != "stand-in" or _standin() else "the CUDA stand-in cannot be built here"
 
@@ -47,7 +47,7 @@ def why_not(device: str) -> str:
 def _standin() -> str:
     """The folder with the libraries of the CUDA stand-in. Empty if they cannot be built."""
     done = subprocess.run(
-        [str(_ROOT / "scripts/build-cuda-standin")], capture_output=True, text=True, check=False,
+        [str(ROOT / "scripts/build-cuda-standin")], capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHON": sys.executable},
     )  # fmt: skip
     return done.stdout.strip().rpartition("\n")[2] if done.returncode == 0 else ""
@@ -108,7 +108,7 @@ class Elsewhere:
                 own |= {"LD_LIBRARY_PATH": folder, "LD_PRELOAD": f"{folder}/libcudart.so.13"}
             with self._log.open("w") as log:
                 self._process = subprocess.Popen(
-                    [str(_ROOT / venv / "bin/python"), "-m", "combinations.elsewhere",
+                    [str(ROOT / venv / "bin/python"), "-m", "combinations.elsewhere",
                      str(self._models)],
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
                     env={**os.environ, "GGML_NO_BACKTRACE": "1", **own},

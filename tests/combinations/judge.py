@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,8 +16,10 @@ from specoffload.generation.generation import GenerateOptions, Piece
 from specoffload.generation.statistics import GenerationStats
 
 # Largest distance of logits between one batch and another of the same text, as a share of their
-# standard deviation. In the exact setting only the order of sums differs.
-_EXACT_NOISE, _NOISE = 2e-4, 0.1
+# standard deviation. In the exact setting only the order of sums differs. Weights in blocks round
+# what they are multiplied with, which makes more of the cache's rounding: with types of four bits,
+# a token's logits move by up to 0.09.
+_EXACT_NOISE, _NOISE, _BLOCK_NOISE = 2e-4, 0.1, 0.25
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,9 @@ class Judge:
     cache_words: tuple[str, ...]
     n_ctx: int
     is_exact: bool
+    has_blocks: bool = False  # weights are quantised in blocks
     faults: list[str] = field(default_factory=list)
+    took_s: float = 0.0  # processor time of plain answers
 
     def __post_init__(self) -> None:
         words = [
@@ -62,7 +67,9 @@ class Judge:
     def plain(self, prompt: Sequence[int], options: GenerateOptions) -> Answer:
         """The answer of the plain way."""
         self.session.forget()
+        began_s = time.process_time()
         pieces = [*self.session.generate(prompt, replace(options, id_slot=-1))]
+        self.took_s += time.process_time() - began_s
         return answer_of(tuple(prompt), options, pieces)
 
     def _check_counts(self, answer: Answer, what: str) -> None:
@@ -96,7 +103,8 @@ class Judge:
             self._add(what, f"the answer has another length: {told}")
             return
         row = self.row((*answer.prompt, *wanted.tokens[:at]))
-        noise = (_EXACT_NOISE if self.is_exact else _NOISE) * float(row.std())
+        share = _BLOCK_NOISE if self.has_blocks else _NOISE
+        noise = (_EXACT_NOISE if self.is_exact else share) * float(row.std())
         gap = abs(float(row[answer.tokens[at]] - row[wanted.tokens[at]]))
         if answer.options.temperature > 0 and not self.is_exact:
             return  # the draw itself moves by the noise of all tokens' probabilities

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from our_worker import working
 
+from combinations.afterwards import LogFaults
 from combinations.axes import N_CTX
 from combinations.cases import Case
 from combinations.small_models import draft_of, model_of
@@ -26,14 +27,17 @@ from specoffload.session.session import Session
 class Opened:
     """A case's session, its options and what belongs to it. Close it, or use `with`."""
 
-    def __init__(self, case: Case, models: Path, folder: Path) -> None:
-        """Open it. Kept prompts and saved slots go to `folder`. Raises what a start raises."""
+    def __init__(self, case: Case, models: Path, folder: Path, said: LogFaults) -> None:
+        """Open it. Kept prompts and saved slots go to `folder`. Raises what a start raises.
+
+        `said` learns the command line, so that it knows which warnings are true.
+        """
         self.case, self.folder = case, folder
         self.model = case_model(case, models)
         self._stack = ExitStack()
         try:
             address = self._worker() if case["device"] == "worker" else ""
-            self.words = words_of(case, models, folder, address)
+            self.words = said.words = words_of(case, models, folder, address)
             self.session = open_words(self.words)
             self._stack.callback(lambda: self.session.close())
             if case["machine"] == "wrong clock":
@@ -127,7 +131,13 @@ def _half_bytes(words: tuple[str, ...], model: Path) -> int:
         except DoesNotFit as e:
             if e.least_bytes is None:
                 raise
-            known = max(e.least_bytes, known + 1)
+            if e.least_bytes <= known:
+                raise AssertionError(
+                    f"{known} bytes are refused, and the remedy is less: {e}"
+                ) from e
+            known = e.least_bytes
         else:
             break
+    else:
+        raise AssertionError(f"the remedy of a refusal is refused: --vram {known}")
     return known + slots // 2

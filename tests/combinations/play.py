@@ -6,23 +6,28 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import re
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from combinations.afterwards import Held, LogFaults, file_faults, profiles
 from combinations.axes import N_CTX, N_PREDICT
 from combinations.cases import Case
 from combinations.judge import Answer, Judge, answer_of
 from combinations.opening import Opened, context_of
+from offload.errors import DoesNotFit
 from specoffload.errors import KNOWN
 from specoffload.generation.generation import GenerateOptions
 from specoffload.slots.prompt_files import LEAST_TOKENS
 from specoffload.slots.prompt_index import BLOCK
 from specoffload.slots.request import Request
 
+_MOST_SLOWER = 20.0  # processor time of answers, in that of the plain way. Steps are short here
 N_PROMPT = 70  # tokens of a first prompt, more than one window of the small models
 _GRAMMAR = 'root ::= ("a" | "b" | "cd")+ "."'
 _SCHEMA = '{"type": "object", "properties": {"n": {"enum": [1, 22, 333]}}, "required": ["n"]}'
@@ -44,6 +49,18 @@ class Player:
         self.case, self._opened, self._judge = case, opened, judge
         self._rng = np.random.default_rng(seed)
         self.n_streams = int(case["streams"])
+        self._took_s = 0.0  # processor time of answers
+
+    @property
+    def slowness(self) -> str:
+        """That answers took far more processor time than the plain way's. Empty if they did not.
+
+        Threads that wait compute too, so several threads have no bound.
+        """
+        most_s = _MOST_SLOWER * self._judge.took_s
+        if "--threads" in self.case.words or self._took_s <= most_s:
+            return ""
+        return f"answers took {self._took_s:.2g} s of processor time, {most_s:.2g} s are allowed"
 
     def prompt(self, n_tokens: int = N_PROMPT) -> list[int]:
         """Tokens that partly repeat, so that earlier text can draft."""
@@ -54,8 +71,10 @@ class Player:
         """Answer all prompts at once, and judge the answers."""
         options = replace(SAMPLING[self.case["sampling"]], **more)  # type: ignore[arg-type]
         session = self._opened.session
+        began_s = time.process_time()
         requests = [session.start(list(prompt), options) for prompt in prompts]
         finish(session.step, lambda: session.is_idle)
+        self._took_s += time.process_time() - began_s
         answers = [
             answered(prompt, options, r) for prompt, r in zip(prompts, requests, strict=True)
         ]
@@ -146,10 +165,25 @@ class Player:
         self.ask([self.prompt()], "after one that left")
 
     def _full(self) -> None:
+        self._exceed()
         room = [4 + i for i in range(self.n_streams)]
         long = [self.prompt(N_CTX - n) for n in room]
         self.ask(long, "to the context's end", n_predict=40)
         self.ask([self.prompt()], "after a full context")
+
+    def _exceed(self) -> None:
+        """Ask more than the context holds. The refusal says by how much to shorten the prompt."""
+        session, n_ctx = self._opened.session, context_of(self.case)
+        prompt = self.prompt(n_ctx + 30)
+        try:
+            session.start(prompt, SAMPLING[self.case["sampling"]])
+        except DoesNotFit as e:
+            numbers = [int(n) for n in re.findall(r"\d+", str(e))]
+            if {len(prompt), n_ctx} - {*numbers} or "--ctx-size" not in str(e):
+                self._fault("a prompt over the context", f"its refusal lacks a number: {e}")
+            self.ask([prompt[: n_ctx - 1]], "a prompt as short as the refusal says")
+        else:
+            self._fault("a prompt over the context", "it is not refused")
 
     def _prompts(self) -> list[list[int]]:
         return [self.prompt(N_PROMPT + 7 * i) for i in range(self.n_streams)]
@@ -183,20 +217,6 @@ def answered(prompt: Sequence[int], options: GenerateOptions, request: Request) 
     if request.error is not None:
         raise request.error
     return answer_of(tuple(prompt), options, request.pieces)
-
-
-class LogFaults(logging.Handler):
-    """Collects log records that a user must not see: errors, and tracebacks."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.faults: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.name == "offload.llama":  # not shown to users
-            return
-        if record.exc_info or record.levelno >= logging.ERROR or "\n" in record.getMessage():
-            self.faults.append(f"log: {record.levelname} {record.getMessage()}")
 
 
 def _spin() -> None:
@@ -241,26 +261,49 @@ def is_exact(case: Case) -> bool:
 def faults_of(case: Case, models: Path, seed: int = 0) -> list[str]:
     """Play a case. Returns a sentence for each property that did not hold.
 
-    A start that refuses is a fault too, unless the table has the pair.
+    A start that refuses is a fault too, unless the table has the pair. What grows, or takes long,
+    is a fault if it does so again.
     """
-    said = LogFaults()
+    before = Held.now()
+    first = _played(case, models, seed)
+    between = Held.now()
+    if first.faults or not (between.grown(before) or first.slowness):
+        return first.faults
+    second = _played(case, models, seed)
+    faults = [*second.faults, *Held.now().grown(between)]
+    return [*faults, second.slowness] if first.slowness and second.slowness else faults
+
+
+@dataclass(frozen=True)
+class _Played:
+    """What came of a case. `slowness` says that it took long, and is empty if it did not."""
+
+    faults: list[str]
+    slowness: str = ""
+
+
+def _played(case: Case, models: Path, seed: int) -> _Played:
+    said = LogFaults(case)
     root = logging.getLogger()
     root.addHandler(said)
-    cache = case.value("cache").words
     judge: Judge | None = None
     try:
         with tempfile.TemporaryDirectory() as folder, machine(case["machine"]):
             try:
-                with Opened(case, models, Path(folder)) as opened:
+                with Opened(case, models, Path(folder), said) as opened:
+                    words = plain_words(case.value("cache").words)
                     judge = Judge(
-                        opened.model, plain_words(cache), context_of(case), is_exact(case)
-                    )
-                    Player(case, opened, judge, seed).play()
+                        opened.model, words, context_of(case), is_exact(case),
+                        has_blocks=case["weights"] not in ("f32", "f16"),
+                    )  # fmt: skip
+                    player = Player(case, opened, judge, seed)
+                    player.play()
+                files = [*file_faults(Path(folder)), *file_faults(profiles())]
             except KNOWN as e:
-                return [f"refused: {type(e).__name__}: {e}", *said.faults]
+                return _Played([f"refused: {type(e).__name__}: {e}", *said.faults])
             except Exception as e:
-                return [f"raised: {type(e).__name__}: {e}", *said.faults]
-        return [*judge.faults, *said.faults]
+                return _Played([f"raised: {type(e).__name__}: {e}", *said.faults])
+        return _Played([*judge.faults, *said.faults, *files], player.slowness)
     finally:
         root.removeHandler(said)
         if judge is not None:

@@ -66,7 +66,7 @@ class Asker:
             if case["history"] == "edited":
                 question = "Write another function."
             elif not reply.calls:
-                turns = [first, *(reply.raw if not begun else [])]
+                turns = [first, *([] if begun else _answer_of(case, reply))]
         if case["history"] == "too long":
             yield from self._check_refusal(case)
         body = body_of(case, question, turns)
@@ -167,6 +167,13 @@ class Asker:
             raise Refused(sentence_of(found))
         assert answer.status_code == 200, f"status {answer.status_code}: {answer.text[:300]}"
         return found
+
+
+def _answer_of(case: Case, reply: Reply) -> list[Any]:
+    """The messages of an answer, for the next turn."""
+    if case["api"] in RAW:
+        return [{"role": "assistant", "content": reply.text}]
+    return list(reply.raw)
 
 
 def sentence_of(body: Body) -> str:

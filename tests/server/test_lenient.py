@@ -22,6 +22,7 @@ from specoffload.server.api.billing_line import BILLING_LINE
 from specoffload.server.api.body import (
     ALIASES,
     REFUSED,
+    REMEDIES,
     header_value,
     ignored_names,
     renamed,
@@ -106,6 +107,16 @@ def test_what_would_change_the_kind_of_the_answer_is_refused_unless_it_is_off(na
         assert ignored_names(_Any(**{name: off})) == ()
     with pytest.raises(BadRequest, match=f"^{name} is not supported"):
         ignored_names(_Any(**{name: "something"}))
+
+
+@pytest.mark.parametrize(("name", "remedy"), sorted(REMEDIES.items()))
+def test_a_refusal_sends_to_the_api_that_reads_the_parameter(name: str, remedy: str) -> None:
+    """Its words would be wrong if they said that this server supports no tools."""
+    with pytest.raises(BadRequest, match=f"^{name} is not supported by this API: {remedy}$"):
+        ignored_names(_Any(**{name: "something"}))
+    read = {"functions": "tools", "function_call": "tool_choice"}.get(name, name)
+    assert read in ChatRequest.model_fields
+    assert read in remedy or read == name
 
 
 @given(st.lists(st.text(max_size=150), max_size=80))

@@ -77,6 +77,18 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "top_logprobs": (0,),
 }
 
+# What to do instead with those that the chats of this server read, under this name or another.
+_ASK_CHAT = "leave it out, or send a conversation with it to /v1/chat/completions"
+REMEDIES: Mapping[str, str] = {
+    "function_call": "send tool_choice to /v1/chat/completions in its place",
+    "functions": "send them as tools to /v1/chat/completions",
+    "logprobs": _ASK_CHAT,
+    "n": _ASK_CHAT,
+    "tool_choice": _ASK_CHAT,
+    "tools": _ASK_CHAT,
+    "top_logprobs": _ASK_CHAT,
+}
+
 _OFF: tuple[object, ...] = (False, 0, 0.0, -1, "", [], {})  # values that turn a parameter off
 _ON_BY_DEFAULT = ("think", "reason")  # many models think unless a parameter turns it off
 
@@ -234,10 +246,16 @@ def ignored_names(request: BaseModel) -> tuple[str, ...]:
             continue
         if name in REFUSED:
             if not _is_one_of(value, REFUSED[name]):
-                raise BadRequest(f"{name} is not supported by this server: leave it out")
+                raise BadRequest(_refusal(name))
         elif not _is_one_of(value, _OFF) or any(word in name for word in _ON_BY_DEFAULT):
             names.append(name)
     return tuple(names)
+
+
+def _refusal(name: str) -> str:
+    if name in REMEDIES:
+        return f"{name} is not supported by this API: {REMEDIES[name]}"
+    return f"{name} is not supported by this server: leave it out"
 
 
 def ignore(request: Request, names: Collection[str]) -> None:
