@@ -39,8 +39,8 @@ _CPU_ALONE = "libllama is compiled for the CPU alone"
 _TOOLKIT = (
     "install the CUDA toolkit{needed}, from NVIDIA or as the package nvidia-cuda-toolkit (11.5 in"
     " Ubuntu 22.04, 11.8 in Debian 12, 12.0 in Ubuntu 24.04), and run scripts/setup again, or"
-    " take a CUDA wheel that llama-cpp-python's README names, of exactly the version in"
-    " pyproject.toml (scripts/setup --wheel FILE)"
+    " take a compiled libllama (scripts/setup --wheel FILE): a wheel of specoffload for CUDA or"
+    " Vulkan, or of llama-cpp-python in exactly the version of pyproject.toml"
 )
 _AMD = (
     f"an AMD GPU's driver is here (/dev/kfd), but {_CPU_ALONE}: scripts/setup --gpu rocm uses the"

@@ -36,7 +36,7 @@ sys.exit({right} if amx_product_is_right() else {wrong})
 """
 _BUILT_WITHOUT = (
     "{name} driver is here, but the library was built without it and computes on the CPU: "
-    "scripts/setup --gpu {flag} builds it anew"
+    "take a wheel for it (docs/install.md), or scripts/setup --gpu {flag} builds it anew"
 )
 _REBUILD = "rebuild it with gcc 12.4, 13.3 or newer, or without AMX: scripts/setup does"
 

