@@ -279,7 +279,7 @@ COMMAND = Table({
         _value("plan", "what goes where", "plan", weight=2),
         _value("plan as JSON", "for programs", "plan", "--json"),
         _value("plan elsewhere", "a large model of the same kind on another machine",
-               "plan", "--hardware", "rtx-4090-ddr5"),
+               "plan", "--hardware", "rtx-4090-ddr5", weight=2),
     ),
     "memory": SESSION.axes["memory"],
     "device": SESSION.axes["device"][:3],
@@ -287,14 +287,10 @@ COMMAND = Table({
         _value("chosen", "as the plan chooses", weight=2),
         _value("split", "by slots and CPU", "--hybrid", "on", weight=2),
         _value("streamed", "copied for each batch", "--min-batch", "1"),
-        _value("in RAM", "those of most layers stay in RAM", "--n-cpu-moe", "{layers}"),
+        _value("in RAM", "those of most layers stay in RAM", "--n-cpu-moe", "{layers}", weight=2),
         _value("disk", "read from the disk", "--ram", "{ram}"),
     ),
     "cache": tuple(sorted(SESSION.axes["cache"], key=lambda value: value.name != "f16")),
-    "ubatch": (
-        _value("default", "as the plan chooses", weight=2),
-        _value("32", "windows forget after few tokens", "--ubatch-size", "32"),
-    ),
     "start": (
         _value("first", "nothing is known of the model", weight=2),
         _value("second", "an earlier start has kept its measurements", weight=2),
@@ -303,8 +299,9 @@ COMMAND = Table({
         _value("read-only", "measurements cannot be kept"),
     ),
     "measures": (
-        _value("briefly", "some batch sizes are timed", weight=2),
-        _value("at length", "more tokens are decoded than windows hold"),
+        _value("briefly", "some batch sizes are timed"),
+        _value("at length", "more tokens are decoded than windows of small ubatches hold",
+               "--ubatch-size", "32", weight=2),
     ),
     "machine": (
         _value("idle", "one thread computes, and nothing else runs", "--threads", "1", weight=2),
@@ -323,7 +320,9 @@ COMMAND = Table({
         Refused(("command", "tune numa"), ("experts", name), "is not a flag of tune numa", "chosen")
         for name in ("split", "in RAM", "disk")
     ),
-    Refused(("command", "tune numa"), ("ubatch", "32"), "is not a flag of tune numa", "default"),
+    Refused(
+        ("command", "tune numa"), ("measures", "at length"), "is not a flag of tune numa", "briefly"
+    ),
     # `bench` compares both sides of a split itself.
     Refused(("command", "bench"), ("experts", "split"), "is not a flag of bench", "chosen"),
 ))  # fmt: skip

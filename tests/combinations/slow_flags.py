@@ -14,7 +14,7 @@ _SAY_SO = ("run", "chat", "serve", "plan", "plan as JSON", "plan elsewhere")
 _RESTRICTING = {
     "experts": ("split", "streamed", "in RAM"),
     "cache": ("RAM", "whole windows"),
-    "ubatch": ("32",),
+    "measures": ("at length",),
 }
 _SPEEDS = ("prefill_tps", "decode_tps", "full_context_decode_tps")
 # The program names flags that cost over 5 % of a speed. These limits are further apart, because
