@@ -52,7 +52,7 @@ def body_of(case: Case, question: str, turns: Sequence[Mapping[str, Any]] = ()) 
     api = "chat" if case["api"] in RAW else case["api"]
     system = "You paint houses."
     parts: Any = [*_image(api), _text(api, question)] if case["media"] == "image" else question
-    asked: list[Any] = [*turns, {"role": "user", "content": parts}]
+    asked: list[Any] = [*turns, *_earlier(api, case), {"role": "user", "content": parts}]
     if case["history"] in ("tool result", "image in a result"):
         asked += _tool_turn(api, with_image=case["history"] == "image in a result")
     if case["prefill"] == "begun":
@@ -164,6 +164,19 @@ def _reasoning(api: str, name: str) -> Body:
             return {"thinking": {"type": "enabled", "budget_tokens": n}}
         return {"thinking_budget_tokens": n}
     return {}
+
+
+def _earlier(api: str, case: Case) -> list[Any]:
+    """Messages with an image before the question."""
+    parts = [*_image(api), _text(api, "What is it?")]
+    match case["history"]:
+        case "unanswered image":
+            return [{"role": "user", "content": parts}]
+        case "image in an earlier result":
+            answer = {"role": "assistant", "content": "It is red."}
+            asked = {"role": "user", "content": "Paint it."}
+            return [asked, *_tool_turn(api, with_image=True), answer]
+    return []
 
 
 def _tool_turn(api: str, *, with_image: bool) -> list[Any]:

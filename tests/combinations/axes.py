@@ -235,6 +235,8 @@ REQUEST = Table({
         _value("its own answer", "the answer is sent back with a new question", weight=2),
         _value("tool result", "a tool was called, and answered", weight=2),
         _value("image in a result", "a tool answered with an image"),
+        _value("image in an earlier result", "it was answered, and a question follows"),
+        _value("unanswered image", "a question with an image was refused, and another follows"),
         _value("edited", "an earlier question is changed"),
         _value("too long", "a prompt over the context is refused, and a short one follows"),
     ),
