@@ -344,7 +344,7 @@ _SERVE_FLAGS = (
     ),
     _serve(
         "log_prefix", "--log-prefix !--no-log-prefix LLAMA_ARG_LOG_PREFIX", SWITCH,
-        "Begin each line of the log with the letter of its level: I, W or E.", rare=True,
+        "Begin each line of the log with the letter of its level: D, I, W or E.", rare=True,
         elsewhere=_NO_LOG,
     ),
     flag(
@@ -400,8 +400,9 @@ _BENCH_FLAGS = (
     ),
     _bench(
         "output", "--output -o --output-format --output-file", choice(BENCH_FORMATS),
-        "Write only what llama-bench writes, under its names.",
-        more="With -npl it is what llama-batched-bench writes, as md or jsonl.",
+        "Write only rows in a format of llama-bench, with its keys.",
+        more="They also have `path`, and with --policies what was drafted. With -npl the rows are "
+        "those of llama-batched-bench, as md or jsonl.",
     ),
     _bench(
         "n_pl", "-npl", COUNTS,

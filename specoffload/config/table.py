@@ -396,7 +396,7 @@ _SPECULATION = (
     _opens(
         "draft",
         "--draft -md --model-draft --spec-draft-model LLAMA_ARG_SPEC_DRAFT_MODEL", PATH,
-        "Draft model, kept on the GPU.", digits_mean="--draft-max", first=True,
+        "Draft model, kept whole on its device.", digits_mean="--draft-max", first=True,
     ),
     _opens(
         "hf_repo_draft",

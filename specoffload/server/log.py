@@ -96,9 +96,10 @@ class ServerLog:
         self.keep(line)
 
     def note(self, words: str) -> None:
-        """Write a note to standard error as it is, and marked to the file."""
-        report.note(words)
-        self.keep(self._settings.marked(words, "I"))
+        """Write a note to standard error and the file."""
+        line = self._settings.marked(words, "I")
+        report.note(line)
+        self.keep(line)
 
     def error(self, error: Exception) -> None:
         """Write the error that ends the server to the file. The caller reports it elsewhere."""
@@ -118,7 +119,8 @@ class ServerLog:
             self._close()
             if not self._is_failing:
                 why = f"{e.strerror}; lines are missing from it until it can be written again"
-                report.note(f"--log-file {self._settings.file}: {why}")
+                words = f"--log-file {self._settings.file}: {why}"
+                report.note(self._settings.marked(words, "W"))
             self._is_failing = True
         else:
             self._is_failing = False

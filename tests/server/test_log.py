@@ -211,6 +211,21 @@ def test_a_file_that_cannot_be_opened_is_one_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
+def test_each_line_of_both_streams_has_the_time_and_the_letter(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Notes too, which models of a router have long after the server's start."""
+    log = ServerLog(LogSettings(Path("/dev/full"), prefix=True))
+    log.note("a flag has no effect")  # and the file cannot be written
+    log.say("one")
+    out, err = capsys.readouterr()
+    assert re.fullmatch(rf"{TIME} I one\n", out)
+    lines = err.splitlines()
+    assert re.fullmatch(rf"{TIME} I a flag has no effect", lines[0])
+    assert re.match(rf"{TIME} W --log-file /dev/full: No space left on device", lines[1])
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
 def test_a_full_disk_ends_the_file_and_not_the_server(capsys: pytest.CaptureFixture[str]) -> None:
     log = ServerLog(LogSettings(Path("/dev/full"), timestamps=False))
     log.say("one")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from specoffload.config.command_line import HELP
+from specoffload.config.foreign import FOREIGN
 from specoffload.config.table import TABLE
 from specoffload.config.typer_commands import HELP_ALL
 
@@ -24,6 +25,7 @@ OTHERS = {
     *("--profile", "--record"),  # flags of scripts/lab/run simulate
     "--ulimit",  # flag of docker
     *("--fit-target", "--moe-cache-mib", "--moe-cache-cpu-share"),  # flags of llama.cpp
+    "--moe-stream-cache",  # flag of Crow
     *("--force-reinstall", "--no-cache-dir", "--quiet", "--no-deps", "--no-binary"),  # of pip
     "--disable-pip-version-check",
     "--no-undefined",  # flag of the linker
@@ -55,7 +57,14 @@ def test_a_flag_that_a_text_names_is_one_of_ours() -> None:
     assert unknown == []
 
 
-@pytest.mark.parametrize("name", ["mla", "numa", "server", "speculation", "trace"])
-def test_a_flag_that_a_page_names_is_one_of_ours(name: str) -> None:
-    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
-    assert set(_NAME.findall(text)) - OURS - OTHERS == set()
+# Pages that name flags of scripts and of other programs, and pages that are generated or history.
+_OTHER_PAGES = {"clients", "defence", "development", "flags", "gpu", "install", "log", "results",
+                "synth"}  # fmt: skip
+_PAGES = sorted({path.stem for path in (ROOT / "docs").glob("*.md")} - _OTHER_PAGES)
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{name}.md" for name in _PAGES)])
+def test_a_flag_that_a_page_names_is_one_of_ours_or_of_llama_cpp(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    theirs = {name for flag in FOREIGN for name in (*flag.names, *flag.off)}
+    assert set(_NAME.findall(text)) - OURS - OTHERS - theirs == set()
