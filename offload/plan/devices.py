@@ -22,7 +22,7 @@ from offload.plan.sharing import SMALL_UBATCHES
 from offload.plan.slot_layout import SlotLayout, SlotPool, WeightGroup
 from offload.plan.weights import spread
 from offload.plan.working import WorkingMemory
-from offload.times.attention import attention_crossover
+from offload.times.decodes import attention_crossover
 from offload.times.work import model_work, with_context
 
 LEAST_GAIN = 1.05  # least speed-up over the best single device for which `auto` uses several

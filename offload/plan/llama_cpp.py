@@ -18,9 +18,16 @@ from offload.plan.sharing import SMALL_UBATCHES, UBATCHES
 from offload.plan.weights import device_bytes
 from offload.routing.routing import HitCurve
 from offload.times.context import ContextOptions, context_memory
-from offload.times.decodes import cpu_s, dense_streamed_s, hybrid_s, resident_s
+from offload.times.decodes import (
+    computing_s,
+    copying_s,
+    cpu_s,
+    dense_streamed_s,
+    hybrid_s,
+    layer_at_once_s,
+    resident_s,
+)
 from offload.times.hits import Sharing, copied_hits
-from offload.times.layers import computing_s, copying_s, layer_at_once_s
 from offload.times.machine import Machine, Real
 from offload.times.prompts import with_prompt
 from offload.times.work import ModelWork, even, model_work

@@ -13,8 +13,8 @@ from itertools import accumulate
 
 import numpy as np
 
+from offload.times.decodes import AHEAD_SHARE
 from offload.times.hits import Sharing, kept_hits
-from offload.times.layers import AHEAD_SHARE
 from offload.times.machine import Real
 from offload.times.table import CostTable
 from offload.times.work import ModelWork

@@ -10,10 +10,9 @@ reading and computing add up for few rows (cpu_time.py). The model ranks plans a
 threshold, until measured times replace it.
 
 The files beside this one compute a decode from the bottom up: the model's work (work.py), the
-experts that it finds in slots (hits.py), one streamed layer (layers.py), attention (attention.py),
-a whole decode in each way (decodes.py), a prompt (prompts.py) and the first table of times
-(first_table.py). Their functions also take arrays: as numbers of tokens, and as fields of `Sharing`
-and `ModelWork`. They then return the seconds of many plans at once.
+experts that it finds in slots (hits.py), a decode in each way (decodes.py), a prompt (prompts.py)
+and the first table of times (first_table.py). Their functions also take arrays: as numbers of
+tokens, and as fields of `Sharing` and `ModelWork`. They then return the seconds of many plans.
 """
 
 from __future__ import annotations

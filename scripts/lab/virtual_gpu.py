@@ -99,7 +99,7 @@ def use_card(preset: str) -> Any:
 
     The fixed times of kernels, copies and calls stay those of clock.hpp.
     """
-    from offload.times.attention import ATTENTION_SHARE
+    from offload.times.decodes import ATTENTION_SHARE
     from offload.times.prompts import PROMPT_ATTENTION
     from specoffload.config.hardware import PRESETS
 

@@ -24,11 +24,10 @@ from offload.plan.slot_layout import SlotLayout
 from offload.routing.routing import SHARING_LEAST, SHARING_MOST, SHARING_USUAL, HitCurve
 from offload.store.store import Room
 from offload.times.context import ContextMemory, ContextOptions, context_memory
-from offload.times.decodes import best_s, cpu_s
+from offload.times.decodes import LayerDivision, best_s, cpu_s, divided
 from offload.times.disk import DiskUse
 from offload.times.first_table import modelled, together
 from offload.times.hits import streamed_hits
-from offload.times.layers import LayerDivision, divided
 from offload.times.machine import Machine
 from offload.times.prompts import in_ubatches_s, prefill_s, with_prompt
 from offload.times.table import CostTable, Way

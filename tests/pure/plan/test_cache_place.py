@@ -20,7 +20,6 @@ from offload.plan.decision import decide
 from offload.plan.found import Found, FoundDevice, Kind, Wanted
 from offload.plan.layout import Layout
 from offload.plan.placement import PlanRequest
-from offload.times.attention import attention_crossover, attention_s, ram_attention_s
 from offload.times.context import (
     ContextOptions,
     context_memory,
@@ -28,7 +27,7 @@ from offload.times.context import (
     layer_context_bytes,
     most_state_bytes,
 )
-from offload.times.decodes import best_s
+from offload.times.decodes import attention_crossover, attention_s, best_s, ram_attention_s
 from offload.times.hits import Sharing
 from offload.times.machine import TYPICAL
 from offload.times.work import model_work, with_context

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from offload.decode import SMALL_BATCH
 from offload.schedule.division import HOST, SplitCosts, split_pairs
 from offload.schedule.passes import MOST_HOST_PAIRS
-from offload.times.decodes import best_s, cpu_s, hybrid_s, streamed_s
+from offload.times.decodes import best_s, cpu_s, divided, hybrid_s, streamed_s
 from offload.times.first_table import modelled
 from offload.times.hits import Sharing
-from offload.times.layers import divided
 from offload.times.machine import TYPICAL
 from offload.times.prompts import prefill_s
 from offload.times.table import Way

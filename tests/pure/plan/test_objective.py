@@ -25,10 +25,9 @@ from offload.plan.objective import (
 from offload.plan.placement import workload_of
 from offload.plan.workload import DECODING, USUAL, PlannedWork
 from offload.routing.routing import HitCurve
-from offload.times.decodes import best_s
+from offload.times.decodes import best_s, divided
 from offload.times.guessed_hits import hit_rate
 from offload.times.hits import Sharing, expected_hits
-from offload.times.layers import divided
 from offload.times.machine import TYPICAL
 from offload.times.prompts import prefill_s
 from offload.times.work import even
