@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lab.entered import Call, way_of
+from lab.entered import Call, only_declares, way_of
 
 
 def call(caller: str, file: str, function: str = "f") -> Call:
@@ -18,3 +18,9 @@ def test_a_file_counts_again_only_after_another_one() -> None:
 
 def test_the_same_call_counts_once() -> None:
     assert way_of([call("a", "b"), call("b", "c"), call("a", "b"), call("b", "c")]).n_again == 0
+
+
+def test_files_that_only_declare_have_no_branch_in_a_function() -> None:
+    assert only_declares("class A(Exception):\n    def words(self):\n        return str(self)\n")
+    assert only_declares("X = 1\nif X:\n    Y = 2\n"), "a module's own branch is no function's"
+    assert not only_declares("def f(x):\n    for y in x:\n        print(y)\n")
