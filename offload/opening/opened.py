@@ -152,8 +152,8 @@ class Opening:
                 )
         lend_buffers(self.weights.parts, self.notes)
         if self.weights.parts:
-            names = [layout.named(its) for its in layout.local]
-            self.plan = joined([part.plan for part in self.weights.parts], names)
+            sized = zip(layout.local, self.weights.parts, strict=True)
+            self.plan = joined([replace(its, plan=part.plan) for its, part in sized])
         self._answer_natively()
 
     def _open_sequences(self, watch: Watch | None) -> Sequences:

@@ -24,8 +24,8 @@ from offload.ggml.model import Model, ModelPlacement
 from offload.ggml.threads import CpuTeam, has_openmp
 from offload.model import TensorEntry, is_experts
 from offload.opening.start import Start
+from offload.plan.devices import DevicePlan
 from offload.plan.host import ROUTERS
-from offload.plan.layout import DeviceLayout
 from offload.plan.ranges import shares_of
 from offload.remote.devices import RemotePart
 from offload.routing.next_experts import Embeddings, NextExperts, read_routers
@@ -94,7 +94,6 @@ class PlacedWeights:
                 n_gpu_layers=999 if real else 0, use_extra_bufts=False, load_mtp=layout.loads_mtp,
             )  # fmt: skip
         plan = layout.plan
-        assert plan is not None
         self._make_store(plan.streamed)
         splitter, rings = o.streaming.splitter or stay, o.streaming.doorbell
         splits = o.streaming.hybrid and any(map(is_experts, plan.streamed))
@@ -131,17 +130,16 @@ class PlacedWeights:
         last = replace(last, end=last.end + self._facts.n_mtp_layers)
         return shares_of([*ranges, last])
 
-    def _part(self, nth: int, its: DeviceLayout, devices: ModelDevices) -> Part:
+    def _part(self, nth: int, its: DevicePlan, devices: ModelDevices) -> Part:
         """Make the `nth` of the model's `devices`, with host buffers and executors for its plan."""
         o, hybrid, plan, choice = self._options, self.hybrid, its.plan, self._choices[nth][0]
-        assert plan is not None
         several = len(self._choices) > 1
         host = self._host_buffers(f"{_HOST_NAME}{nth or ''}")
         if hybrid is not None and several:
             hybrid = replace(hybrid, nth=nth)
         streaming = replace(
             o.streaming,
-            device_bytes=its.asked_bytes,
+            device_bytes=its.room.asked_bytes,
             reserve_bytes=its.reserve_bytes,
             most_tokens=min(o.n_ubatch, o.n_ctx or o.n_ubatch),
         )
@@ -181,7 +179,7 @@ class PlacedWeights:
             use_extra_bufts=repacking.is_on,
             overrides=tuple((pattern, plain) for pattern in repacking.plain),
         )
-        if plan is None or not (is_limited or layout.on_disk):
+        if not (is_limited or layout.on_disk):
             return placement
         self._make_store(plan.streamed if is_limited else ())
         if not is_limited:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from offload.model import ModelFacts
-from offload.plan.devices import DevicePart, Division
+from offload.plan.devices import DevicePlan, Division
 from offload.plan.placement import Model
 from offload.times.context import ContextOptions, context_memory
 from offload.times.disk import DiskUse
@@ -36,7 +36,7 @@ def full_context_s(division: Division, context: ContextOptions) -> float:
     return replace(division, parts=parts).expected_s
 
 
-def _timed(part: DevicePart, context: ContextOptions, streamed_bytes: int) -> DevicePart:
+def _timed(part: DevicePlan, context: ContextOptions, streamed_bytes: int) -> DevicePlan:
     """Return the part with its seconds at the end of the context, without hand-overs.
 
     `streamed_bytes` are those of all parts, which share the RAM.

@@ -11,8 +11,8 @@ from offload.errors import DeviceUnavailable, DoesNotFit
 from offload.model import ModelFacts, is_experts, layer_of
 from offload.notes import Note, NoteKind
 from offload.plan.cache_place import CachePlace, faster_place
-from offload.plan.devices import Division, divide, plan_parts
-from offload.plan.found import Found, FoundDevice, Kind, Wanted
+from offload.plan.devices import Division, divide, placed_by_libllama, plan_parts
+from offload.plan.found import DeviceRoom, Found, FoundDevice, Kind, Wanted
 from offload.plan.host import (
     CONTEXT,
     DRIVER,
@@ -25,12 +25,12 @@ from offload.plan.host import (
     limits_of_experts,
 )
 from offload.plan.host_tables import host_tables
-from offload.plan.layout import DeviceLayout, Layout
+from offload.plan.layout import Layout
 from offload.plan.placement import Plan, PlanRequest, make_plan
-from offload.plan.range_times import DeviceRoom
 from offload.plan.ranges import LayerRange, by_memory, by_shares, shares_for
 from offload.plan.row_draft import mtp_complaint
 from offload.plan.sharing import UBATCHES
+from offload.plan.slot_layout import SlotLayout
 from offload.times.context import (
     ContextOptions,
     check_cache_types,
@@ -62,15 +62,12 @@ def decide(facts: ModelFacts, found: Found, wanted: Wanted) -> Layout:
             raise
     # Less memory is free than when the ubatch was measured.
     request = replace(wanted.request, tuned_ubatch=None)
-    layout = _decided(facts, found, replace(wanted, request=request))
     words = (
         f"A ubatch of {n_tuned} tokens, which was the fastest when `specoffload tune` measured, "
         "does not fit the memory that is free now"
     )
-    devices = tuple(
-        device if device.plan is None else replace(device, plan=device.plan.because(words))
-        for device in layout.devices
-    )
+    layout = _decided(facts, found, replace(wanted, request=request))
+    devices = tuple(replace(device, plan=device.plan.because(words)) for device in layout.devices)
     return replace(layout, devices=devices)
 
 
@@ -133,19 +130,20 @@ def _with_cache_place(layout: Layout, found: Found, wanted: Wanted, request: Pla
     if not context.kv_offload:
         asked = _divided(facts, found, wanted, _beside_cache(facts, request, context))
         return _planned(replace(layout, cache_why=_why_asked(facts, context)), asked, found, wanted)
-    divided, error = None, None
+    divided: Division | None = None
+    error: DoesNotFit | None = None
     try:
         divided = _divided(facts, found, wanted, request)
     except DoesNotFit as e:
         error = e
-    streams = divided is None or any(part.plan.streamed for part in divided[0].parts)
+    streams = divided is None or any(part.plan.streamed for part in divided.parts)
     counted = any(device.is_counted(wanted) for device in found.devices)
     if wanted.chooses_cache and streams and counted:
         ram = with_cache_in_ram(facts, context)
         with suppress(DoesNotFit):
             there = _divided(facts, found, wanted, _beside_cache(facts, request, ram))
-            on_device = None if divided is None else CachePlace(divided[0], context)
-            best = faster_place(facts, on_device, CachePlace(there[0], ram))
+            on_device = None if divided is None else CachePlace(divided, context)
+            best = faster_place(facts, on_device, CachePlace(there, ram))
             if best.why:
                 layout = replace(layout, context=ram, cache_why=best.why)
                 divided = there
@@ -201,24 +199,21 @@ def decide_part(facts: ModelFacts, found: Found, wanted: Wanted) -> Layout:
     device = found.devices[0]
     # The plain CPU reads weights in host memory, so it needs no slots.
     request = replace(request, stream_experts=device.kind.streams)
-    room, lowered = _rooms(found, wanted)[0]
-    (part,) = divide(facts, [room], request, draft_on=0).parts
-    plan = part.plan.with_passes("on")
-    plan = plan.because(lowered) if lowered else plan
+    (part,) = divide(facts, _rooms(found, wanted)[:1], request, draft_on=0).parts
+    part = part.in_passes()
     on_gpu = device.kind is Kind.GPU
     fixed = {PINNED: RING_BYTES, DRIVER: DRIVER_BYTES} if on_gpu else {}
     fixed |= {} if on_gpu else {CONTEXT: wanted.request.reserve_bytes}
     later = LaterBytes(device.kind, tuple(fixed.items()))
-    limits = limits_of_experts(facts, plan, found, wanted, later)
-    placed = DeviceLayout(device, part.layers, plan, 0, wanted.device_bytes, part)
-    return Layout(facts, (placed,), wanted.context, MinBatch(1, 1), experts=limits)
+    limits = limits_of_experts(facts, part.plan, found, wanted, later)
+    return Layout(facts, (part,), wanted.context, MinBatch(1, 1), experts=limits)
 
 
 # -- devices of this machine -----------------------------------------------------------------------
 
 
-def _rooms(found: Found, wanted: Wanted) -> list[tuple[DeviceRoom, str]]:
-    """Return each local device's room, with a sentence if it is less than asked for, or "".
+def _rooms(found: Found, wanted: Wanted) -> list[DeviceRoom]:
+    """Return each local device's room.
 
     Raises DeviceUnavailable if the number of sizes is not the number of devices.
     """
@@ -241,19 +236,15 @@ def _home(found: Found, wanted: Wanted) -> int | None:
     return names.index(name) if name in names else None
 
 
-def _divided(
-    facts: ModelFacts, found: Found, wanted: Wanted, request: PlanRequest
-) -> tuple[Division, dict[str, str]]:
-    """Return the division between local devices, and a reason by name of each reduced room."""
-    rooms = _rooms(found, wanted)
-    devices, lowered = [room for room, _ in rooms], {room.name: why for room, why in rooms if why}
+def _divided(facts: ModelFacts, found: Found, wanted: Wanted, request: PlanRequest) -> Division:
+    """Return the division between local devices."""
+    devices = _rooms(found, wanted)
     home = _home(found, wanted)
     if wanted.draft_device is not None and home is None:
         request = replace(request, reserve_bytes=request.projector_bytes)
     reasons: tuple[str, ...] = ()
     if not wanted.shares:
-        division = divide(facts, devices, request, use_all=found.takes_all, draft_on=home)
-        return division, lowered
+        return divide(facts, devices, request, use_all=found.takes_all, draft_on=home)
     shares, words = shares_for(wanted.shares, [device.name for device in devices])
     reasons = (words,) if words else ()
     if len(devices) == 1:
@@ -262,27 +253,12 @@ def _divided(
     if home is None or not ranges[home]:
         home = next(i for i, layers in enumerate(ranges) if layers)
     division = plan_parts(facts, devices, ranges, request, draft_on=home)
-    return replace(division, reasons=reasons), lowered
+    return replace(division, reasons=reasons)
 
 
-def _planned(
-    layout: Layout, divided: tuple[Division, dict[str, str]], found: Found, wanted: Wanted
-) -> Layout:
+def _planned(layout: Layout, division: Division, found: Found, wanted: Wanted) -> Layout:
     """Return the layout with the devices of a division, and with what follows from their plans."""
-    division, lowered = divided
-    every = {device.name: device for device in (*found.devices, *found.workers)}
-    asked = dict(zip((d.name for d in found.devices), wanted.each_device_bytes, strict=False))
-    devices = tuple(
-        DeviceLayout(
-            every[part.room.name],
-            part.layers,
-            part.plan.because(why) if (why := lowered.get(part.room.name)) else part.plan,
-            part.request.reserve_bytes,
-            asked.get(part.room.name, wanted.device_bytes),
-            part,
-        )
-        for part in division.parts
-    )
+    devices = division.parts
     draft_on = division.draft_on or None
     if draft_on is None and (wanted.draft_device is None or _home(found, wanted) is not None):
         home = _home(found, wanted)
@@ -291,7 +267,7 @@ def _planned(
         draft_on = next(iter(local), None) if named is None else named
     context = layout.context
     if wanted.most_ubatch is not None:
-        context = replace(context, n_ubatch=devices[0].plan.n_ubatch if devices[0].plan else 0)
+        context = replace(context, n_ubatch=devices[0].plan.n_ubatch)
     return replace(
         layout, devices=devices, context=context, draft_on=draft_on, reasons=division.reasons
     )
@@ -309,7 +285,7 @@ def _by_libllama(layout: Layout, found: Found, wanted: Wanted) -> Layout:
             reasons = (words,) if words else ()
         ranges = by_shares(facts.n_layers, shares)
     used = tuple(
-        DeviceLayout(device, layers)
+        placed_by_libllama(device, layers, facts)
         for device, layers in zip(devices, ranges, strict=True)
         if layers
     )
@@ -320,12 +296,16 @@ def _on_cpu(layout: Layout, found: Found, wanted: Wanted) -> Layout:
     """Return the layout for libllama's own CPU backend, which reads all weights in place."""
     whole = LayerRange(0, layout.facts.n_layers + 1)
     (device,) = found.devices
-    plan = make_plan(layout.facts) if wanted.wraps else None
+    placed = placed_by_libllama(device, whole, layout.facts)
     notes = layout.notes
     if wanted.shares:
         notes += ("--tensor-split: no effect, since there is one device, the CPU",)
     return replace(
-        layout, devices=(DeviceLayout(device, whole, plan),), draft_on=device.name, notes=notes
+        layout,
+        devices=(placed,),
+        draft_on=device.name,
+        notes=notes,
+        in_place=make_plan(layout.facts) if wanted.wraps else None,
     )
 
 
@@ -335,8 +315,8 @@ def _on_cpu(layout: Layout, found: Found, wanted: Wanted) -> Layout:
 def _with_workers(layout: Layout, found: Found, wanted: Wanted, request: PlanRequest) -> Layout:
     """Return the layout with layers on this machine's devices and on those of workers."""
     facts, on_cpu = layout.facts, not found.devices[0].kind.streams
-    rooms = [] if on_cpu else [room for room, _ in _rooms(found, wanted)]
-    there = [device.room(wanted, None)[0] for device in found.workers]
+    rooms = [] if on_cpu else _rooms(found, wanted)
+    there = [device.room(wanted, None) for device in found.workers]
     local_first = on_cpu or wanted.order == "last"
     devices = [*rooms, *there] if local_first else [*there, *rooms]
     names = [device.name for device in devices]
@@ -374,13 +354,13 @@ def _with_workers(layout: Layout, found: Found, wanted: Wanted, request: PlanReq
                 f"--tensor-split leaves {name} no layers; leave it out of --device"
             )
         division = _parts_or_refused_there(facts, devices, ranges, request, first)
-    used = {part.room.name for part in division.parts}
+    used = {part.name for part in division.parts}
     if idle := [device.name for device in found.workers if device.name not in used]:
         why += f"; no layers are left for {', '.join(idle)}"
-    planned = _planned(layout, (division, {}), found, wanted)
+    planned = _planned(layout, division, found, wanted)
     if not wanted.wraps:
-        without_plans = tuple(replace(device, plan=None) for device in planned.devices)
-        planned = replace(planned, devices=without_plans)
+        by_libllama = (placed_by_libllama(its.device, its.layers, facts) for its in planned.devices)
+        planned = replace(planned, devices=tuple(by_libllama))
     if on_cpu:
         planned = _with_cpu(planned, found, ranges[0], wraps=wanted.wraps)
     return replace(planned, reasons=(why,))
@@ -416,7 +396,7 @@ def _cpu_room(cpu: FoundDevice, request: PlanRequest) -> DeviceRoom:
         vram_bytes_per_s=request.machine.ram_bytes_per_s,
         gpu_flops=request.machine.cpu_flops,
     )
-    return DeviceRoom(cpu.name, None, machine, is_counted=False, is_remote=True)
+    return DeviceRoom(cpu, None, machine, is_counted=False, is_remote=True)
 
 
 def _parts_or_refused_there(
@@ -443,12 +423,10 @@ def _with_cpu(layout: Layout, found: Found, layers: LayerRange, *, wraps: bool) 
     libllama's CPU backend reads these weights in place.
     """
     cpu = next((cpu for cpu in layout.devices if cpu.kind is Kind.CPU), None)
-    cpu = DeviceLayout(found.devices[0], layers) if cpu is None else cpu
+    cpu = placed_by_libllama(found.devices[0], layers, layout.facts) if cpu is None else cpu
     others = tuple(other for other in layout.devices if other.kind is not Kind.CPU)
     layout = replace(layout, devices=(cpu, *others), draft_on=cpu.name)
-    if not wraps:
-        return layout
-    return replace(layout, devices=(replace(cpu, plan=make_plan(layout.local_facts)), *others))
+    return replace(layout, in_place=make_plan(layout.local_facts) if wraps else None)
 
 
 # -- what follows from the devices -----------------------------------------------------------------
@@ -457,7 +435,7 @@ def _with_cpu(layout: Layout, found: Found, layers: LayerRange, *, wraps: bool) 
 def _finished(layout: Layout, found: Found, wanted: Wanted) -> Layout:
     """Return the layout with host memory, batches and snapshots."""
     kind, plan = found.devices[0].kind, layout.plan
-    if plan is not None and wanted.wraps:
+    if wanted.wraps:
         later = later_bytes(
             layout.local_facts, found, wanted, layout.context, loads_mtp=layout.loads_mtp
         )
@@ -477,11 +455,31 @@ def _finished(layout: Layout, found: Found, wanted: Wanted) -> Layout:
         kept = "the weights beside it keep the file's layout, in which they are copied"
         words = f"--repack: no effect with {found.devices[0].name}: {kept}"
         layout = replace(layout, notes=(*layout.notes, words))
-    return _with_batches(layout, wanted)
+    layout = _with_batches(layout, wanted)
+    alone = kind is Kind.CPU and wanted.wraps and not layout.remote
+    return _read_in_place(layout, wanted.request) if alone else layout
+
+
+def _read_in_place(layout: Layout, request: PlanRequest) -> Layout:
+    """Return the layout with the CPU's plan, if the CPU reads all weights in place."""
+    (cpu,), facts, context = layout.devices, layout.facts, layout.context
+    weights = [e for e in facts.loaded if e.name not in layout.on_disk]
+    in_layers = tuple(e for e in weights if layer_of(e.name) >= 0)
+    others_bytes = sum(e.size_bytes for e in weights if layer_of(e.name) < 0)
+    reserve_bytes = context_memory(facts, context).total_bytes + request.reserve_bytes
+    plan = Plan(
+        in_layers, others_bytes, SlotLayout(), ("The CPU computes all, and nothing is copied",),
+        reserve_bytes, context.n_ubatch,
+    )  # fmt: skip
+    own = PlanRequest(
+        reserve_bytes=request.reserve_bytes, projector_bytes=request.projector_bytes,
+        context=context, machine=request.machine,
+    )  # fmt: skip
+    return replace(layout, devices=(replace(cpu, plan=plan, request=own),))
 
 
 def _holds_mtp(layout: Layout) -> bool:
-    return any(device.plan is not None and device.plan.mtp is not None for device in layout.devices)
+    return any(device.plan.mtp is not None for device in layout.devices)
 
 
 def _from_disk(layout: Layout, found: Found, wanted: Wanted, limits: ExpertLimits) -> Layout:
@@ -489,22 +487,12 @@ def _from_disk(layout: Layout, found: Found, wanted: Wanted, limits: ExpertLimit
     min_batch = replace(wanted.min_batch, experts=1, prefill_experts=None, swapped=frozenset())
     context, devices = layout.context, layout.devices
     if found.devices[0].kind.streams:  # devices have to take every batch
-        devices = tuple(_in_passes(device) for device in devices)
-    elif wanted.most_ubatch is not None and layout.plan is not None:
+        devices = tuple(device.in_passes() for device in devices)
+    elif wanted.most_ubatch is not None:
         # Each ubatch of a prompt reads all experts once.
         n_ubatch = _ubatch_from_disk(layout.plan, found, wanted, context, limits)
         context = replace(context, n_ubatch=n_ubatch)
     return replace(layout, min_batch=min_batch, context=context, devices=devices)
-
-
-def _in_passes(device: DeviceLayout) -> DeviceLayout:
-    """Return the device's layout with every batch in passes that its slots do not hold."""
-    plan, part = device.plan, device.part
-    if plan is None:
-        return device
-    if part is not None:
-        part = replace(part, plan=part.plan.with_passes("on"))
-    return replace(device, plan=plan.with_passes("on"), part=part)
 
 
 def _ubatch_from_disk(
@@ -532,8 +520,8 @@ def _with_batches(layout: Layout, wanted: Wanted) -> Layout:
     c = layout.context
     n_batch = max(c.n_batch, c.n_outputs, c.n_ubatch)
     is_free = wanted.most_ubatch is not None and wanted.most_ubatch > c.n_batch
-    n_streaming = sum(device.kind.streams and device.plan is not None for device in layout.devices)
-    if is_free and n_streaming > 1:
+    n_streaming = sum(device.kind.streams for device in layout.devices)
+    if is_free and wanted.wraps and n_streaming > 1:
         n_batch = max(n_batch, _UBATCHES * c.n_ubatch)
     wanted_n, most = c.n_rs_seq, max(0, c.n_ubatch - 2)
     notes = layout.notes

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, layer_of
+from offload.plan.found import DeviceRoom, FoundDevice, Kind
 from offload.plan.placement import Model, Plan, PlanRequest, make_plan
-from offload.plan.range_times import DeviceRoom, hand_over_s, ubatches
+from offload.plan.range_times import hand_over_s, ubatches
 from offload.plan.ranges import LayerRange
 from offload.plan.search import Found, Search, n_passes, prompt_s
 from offload.plan.sharing import SMALL_UBATCHES
 from offload.plan.slot_layout import SlotLayout, SlotPool, WeightGroup
-from offload.plan.weights import spread
+from offload.plan.weights import device_bytes, spread
 from offload.plan.working import WorkingMemory
 from offload.times.decodes import attention_crossover
 from offload.times.work import model_work, with_context
@@ -29,23 +30,58 @@ LEAST_GAIN = 1.05  # least speed-up over the best single device for which `auto`
 
 
 @dataclass(frozen=True)
-class DevicePart:
-    """The layers that one device computes, and their plan."""
+class DevicePlan:
+    """The layers that one device computes, where their weights are, and why.
+
+    `specoffload plan` prints it, and a start executes it. Two are equal if they lead to the same
+    placement, whatever their expected times.
+    """
 
     room: DeviceRoom
     layers: LayerRange
     plan: Plan
-    prompt_s: float  # expected seconds of the planned prompt in this part, with the hand-over
-    decode_s: float  # expected seconds of all generated tokens, with the hand-over
-    facts: ModelFacts  # the header with only these layers
-    request: PlanRequest  # the request that the plan was made for
+    facts: ModelFacts = field(compare=False, repr=False)  # the header with only these layers
+    # The request that the plan was made for.
+    request: PlanRequest = field(default=PlanRequest(), compare=False, repr=False)
+    # Expected seconds of the planned prompt, and of all generated tokens, with the hand-overs.
+    prompt_s: float = field(default=0.0, compare=False)
+    decode_s: float = field(default=0.0, compare=False)
+
+    @property
+    def device(self) -> FoundDevice:
+        return self.room.device
+
+    @property
+    def name(self) -> str:
+        return self.room.name
+
+    @property
+    def kind(self) -> Kind:
+        return self.device.kind
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Device memory for a draft model and a projector."""
+        return self.request.reserve_bytes
+
+    def in_passes(self) -> DevicePlan:
+        """Return the plan with every batch in passes that the slots do not hold."""
+        return replace(self, plan=self.plan.with_passes("on"))
+
+
+def placed_by_libllama(device: FoundDevice, layers: LayerRange, facts: ModelFacts) -> DevicePlan:
+    """Return the plan of a device on which libllama itself places all weights of these layers."""
+    part = facts.part(layers.first, layers.end)
+    return DevicePlan(
+        DeviceRoom(device), layers, Plan((), device_bytes(part), SlotLayout(), ()), part
+    )
 
 
 @dataclass(frozen=True)
 class Division:
     """The parts of a model, in the order of its layers. Devices without layers have no part."""
 
-    parts: tuple[DevicePart, ...]
+    parts: tuple[DevicePlan, ...]
     draft_on: str = ""  # name of the draft model's device; "": no memory is reserved for it
     reasons: tuple[str, ...] = ()
 
@@ -63,38 +99,27 @@ class Division:
     def ranges(self) -> tuple[LayerRange, ...]:
         return tuple(part.layers for part in self.parts)
 
-    @cached_property
-    def plan(self) -> Plan:
-        """The plan of all devices together. Each device keeps its own pools of slots."""
-        if len(self.parts) == 1:
-            return self.parts[0].plan
-        named = []
-        for part in self.parts:
-            layout, name = part.plan.layout, part.room.name
-            pools = tuple(replace(pool, name=f"{name}: {pool.name}") for pool in layout.pools)
-            named.append(replace(part.plan, layout=replace(layout, pools=pools)))
-        return joined(named, [part.room.name for part in self.parts], self.reasons)
-
     @property
     def words(self) -> str:
         n_layers = self.parts[-1].layers.end - 1
-        return ", ".join(f"{p.room.name} {layer_words(p.layers, n_layers)}" for p in self.parts)
+        return ", ".join(f"{p.name} {layer_words(p.layers, n_layers)}" for p in self.parts)
 
 
-def joined(plans: Sequence[Plan], names: Sequence[str], reasons: tuple[str, ...] = ()) -> Plan:
+def joined(parts: Sequence[DevicePlan], reasons: tuple[str, ...] = ()) -> Plan:
     """Return the plan of all devices together. Each device keeps its own pools of slots.
 
-    `names` are the devices' names. The joined plan has `reasons`, and then each plan's own reasons
-    after its device's name. A single plan is returned unchanged.
+    It has `reasons`, and then each device's own reasons after its name. A single device's plan
+    stays as it is, but for `reasons` after its own.
     """
+    plans = [part.plan for part in parts]
     if len(plans) == 1:
-        return plans[0]
+        return plans[0].because(*reasons)
     pools: list[SlotPool] = []
     groups: list[WeightGroup] = []
-    named = list(zip(names, plans, strict=True))
-    for plan in plans:
+    named = [(part.name, part.plan) for part in parts]
+    for name, plan in named:
         groups += [replace(g, pool=g.pool + len(pools)) for g in plan.layout.groups]
-        pools += plan.layout.pools
+        pools += [replace(pool, name=f"{name}: {pool.name}") for pool in plan.layout.pools]
     own = tuple(f"{name}: {reason}" for name, plan in named for reason in plan.reasons)
     return replace(
         plans[-1],
@@ -162,7 +187,7 @@ def divide(
     if gain is None:
         why = "" if use_all else ": no device can hold it alone"
         return replace(found, reasons=(f"{found.words}{why}",))
-    used = [part.room.name for part in found.parts]
+    used = [part.name for part in found.parts]
     others = [device.name for device in devices if device.name not in used]
     on_one = next(d.name for d, r in zip(devices, alone.ranges, strict=True) if len(r))
     words = f"{found.words}: {gain:.1f} x {on_one} alone (estimate)"
@@ -187,7 +212,7 @@ def _first_that_fits(
 def _left_out(
     devices: Sequence[DeviceRoom], one: Division, gain: float, *, fits: bool = True
 ) -> str:
-    used = one.parts[0].room.name
+    used = one.parts[0].name
     others = ", ".join(device.name for device in devices if device.name != used)
     if not any(part.plan.streamed for part in one.parts):
         return f"{others}: not used, because the whole model fits {used}"
@@ -245,7 +270,7 @@ def _fastest_parts(
     draft_on: int,
     sizes: Sequence[int | None],
     host_bytes: Sequence[int] | None,
-) -> tuple[list[DevicePart] | None, DoesNotFit | None]:
+) -> tuple[list[DevicePlan] | None, DoesNotFit | None]:
     """Return the parts with the fastest ubatch of `sizes`, or None if none fits, and an error.
 
     The error is the DoesNotFit of the last ubatch that did not fit, or None.
@@ -253,7 +278,7 @@ def _fastest_parts(
     `used` has each device's index, the device and its layers. `host_bytes` is the host memory for
     each part's streamed weights, None for no limit.
     """
-    best: list[DevicePart] | None = None
+    best: list[DevicePlan] | None = None
     error: DoesNotFit | None = None
     for n_ubatch in sizes:
         found = []
@@ -286,7 +311,8 @@ def _fastest_parts(
             prompt_s, decode_s = hand_over_s(facts, device, request, plan.n_ubatch, is_first=not k)
             prompt_s += float(its.prompt_s)
             decode_s += its.n_decodes * float(its.mean_decode_s)
-            found.append(DevicePart(device, layers, plan, prompt_s, decode_s, part, asked))
+            plan = plan.because(*device.reasons)
+            found.append(DevicePlan(device, layers, plan, part, asked, prompt_s, decode_s))
         if len(found) < len(used):
             continue
         if best is None or Division(tuple(found)).expected_s < Division(tuple(best)).expected_s:

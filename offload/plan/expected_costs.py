@@ -17,12 +17,12 @@ def expected_costs(layout: Layout, plan: Plan, n_most: int) -> CostTable:
     plan counts.
     """
     devices = layout.local
-    parts = [(its.device.machine, its.part) for its in devices if its.part is not None]
+    parts = [its for its in devices if len(its.layers)]
     if len(parts) > 1:
-        each = [(machine, part.facts, part.plan.sharing) for machine, part in parts]
+        each = [(its.device.machine, its.facts, its.plan.sharing) for its in parts]
     else:
         each = [(devices[0].device.machine, layout.facts, plan.sharing)]
-    unions = parts[0][1].request.unions if parts else None
+    unions = parts[0].request.unions if parts else None
     return together(
         [
             modelled(

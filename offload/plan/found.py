@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, PlanRequest
-from offload.plan.range_times import DeviceRoom
 from offload.plan.ranges import Order
 from offload.times.context import ContextOptions
 from offload.times.machine import TYPICAL, Machine
@@ -47,8 +46,8 @@ class FoundDevice:
     measured: str = ""  # its rates in words, if they were measured on the device itself
     shares_buffers: bool = True  # parts of a buffer of its backend can be buffers
 
-    def room(self, wanted: Wanted, asked_bytes: int | None) -> tuple[DeviceRoom, str]:
-        """Return the memory that a plan may use, and why it is less than asked for, or "".
+    def room(self, wanted: Wanted, asked_bytes: int | None) -> DeviceRoom:
+        """Return the memory that a plan may use, with the reason if it is less than asked for.
 
         `asked_bytes` is the size in --vram for this device. On a GPU the context, its buffers and a
         draft model are part of the budget, and `LEAST_FREE_BYTES` stay free whatever was asked for.
@@ -56,28 +55,26 @@ class FoundDevice:
         """
         if self.kind.is_remote:
             room_bytes = max(0, self.free_bytes - MARGIN_BYTES)
-            is_stock = self.kind is Kind.STOCK
             machine = replace(self.machine, attends_in_ram=False)
-            room = DeviceRoom(self.name, room_bytes, machine, is_remote=is_stock, is_here=False)
-            return room, ""
-        budget, lowered = wanted.vram_bytes, ""
+            return DeviceRoom(self, room_bytes, machine, is_remote=self.kind is Kind.STOCK)
+        budget = wanted.vram_bytes
+        reasons: tuple[str, ...] = ()
         counted = self.is_counted(wanted)
         if counted:
             free, asked = self.free_bytes, asked_bytes
             margin = MARGIN_BYTES if asked is None else LEAST_FREE_BYTES
             budget = min(free if asked is None else asked, max(0, free - margin))
             if asked is not None and budget < asked:
-                lowered = (
+                reasons = (
                     f"--vram {asked / 2**30:.2f}GiB: {budget / 2**30:.2f} GiB are used, since "
                     f"{self.name} has {free / 2**30:.2f} GiB free and {margin >> 20} MiB stay free "
-                    "for its driver and kernels"
+                    "for its driver and kernels",
                 )
         elif budget is None and self.kind is Kind.SIM:
             budget = asked_bytes or self.sim_bytes
-        room = DeviceRoom(
-            self.name, budget, self.machine, counted, shares_buffers=self.shares_buffers
+        return DeviceRoom(
+            self, budget, self.machine, counted, asked_bytes=asked_bytes, reasons=reasons
         )
-        return room, lowered
 
     def is_counted(self, wanted: Wanted) -> bool:
         """True if the context, its buffers and other models are part of the device's budget."""
@@ -87,6 +84,37 @@ class FoundDevice:
     def layer_bytes(self) -> int:
         """The free bytes by which llama.cpp's rule divides layers."""
         return self.sim_bytes or self.free_bytes
+
+
+@dataclass(frozen=True)
+class DeviceRoom:
+    """A device that may compute layers, and the memory that their plan may use."""
+
+    device: FoundDevice
+    budget_bytes: int | None = field(default=None, compare=False)  # None: no limit
+    machine: Machine = TYPICAL  # the device's rates; its link's rate while the other links copy too
+    is_counted: bool = True  # False: the context and other models are not part of the budget
+    is_remote: bool = False  # True: all its weights are resident, and activations cross its link
+    asked_bytes: int | None = None  # --vram for this device
+    reasons: tuple[str, ...] = field(default=(), compare=False)  # why the budget is less than that
+
+    @property
+    def name(self) -> str:
+        return self.device.name
+
+    @property
+    def is_here(self) -> bool:
+        """False for the device of a worker, which has buffers of its own."""
+        return not self.device.kind.is_remote
+
+    @property
+    def why_not_lent(self) -> str:
+        """Why the device's compute buffer cannot hold experts between prompts; "" if it can."""
+        if not self.is_here:
+            return "a worker computes these layers"
+        if self.device.shares_buffers:
+            return ""
+        return f"the backend of {self.name} does not share buffers"
 
 
 @dataclass(frozen=True)

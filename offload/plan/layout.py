@@ -6,37 +6,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from offload.model import ModelFacts
-from offload.plan.devices import DevicePart, Division, joined, layer_words
-from offload.plan.found import FoundDevice, Kind
+from offload.plan.devices import DevicePlan, Division, joined
 from offload.plan.host import ExpertLimits
 from offload.plan.host_tables import HostTables
 from offload.plan.placement import Plan
-from offload.plan.ranges import LayerRange
 from offload.times.context import ContextOptions, cpu_attention
 from offload.times.min_batch import MinBatch
-
-
-@dataclass(frozen=True)
-class DeviceLayout:
-    """A device with its layers, and the plan of their weights.
-
-    `plan` is None if nothing is planned: libllama then places all of these weights on the device.
-    """
-
-    device: FoundDevice
-    layers: LayerRange
-    plan: Plan | None = None
-    reserve_bytes: int = 0  # device memory for a draft model
-    asked_bytes: int | None = None  # --vram for this device
-    part: DevicePart | None = field(default=None, compare=False, repr=False)  # how it was planned
-
-    @property
-    def name(self) -> str:
-        return self.device.name
-
-    @property
-    def kind(self) -> Kind:
-        return self.device.kind
 
 
 @dataclass(frozen=True)
@@ -48,13 +23,14 @@ class Layout:
     """
 
     facts: ModelFacts = field(compare=False, repr=False)
-    devices: tuple[DeviceLayout, ...]
+    devices: tuple[DevicePlan, ...]
     context: ContextOptions  # with the chosen n_ctx, n_ubatch and n_batch
     min_batch: MinBatch
     loads_mtp: bool = False
     draft_on: str | None = None  # the draft model's device; None: the one of -devd, or none
     experts: ExpertLimits | None = None  # limits if experts are read from the disk
     tables: HostTables | None = None  # tables that are looked up, None if there are none
+    in_place: Plan | None = None  # weights that the CPU backend reads in place, if it is a device
     splits: bool = False  # layers of small batches may be split
     repack: bool | None = None
     reasons: tuple[str, ...] = field(default=(), compare=False)  # why the layers are divided so
@@ -64,11 +40,11 @@ class Layout:
     row_complaint: str = ""  # why own layers cannot draft although that was asked for
 
     @property
-    def local(self) -> tuple[DeviceLayout, ...]:
+    def local(self) -> tuple[DevicePlan, ...]:
         return tuple(its for its in self.devices if not its.kind.is_remote)
 
     @property
-    def remote(self) -> tuple[DeviceLayout, ...]:
+    def remote(self) -> tuple[DevicePlan, ...]:
         return tuple(its for its in self.devices if its.kind.is_remote)
 
     @property
@@ -89,17 +65,9 @@ class Layout:
         return frozenset(tables.names) if tables is not None and tables.on_disk else frozenset()
 
     @cached_property
-    def plan(self) -> Plan | None:
-        """The plan of all planned devices of this machine together, None if nothing is planned."""
-        planned = [(its, its.plan) for its in self.local if its.plan is not None]
-        if not planned:
-            return None
-        names = [self.named(its) for its, _ in planned]
-        return joined([plan for _, plan in planned], names)
-
-    def named(self, device: DeviceLayout) -> str:
-        """The device with its layers, such as "CUDA0, layers 0-29"."""
-        return f"{device.name}, {layer_words(device.layers, self.facts.n_layers)}"
+    def plan(self) -> Plan:
+        """The plan of all devices of this machine together."""
+        return joined(self.local) if self.in_place is None else self.in_place
 
     @property
     def why_cpu_attends(self) -> str:
@@ -116,8 +84,7 @@ class Layout:
             return f"{self.cache_why}; each batch sends the caches of their layers to {names}"
         if reason := self.why_cpu_attends:
             return f"{self.cache_why}; the CPU computes attention, because {reason}"
-        plans = [its.plan for its in self.devices if its.plan is not None]
-        sizes = [plan.attention_batch for plan in plans]
+        sizes = [its.plan.attention_batch for its in self.devices]
         known = [n for n in sizes if n is not None]
         if not known:
             return f"{self.cache_why}; the CPU computes attention"
@@ -131,6 +98,6 @@ class Layout:
 
     @property
     def division(self) -> Division:
-        """The parts as the plan's machine model sees them."""
-        parts = tuple(its.part for its in self.devices if its.part is not None)
+        """The devices that have layers, as the plan's machine model sees them."""
+        parts = tuple(its for its in self.devices if len(its.layers))
         return Division(parts, self.draft_on or "", self.reasons)

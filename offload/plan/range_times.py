@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from offload.model import ModelFacts
 from offload.plan.candidates import candidates
+from offload.plan.found import DeviceRoom
 from offload.plan.placement import Model, PlanRequest
 from offload.plan.row_draft import plan_mtp
 from offload.plan.sharing import best_way
@@ -30,7 +31,6 @@ from offload.times.context import (
 )
 from offload.times.decodes import cpu_s, streamed_s
 from offload.times.hits import Sharing
-from offload.times.machine import TYPICAL, Machine
 from offload.times.prompts import prompt_context
 from offload.times.work import Part
 
@@ -38,26 +38,6 @@ _TIE = 1e-6  # share of the streamed bytes' link time, added to prefer less stre
 _NO_LIMIT = 2.0**60  # bytes of device memory without a limit
 
 Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class DeviceRoom:
-    """A device that may compute layers."""
-
-    name: str
-    budget_bytes: int | None = None  # memory that the plan may use; None: no limit
-    machine: Machine = TYPICAL  # the device's rates; its link's rate while the other links copy too
-    is_counted: bool = True  # False: the context and other models are not part of the budget
-    is_remote: bool = False  # True: all its weights are resident, and activations cross its link
-    is_here: bool = True  # False: the device of a worker, which has buffers of its own
-    shares_buffers: bool = True  # parts of a buffer of its backend can be buffers
-
-    @property
-    def why_not_lent(self) -> str:
-        """Why the device's compute buffer cannot hold experts between prompts; "" if it can."""
-        if not self.is_here:
-            return "a worker computes these layers"
-        return "" if self.shares_buffers else f"the backend of {self.name} does not share buffers"
 
 
 def ubatches(devices: Sequence[DeviceRoom], request: PlanRequest) -> tuple[int, ...]:

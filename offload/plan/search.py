@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.model import ModelFacts
+from offload.plan.found import DeviceRoom
 from offload.plan.placement import PlanRequest
-from offload.plan.range_times import Array, DeviceRoom, RangeTimes, Stages, hand_over_s, ubatches
+from offload.plan.range_times import Array, RangeTimes, Stages, hand_over_s, ubatches
 from offload.plan.ranges import LayerRange
 from offload.plan.sharing import SMALL_UBATCHES
 from offload.times.machine import Real

@@ -246,7 +246,6 @@ def _open(
 ) -> tuple[WorkerDevice, list[str]]:
     facts, choice, streaming = start.facts, start.choice, start.options.streaming
     plan = start.layout.plan
-    assert plan is not None
     pending, notes = Pending(), list(plan.reasons)
     pin_for = choice.device if choice.on_gpu else None
     store = Store(facts, plan.streamed, replace(start.options.store, pin_for=pin_for))

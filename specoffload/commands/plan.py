@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from offload.plan.devices import DevicePlan
+from offload.plan.layout import Layout
 from offload.plan.placement import Plan
 from offload.plan.weights import ring_slots
 from offload.routing.routing import UNION_SIZES
@@ -51,6 +53,8 @@ def as_dict(planned: Planned) -> dict[str, Any]:
     `min_batch` is null if streaming never saves time.
     """
     plan, facts, request, room = planned.plan, planned.facts, planned.request, planned.room
+    layout = planned.layout
+    assert layout is not None
     return {
         "model": facts.path.name,
         "architecture": facts.architecture,
@@ -62,10 +66,12 @@ def as_dict(planned: Planned) -> dict[str, Any]:
                 "name": part.name,
                 "layers": [part.facts.layers.start, part.facts.layers.stop - 1],
                 "link_bytes_per_s": part.machine.link_bytes_per_s,
+                **_found(its),
                 **_of_device(part),
             }
-            for part in planned.parts or (planned,)
+            for part, its in zip(planned.parts or (planned,), layout.division.parts, strict=True)
         ],
+        "layout": _layout(layout),
         "expected": _speeds(planned),
         "llama_cpp": None if planned.llama is None else asdict(planned.llama),
         "ends": {} if plan.decode_end is None else {"decode": asdict(plan.decode_end)},
@@ -103,6 +109,56 @@ def _context(cost: ContextCost) -> dict[str, Any]:
         return {"ctx_size": cost.n_ctx, "fits": False}
     keys = ("prefill_tps", "decode_tps", "full_context_decode_tps")
     return {"ctx_size": cost.n_ctx, "fits": True} | {key: planned.expected[key] for key in keys}
+
+
+def _layout(layout: Layout) -> dict[str, Any]:
+    """The choices of a start that are not those of one device."""
+    limits, least = layout.experts, layout.min_batch
+    return {
+        "divided": list(layout.reasons),
+        "notes": list(layout.notes),
+        "context": asdict(layout.context),
+        "min_batch": asdict(least) | {"swapped": sorted(least.swapped)},
+        "draft_device": layout.draft_on,
+        "loads_mtp": layout.loads_mtp,
+        "why_not_mtp": layout.row_complaint,
+        "splits": layout.splits,
+        "repack": layout.repack,
+        "limits": limits
+        and {
+            "most_bytes": limits.most_bytes,
+            "others_bytes": limits.others_bytes,
+            "free_bytes": limits.free_bytes,
+            "later_bytes": limits.later_bytes(layout.context.n_ubatch),
+        },
+    }
+
+
+def _found(its: DevicePlan) -> dict[str, Any]:
+    """What was found of a device, what was asked of it, and how long its layers take, for JSON."""
+    plan, device = its.plan, its.device
+    return {
+        "kind": device.kind,
+        "free_bytes": device.free_bytes,
+        "asked_bytes": its.room.asked_bytes,
+        "machine": asdict(device.machine),
+        "measured": device.measured,
+        "prompt_s": its.prompt_s,
+        "decode_s": its.decode_s,
+        "resident_layers": plan.n_resident,
+        "passes": plan.passes,
+        "attention_batch": plan.attention_batch,
+        "working": asdict(plan.working),
+        "compute_buffer": plan.buffer and asdict(plan.buffer),
+        "why_not_lent": plan.lending()[1],
+        "mtp": plan.mtp
+        and {
+            "layers": plan.mtp.what,
+            "weight_bytes": plan.mtp.weight_bytes,
+            "context_bytes": plan.mtp.context_bytes,
+            "why": plan.mtp.reason,
+        },
+    }
 
 
 def _of_device(planned: Planned) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class Planner:
         _, machine, why = self._machine
         if layout.devices[0].kind is Kind.CPU and not layout.remote:
             machine = replace(machine, cpu_flops=self._config.threads_batch * CORE_FLOPS)
-            return shown_on_cpu(layout, machine, self._complaints, room, decided.request)
+            return shown_on_cpu(layout, machine, self._complaints, room)
         if room is not None:
             taken_bytes = context_memory(layout.facts, layout.context).host_bytes
             taken_bytes += decided.request.host_projector_bytes

@@ -7,7 +7,8 @@ from dataclasses import astuple, dataclass, replace
 from functools import cached_property, partial
 
 from offload.decode import SMALL_BATCH
-from offload.model import ModelFacts, is_experts, layer_of
+from offload.model import ModelFacts, is_experts
+from offload.plan.devices import joined
 from offload.plan.found import Kind
 from offload.plan.host_tables import HostTables
 from offload.plan.layout import Layout
@@ -20,7 +21,6 @@ from offload.plan.placement import (
 from offload.plan.row_draft import MtpLayer
 from offload.plan.row_draft import expected_tps as mtp_tps
 from offload.plan.search import prompt_s
-from offload.plan.slot_layout import SlotLayout
 from offload.routing.routing import SHARING_LEAST, SHARING_MOST, SHARING_USUAL, HitCurve
 from offload.store.store import Room
 from offload.times.context import ContextMemory, ContextOptions, context_memory
@@ -332,7 +332,6 @@ def shown(
     division, context, reasons = layout.division, layout.context, layout.reasons
     if layout.remote:
         reasons = (f"{division.words}: layers are divided {', '.join(reasons)}",)
-        division = replace(division, reasons=reasons)
     parts = tuple(
         Planned(
             part.facts,
@@ -340,59 +339,43 @@ def shown(
             replace(part.request, context=context),
             why_vram,
             room=room,
-            name=part.room.name,
+            name=part.name,
             is_remote=part.room.is_remote,
         )
         for part in division.parts
     )
     if len(parts) == 1:
-        one = replace(parts[0], plan=parts[0].plan.because(*reasons))
-        return replace(one, complaints=complaints, hardware=hardware, layout=layout)
+        plan = joined(division.parts, reasons)
+        return replace(parts[0], plan=plan, complaints=complaints, hardware=hardware, layout=layout)
     request = replace(
         parts[-1].request,
         budget_bytes=sum(part.vram_bytes for part in parts),
         reserve_bytes=sum(part.request.reserve_bytes for part in parts),
         projector_bytes=sum(part.request.projector_bytes for part in parts),
     )
+    plan = joined(division.parts, reasons)
     return Planned(
-        layout.facts, division.plan, request, why_vram, complaints, room, hardware, parts=parts,
+        layout.facts, plan, request, why_vram, complaints, room, hardware, parts=parts,
         layout=layout,
     )  # fmt: skip
 
 
 def shown_on_cpu(
-    layout: Layout,
-    machine: Machine,
-    complaints: tuple[str, ...],
-    room: Room | None,
-    wanted: PlanRequest,
+    layout: Layout, machine: Machine, complaints: tuple[str, ...], room: Room | None
 ) -> Planned:
-    """Return a layout of libllama's CPU backend as it is shown: all weights are read in place.
-
-    `wanted` has the memory of a draft model and a projector.
-    """
-    facts, context = layout.facts, layout.context
+    """Return a layout of libllama's CPU backend as it is shown: all weights are read in place."""
+    (cpu,) = layout.devices
     machine = replace(
         machine,
         vram_bytes_per_s=machine.ram_bytes_per_s,
         gpu_flops=machine.cpu_flops,
         per_switch_s=0.0,
     )
-    weights = [e for e in facts.loaded if e.name not in layout.on_disk]
-    in_layers = tuple(e for e in weights if layer_of(e.name) >= 0)
-    others_bytes = sum(e.size_bytes for e in weights if layer_of(e.name) < 0)
-    reserve_bytes = context_memory(facts, context).total_bytes + wanted.reserve_bytes
-    plan = Plan(
-        in_layers, others_bytes, SlotLayout(), ("The CPU computes all, and nothing is copied",),
-        reserve_bytes, context.n_ubatch,
-    )  # fmt: skip
     if room is not None:  # these come first
-        left_bytes = room.available_bytes - reserve_bytes - others_bytes
+        left_bytes = room.available_bytes - cpu.plan.reserve_bytes - cpu.plan.resident_bytes
         room = replace(room, available_bytes=max(0, left_bytes))
-    request = PlanRequest(
-        reserve_bytes=wanted.reserve_bytes, projector_bytes=wanted.projector_bytes,
-        context=context, machine=machine,
-    )  # fmt: skip
+    request = replace(cpu.request, machine=machine)
     return Planned(
-        facts, plan, request, "", complaints, room, name="CPU", on_cpu=True, layout=layout
-    )
+        layout.facts, cpu.plan, request, "", complaints, room, name="CPU", on_cpu=True,
+        layout=layout,
+    )  # fmt: skip

@@ -46,7 +46,7 @@ KEYS = {
     *("host_working_bytes", "pass_experts", "declined", "reasons", "expected", "ends", "hits"),
     *("unions", "machine", "cache", "lent_slots"),
     *("hardware", "ways", "llama_cpp", "slow_flags", "contexts", "host_projector_bytes"),
-    *("host", "disk", "tables", "devices"),
+    *("host", "disk", "tables", "devices", "layout"),
 }
 
 

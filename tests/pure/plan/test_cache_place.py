@@ -155,7 +155,7 @@ def test_several_devices_share_a_model_with_its_cache_in_ram(headers: PublishedF
     layout = decided(headers["Qwen3-235B-A22B"], 12, 131072, n_devices=2)
     assert not layout.context.kv_offload
     assert len(layout.devices) == 2
-    assert all(its.plan is not None and its.plan.attention_batch for its in layout.devices)
+    assert all(its.plan.attention_batch for its in layout.devices)
 
 
 @given(
@@ -241,7 +241,7 @@ def test_workers_are_sent_a_cache_in_ram_and_that_is_priced(headers: PublishedFa
             assert "sends the caches of their layers to RPC0" in layout.cache_words
     here = with_context(model_work(facts), facts, layout.context)
     work = with_context(model_work(facts), facts, replace(layout.context, kv_offload=False))
-    room, _ = worker.room(wanted, None)
+    room = worker.room(wanted, None)
     on_cpu_s, on_device_s = ram_attention_s(room.machine, work, 1)
     assert np.isinf(on_cpu_s)
     assert on_device_s > work.context.size_bytes / network.link_bytes_per_s

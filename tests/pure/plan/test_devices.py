@@ -18,9 +18,9 @@ from offload.errors import DoesNotFit
 from offload.model import is_experts, layer_of
 from offload.plan import devices as plan_devices
 from offload.plan import range_times
-from offload.plan.devices import DevicePart, Division, divide, plan_parts
+from offload.plan.devices import DevicePlan, Division, divide, plan_parts
+from offload.plan.found import DeviceRoom, FoundDevice, Kind
 from offload.plan.placement import PlanRequest, make_plan
-from offload.plan.range_times import DeviceRoom
 from offload.plan.ranges import LayerRange
 from offload.plan.search import may_overlap, prompt_s
 from offload.plan.weights import ring_slots
@@ -38,7 +38,7 @@ LINKS = st.sampled_from([3e9, 6e9, 12e9, 25e9, 50e9])
 
 
 def room(name: str, budget: int, link: float = 25e9) -> DeviceRoom:
-    return DeviceRoom(name, budget, replace(TYPICAL, link_bytes_per_s=link))
+    return DeviceRoom(FoundDevice(name, Kind.GPU), budget, replace(TYPICAL, link_bytes_per_s=link))
 
 
 def rooms(*budgets: int) -> list[DeviceRoom]:
@@ -60,7 +60,7 @@ def n_streamed(division: Division) -> dict[str, int]:
     batch are left out, because the CPU computes their streamed experts.
     """
 
-    def crossing(part: DevicePart) -> int:
+    def crossing(part: DevicePlan) -> int:
         n = min(part.layers.end, N_LAYERS) - part.layers.first - part.plan.n_resident
         n_slots = part.plan.sharing.n_slots
         if n_slots >= n * N_EXPERTS:
@@ -68,7 +68,7 @@ def n_streamed(division: Division) -> dict[str, int]:
         return n - max(0, n_slots // N_EXPERTS - LAYER_RING)
 
     return {
-        part.room.name: crossing(part)
+        part.name: crossing(part)
         for part in division.parts
         if part.plan.min_batch is not None and part.plan.min_batch <= part.plan.n_ubatch
     }
@@ -82,7 +82,7 @@ def test_every_layer_is_on_one_device_in_order_and_within_its_room(
     found = divided([room(f"GPU{i}", *d) for i, d in enumerate(devices)])
     layers = [i for part in found.parts for i in range(part.layers.first, part.layers.end)]
     assert layers == [*range(N_LAYERS + 1)]
-    names = [part.room.name for part in found.parts]
+    names = [part.name for part in found.parts]
     assert names == sorted(names), "in the order of the devices"
     for part in found.parts:
         plan = part.plan
@@ -255,16 +255,16 @@ def test_the_slow_link_gets_what_it_can_hold_and_the_fast_one_streams() -> None:
 
 def test_a_device_is_left_out_if_the_model_gains_nothing_by_it() -> None:
     whole = divided(rooms(ALL + BUFFERS, ALL + BUFFERS))
-    assert [part.room.name for part in whole.parts] == ["GPU0"]
+    assert [part.name for part in whole.parts] == ["GPU0"]
     assert whole.reasons == ("GPU1: not used, because the whole model fits GPU0",)
     tiny = divided(rooms(ALL // 2, 100 << 20))
-    assert [part.room.name for part in tiny.parts] == ["GPU0"]
+    assert [part.name for part in tiny.parts] == ["GPU0"]
     assert tiny.reasons[0].startswith("GPU1: not used, because")
     asked = divide(FACTS, rooms(ALL + BUFFERS, ALL + BUFFERS), REQUEST, use_all=True)
-    assert [part.room.name for part in asked.parts] == ["GPU0", "GPU1"]
+    assert [part.name for part in asked.parts] == ["GPU0", "GPU1"]
     decodes = replace(REQUEST, mix=TokenMix(0, 1))  # several devices cost more hand-overs
     unequal = divide(FACTS, rooms(ALL + BUFFERS, ALL + BUFFERS), decodes, use_all=True)
-    assert [part.room.name for part in unequal.parts] == ["GPU0", "GPU1"]
+    assert [part.name for part in unequal.parts] == ["GPU0", "GPU1"]
 
 
 def test_two_devices_hold_what_none_holds_alone() -> None:
@@ -289,7 +289,7 @@ def test_a_draft_lies_where_its_room_costs_least() -> None:
     draft = replace(REQUEST, reserve_bytes=LAYER)
     spare = divide(FACTS, rooms(ALL + BUFFERS, LAYER + BUFFERS), draft)
     assert spare.draft_on == "GPU1"
-    assert [part.room.name for part in spare.parts] == ["GPU0"]
+    assert [part.name for part in spare.parts] == ["GPU0"]
     fixed = divide(FACTS, rooms(4 * LAYER + BUFFERS, 3 * LAYER + BUFFERS), draft, draft_on=0)
     free = divide(FACTS, rooms(4 * LAYER + BUFFERS, 3 * LAYER + BUFFERS), draft)
     assert fixed.draft_on == "GPU0"
@@ -299,7 +299,7 @@ def test_a_draft_lies_where_its_room_costs_least() -> None:
             plan = part.plan
             used = plan.resident_bytes + plan.slot_bytes + plan.reserve_bytes
             assert used <= (part.room.budget_bytes or 0)
-            assert (plan.reserve_bytes > LAYER) == (part.room.name == found.draft_on)
+            assert (plan.reserve_bytes > LAYER) == (part.name == found.draft_on)
     with pytest.raises(DoesNotFit, match="-devd"):
         plan_parts(
             FACTS, rooms(ALL + BUFFERS, LAYER // 2),

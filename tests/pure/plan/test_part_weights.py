@@ -15,8 +15,9 @@ from test_sharing import FACTS, LAYER, N_LAYERS, WEIGHTS
 from lab.synth.published import published_facts
 from offload.model import ModelFacts, layer_of
 from offload.plan.candidates import Limits, candidates
+from offload.plan.found import DeviceRoom, FoundDevice, Kind
 from offload.plan.placement import Model, PlanRequest, make_plan
-from offload.plan.range_times import DeviceRoom, RangeTimes
+from offload.plan.range_times import RangeTimes
 from offload.plan.weights import Parts, Weights, device_bytes, spread
 from offload.times.context import ContextOptions
 from offload.times.machine import TYPICAL
@@ -130,7 +131,7 @@ def test_one_device_alone_is_estimated_as_its_plan(
         budget_bytes=budget_bytes + (1 << 30), context=ContextOptions(4096, n_ubatch),
         n_cpu_moe="fit", plan_for_splits=splits,
     )  # fmt: skip
-    device = DeviceRoom("GPU0", request.budget_bytes, TYPICAL)
+    device = DeviceRoom(FoundDevice("GPU0", Kind.GPU), request.budget_bytes, TYPICAL)
     stages = RangeTimes(FACTS, request).stages(
         device, device.budget_bytes, n_ubatch, is_last=True, is_first=True
     )

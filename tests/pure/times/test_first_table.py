@@ -42,7 +42,7 @@ def layout_of(facts: ModelFacts, *machines: Machine) -> Layout:
 
 
 def expected(layout: Layout) -> CostTable:
-    return expected_costs(layout, layout.division.plan, N_MOST)
+    return expected_costs(layout, layout.plan, N_MOST)
 
 
 @pytest.mark.parametrize("machine", [SLOW, TYPICAL, FAST])
@@ -50,7 +50,7 @@ def test_every_way_is_expected_at_the_rates_of_the_device(
     machine: Machine, facts: ModelFacts
 ) -> None:
     layout = layout_of(facts, machine)
-    table, work, sharing = expected(layout), model_work(facts), layout.division.plan.sharing
+    table, work, sharing = expected(layout), model_work(facts), layout.plan.sharing
     assert set(table.ways) == {Way.IN_PLACE, Way.STREAMED, Way.SPLIT}
     assert table.ways == modelled(machine, work, sharing, N_MOST, splits=True).ways
     for way, seconds in ((Way.STREAMED, streamed_s), (Way.SPLIT, hybrid_s)):
@@ -64,9 +64,8 @@ def test_the_times_of_several_devices_add_up(facts: ModelFacts) -> None:
     assert len(layout.local) == 2
     table = expected(layout)
     each = [
-        float(streamed_s(its.device.machine, model_work(part.facts), part.plan.sharing, 1))
+        float(streamed_s(its.device.machine, model_work(its.facts), its.plan.sharing, 1))
         for its in layout.local
-        if (part := its.part) is not None
     ]
     assert len(each) == 2
     assert table.ways[Way.STREAMED][1].seconds == pytest.approx(sum(each))
