@@ -5,13 +5,12 @@ Files that other pages name exist, too.
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
-from flow_page import PAGE, ROOT, WAYS, section_of, way_of
+from flow_page import PAGE, ROOT, WAYS, defined, section_of, way_of
 
 CHANGES = (
     *("A cache rule", "A drafter", "A draft policy", "A number on the plan's screen"),
@@ -29,21 +28,6 @@ HISTORY = {"log.md", "results.md"}  # they name what was there when it was tried
 ELSEWHERE = {  # names of files of other repositories and commits
     "speculative.md", "K3.md", "pictures", "convert_hf_to_gguf.py", "coverage.py",
 }  # fmt: skip
-
-
-def defined(path: str) -> set[str]:
-    """Names that a file defines: `function`, `Class`, `Class.method`, `CONSTANT`."""
-    text = (ROOT / path).read_text(encoding="utf-8")
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        if isinstance(node, ast.ClassDef):
-            names |= {f"{node.name}.{child.name}" for child in node.body
-                      if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)}  # fmt: skip
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-    return names
 
 
 @pytest.mark.parametrize("thing", WAYS)
