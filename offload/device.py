@@ -110,15 +110,15 @@ def device_names(wanted: str) -> list[str]:
 def _choose(wanted: str) -> DeviceChoice:
     """Return the device for one name: `auto|auto:N|NAME|cpu|sim`.
 
-    `auto` is the first GPU, wrapped, `auto:N` the GPU with number N. Without a GPU, `auto` is the
-    unwrapped CPU. NAME is ggml's name of a GPU, and `cpu` the unwrapped CPU. `sim` wraps the CPU
-    device as if it were a GPU, and `sim:...` also sets limits (`parse_sim`).
+    `auto` is the first GPU, wrapped, `auto:N` the GPU with number N. Without a GPU, `auto` and
+    `auto:0` are the unwrapped CPU. NAME is ggml's name of a GPU, and `cpu` the unwrapped CPU. `sim`
+    wraps the CPU device as if it were a GPU, and `sim:...` also sets limits (`parse_sim`).
     """
     known = devices()
     cpu = next(d for d in known if not d.on_gpu)
     gpus = [d for d in known if d.on_gpu]
     lowered = wanted.lower()
-    if lowered == "cpu" or (lowered == "auto" and not gpus):
+    if lowered == "cpu" or (lowered in ("auto", "auto:0") and not gpus):
         reason = "asked for" if lowered == "cpu" else "ggml knows no GPU here"
         return DeviceChoice("cpu", cpu.description, cpu.device, False, False, reason)
     if lowered == "auto" or (lowered.startswith("auto:") and lowered[5:].isdecimal()):

@@ -119,7 +119,7 @@ def bench_config(config: Config, own: BenchOptions) -> None:
 
 def on_some_device(config: Config) -> Config:
     """Return `config` on `sim` if it leaves the device open and there is no GPU, and say so."""
-    if config.device != "auto" or has_gpu():
+    if config.device not in ("auto", "auto:0") or has_gpu():
         return config
     report.note("no GPU here: measuring on sim, the CPU in the place of a GPU")
     return replace(config, device="sim")

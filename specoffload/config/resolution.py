@@ -243,8 +243,11 @@ def _on_one_gpu(options: Options, reasons: list[str]) -> Options:
             reasons.append(ignored(options.name("main_gpu"), why))
         return options
     names, nth = device_names(options.device), options.main_gpu
-    if names == ["auto"]:
-        return replace(options, device=f"auto:{nth}" if nth else "auto", tensor_split=())
+    sizes = options.vram_bytes
+    if isinstance(sizes, tuple) and nth < len(sizes):
+        options = replace(options, vram_bytes=sizes[nth])
+    if names == ["auto"]:  # alone, it may mean several GPUs
+        return replace(options, device=f"auto:{nth}", tensor_split=())
     if nth >= len(names):
         raise UsageError(
             f"{options.name('main_gpu')} {nth}: {options.name('device')} {options.device} has "

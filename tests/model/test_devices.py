@@ -213,6 +213,7 @@ def test_gpus_are_chosen_as_llama_cpp_chooses_them(monkeypatch: pytest.MonkeyPat
     assert names("auto", all_gpus=True) == ["CUDA0", "CUDA1"]
     assert names("auto") == ["CUDA0"]
     assert names("auto:1") == ["CUDA1"]  # -sm none -mg 1
+    assert names("auto:0", all_gpus=True) == ["CUDA0"]  # -sm none
     assert names("cuda1,CUDA0") == ["CUDA1", "CUDA0"]
     for wanted, words in (
         ("CUDA0,cuda0", "--device CUDA0,cuda0: CUDA0 is named 2 times; name each GPU once"),
@@ -221,6 +222,9 @@ def test_gpus_are_chosen_as_llama_cpp_chooses_them(monkeypatch: pytest.MonkeyPat
     ):
         with pytest.raises(DeviceUnavailable, match=words):
             names(wanted)
+    gpus.clear()
+    monkeypatch.setattr("offload.device.devices", lambda: [cpu])
+    assert names("auto:0", all_gpus=True) == names("auto") == ["cpu"]
 
 
 def test_a_device_that_is_too_small_is_named(models: Path) -> None:

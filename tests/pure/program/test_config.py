@@ -281,7 +281,11 @@ MODEL = ("-m", "m.gguf")
             ("--spec-ngram-mod-n-max", "8", "--spec", "draft"),
             "--spec-ngram-mod-n-max ignored: it needs --spec-type ngram-mod",
         ),
-        (("--draft-p-split", "0.2"), "--draft-p-split 0.2 ignored: drafts are single sequences"),
+        (
+            ("--draft-p-split", "0.2"),
+            "--draft-p-split 0.2 ignored: a draft branches by its "
+            "expected gain, wherever measured times allow a tree",
+        ),
         (("-lcs", "x", "--spec", "draft"), "-lcs ignored: it needs --spec-type ngram-cache"),
         (("--no-spec", "--spec-accept", "reject"), "--spec-accept ignored: nothing drafts"),
         (
@@ -448,12 +452,17 @@ def test_a_first_start_measures_as_long_as_the_environment_says() -> None:
         (("--device", "CUDA0,CUDA1", "-sm", "none", "-mg", "1"), "CUDA1"),
         (("--device", "sim:vram=1GiB,bw=1GB/s,sim", "-sm", "none"), "sim:vram=1GiB,bw=1GB/s"),
         (("-sm", "none", "-mg", "2"), "auto:2"),
-        (("-sm", "none"), "auto"),
+        (("-sm", "none"), "auto:0"),  # "auto" takes all GPUs that save time
         (("-sm", "layer", "-mg", "1"), "auto"),
     ],
 )
 def test_split_mode_none_leaves_the_main_gpu(words: tuple[str, ...], device: str) -> None:
     assert resolved(*words).device == device
+
+
+def test_the_main_gpu_gets_its_own_size() -> None:
+    streaming = resolved("-sm", "none", "-mg", "1", "--vram", "24GiB,12GiB").streaming
+    assert (streaming.device_bytes, streaming.each_device_bytes) == (12 << 30, ())
 
 
 def test_a_main_gpu_that_is_not_there_is_refused() -> None:
