@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
@@ -71,6 +72,7 @@ class Held:
     @staticmethod
     def now() -> Held:
         gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps pages of what was freed
         process = psutil.Process()
         rollup = Path("/proc/self/smaps_rollup").read_text()
         (kib,) = re.findall(r"^Anonymous: +(\d+) kB$", rollup, re.M)

@@ -51,7 +51,8 @@ class Judge:
             str(self.model), "--device", "cpu", "--spec-type", "none", "--parallel", "1",
             "--ctx-size", str(self.n_ctx), "--threads", "1", *self.cache_words,
         ]  # fmt: skip
-        self.session = open_words(words)
+        # It measures nothing, which would take longer than its answers.
+        self.session = open_words(words, SPECOFFLOAD_WITHOUT="profile")
 
     def close(self) -> None:
         self.session.close()

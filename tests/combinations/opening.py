@@ -77,9 +77,9 @@ def from_the_future(*folders: Path) -> None:
         os.utime(path, (ahead_s, ahead_s))
 
 
-def open_words(words: Sequence[str]) -> Session:
-    """Open what `serve` opens for this command line, with no variables but our own."""
-    own = {k: v for k, v in os.environ.items() if k.startswith("SPECOFFLOAD_")}
+def open_words(words: Sequence[str], **variables: str) -> Session:
+    """Open what `serve` opens for this command line, with no variables but our own and these."""
+    own = {k: v for k, v in os.environ.items() if k.startswith("SPECOFFLOAD_")} | variables
     line = read_command_line("serve", words, Environment(variables=own))
     return Session(served_as(line).config)
 
@@ -127,7 +127,8 @@ def _half_bytes(words: tuple[str, ...], model: Path) -> int:
     known = 1 << 20
     for _ in range(3):  # each device may refuse
         try:
-            open_words([str(known) if word == "{half}" else word for word in words]).close()
+            tried = [str(known) if word == "{half}" else word for word in words]
+            open_words(tried, SPECOFFLOAD_WITHOUT="profile").close()
         except DoesNotFit as e:
             if e.least_bytes is None:
                 raise
