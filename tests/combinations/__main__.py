@@ -15,15 +15,29 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from combinations.cases import TABLES, Case, Pair, all_pairs, by_use, covering, refused_pairs
+from combinations.cases import (
+    TABLES,
+    Case,
+    Pair,
+    all_pairs,
+    by_new_pairs,
+    by_use,
+    covering,
+    refused_pairs,
+)
 from combinations.trying import Record, Trier, grouped
 from combinations.walks import report as walks_report
 from combinations.walks import walk_for
 
 
-def plan(tables: list[str], seed: str, strength: int) -> list[Case]:
-    """The cases of all tables in turns, so that a short run tries some of each."""
-    ordered = [grouped(by_use(covering(table, seed, strength))) for table in tables]
+def plan(
+    tables: list[str], seed: str, strength: int, known: Record, *, pairs_first: bool
+) -> list[Case]:
+    """The cases of all tables that are not known, in turns, so that a short run tries some of
+    each."""
+    held = [outcome.case for outcome in known.outcomes if not outcome.faults]
+    left = [[c for c in covering(table, seed, strength) if not known.has(c)] for table in tables]
+    ordered = [grouped(by_new_pairs(cs, held) if pairs_first else by_use(cs)) for cs in left]
     return [c for cs in itertools.zip_longest(*ordered) for c in cs if c is not None]
 
 
@@ -34,6 +48,9 @@ def main(
     strength: Annotated[int, typer.Option(help="2 covers pairs, 3 triples.")] = 2,
     walk: Annotated[
         bool, typer.Option("--walk", help="Walk through a server's life instead.")
+    ] = False,
+    pairs_first: Annotated[
+        bool, typer.Option("--pairs-first", help="Begin with what has most untried pairs.")
     ] = False,
     record: Annotated[
         Path | None, typer.Option(help="File of what was tried; a later run goes on.")
@@ -46,7 +63,7 @@ def main(
     if walk:
         raise typer.Exit(_walk(minutes, seed, record))
     known = Record(record)
-    cases = [c for c in plan(table or [*TABLES], seed, strength) if not known.has(c)]
+    cases = plan(table or [*TABLES], seed, strength, known, pairs_first=pairs_first)
     typer.echo(f"seed {seed}: {len(cases)} cases left, {len(known.outcomes)} tried before")
     failed, skipped = 0, Counter[str]()
     with (

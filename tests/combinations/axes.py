@@ -258,13 +258,13 @@ REQUEST = Table({
         _value("marked", "the system message ends at a cache point"),
     ),
 }, (
-    Refused(("media", "image"), ("eyes", "none"), "mmproj", "projector"),
     # A raw prompt has no place for tools, and a raw answer none for calls.
     *(
         Refused(("api", api), ("constraint", name), "/v1/chat/completions", "none")
         for api in ("completions", "native")
         for name in ("auto", "required", "named", "strict")
     ),
+    Refused(("media", "image"), ("eyes", "none"), "mmproj", "projector"),
 ))  # fmt: skip
 
 # What a command is run with. Models and their words are those of SESSION.

@@ -118,3 +118,15 @@ def by_use(cases: Iterable[Case]) -> list[Case]:
         return found
 
     return sorted(cases, key=use, reverse=True)
+
+
+def by_new_pairs(cases: Iterable[Case], known: Iterable[Case]) -> list[Case]:
+    """Each next case has the most pairs that neither an earlier one has, nor one of `known`."""
+    left = {case: case.pairs for case in cases}
+    done = set[Pair]().union(*(case.pairs for case in known))
+    ordered = []
+    while left:
+        best = max(left, key=lambda case: len(left[case] - done))
+        done |= left.pop(best)
+        ordered.append(best)
+    return ordered

@@ -58,8 +58,11 @@ def test_a_sample_of_today_holds(
 
 @pytest.mark.parametrize("table", TABLES)
 def test_refused_pairs_say_their_sentence_and_its_remedy_works(trier: Trier, table: str) -> None:
+    remedies = dict[Case, None]()  # several refusals have the same
     for refused in TABLES[table].refused:
         case = Case.of(table, **dict((refused.first, refused.second)))
         (fault,) = trier.faults_of(case)
         assert re.search(refused.says, fault)
-        assert trier.faults_of(case.replaced(refused.second[0], refused.remedy)) == []
+        remedies[case.replaced(refused.second[0], refused.remedy)] = None
+    for case in grouped([*remedies]):
+        assert trier.faults_of(case) == []
