@@ -6,7 +6,15 @@ import re
 from pathlib import Path
 
 import pytest
-from combinations.cases import TABLES, Case, all_pairs, covering, refused_pairs
+from combinations.cases import (
+    TABLES,
+    Case,
+    all_pairs,
+    by_new_pairs,
+    by_use,
+    covering,
+    refused_pairs,
+)
 from combinations.found import FOUND
 from combinations.trying import Outcome, Record, shrunk
 from hypothesis import given, settings
@@ -46,7 +54,26 @@ def test_three_axes_at_once_are_covered_too() -> None:
     cases = covering("request", "a", strength=3)
     triples = {(c["api"], c["constraint"], c["reasoning"]) for c in cases}
     axes = TABLES["request"].axes
-    assert len(triples) == len(axes["api"]) * len(axes["constraint"]) * len(axes["reasoning"])
+    n_refused = sum(
+        {axis for axis, _ in p} == {"api", "constraint"} for p in refused_pairs("request")
+    )
+    n_pairs = len(axes["api"]) * len(axes["constraint"]) - n_refused
+    assert n_refused > 0
+    assert len(triples) == n_pairs * len(axes["reasoning"])
+
+
+def test_untried_pairs_come_first_if_asked_for() -> None:
+    cases = by_use(covering("request", "a"))
+    n, known = len(cases) // 3, cases[:3]
+    ordered = by_new_pairs(cases[3:], known)
+    assert sorted(map(str, ordered)) == sorted(map(str, cases[3:]))
+
+    def n_pairs(first: int) -> int:
+        return len(set().union(*(c.pairs for c in [*known, *ordered[:first]])))
+
+    assert n_pairs(n) > len(set().union(*(c.pairs for c in cases[: n + 3])))
+    gains = [n_pairs(i + 1) - n_pairs(i) for i in range(n)]
+    assert gains == sorted(gains, reverse=True)
 
 
 def test_a_case_is_written_as_code_and_refuses_unknown_names() -> None:
