@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import itertools
 import os
+import signal
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -57,6 +59,7 @@ def main(
     ] = None,
 ) -> None:
     """Try combinations of features, or walk. Ends with code 1 if something has a fault."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers and workers end too
     seed = seed or datetime.date.today().isoformat()
     record = record or Path(f".work/{'walks' if walk else 'combinations'}.jsonl")
     record.parent.mkdir(parents=True, exist_ok=True)

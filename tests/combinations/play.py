@@ -219,8 +219,9 @@ def answered(prompt: Sequence[int], options: GenerateOptions, request: Request) 
     return answer_of(tuple(prompt), options, request.pieces)
 
 
-def _spin() -> None:
-    while True:
+def _spin(parent: int) -> None:
+    """Compute until the parent process has ended."""
+    while os.getppid() == parent:
         pass
 
 
@@ -229,7 +230,7 @@ def busy(is_wanted: bool) -> Iterator[None]:
     """While it is open, another program computes on each processor."""
     context = multiprocessing.get_context("spawn")
     n = len(os.sched_getaffinity(0)) if is_wanted else 0
-    spinning = [context.Process(target=_spin, daemon=True) for _ in range(n)]
+    spinning = [context.Process(target=_spin, args=(os.getpid(),), daemon=True) for _ in range(n)]
     for process in spinning:
         process.start()
     try:
