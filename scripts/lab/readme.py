@@ -108,7 +108,10 @@ def _overlap_words(of: Figures) -> str:
 
 
 def _wrapped(printed: list[str]) -> Figures:
-    return {"decode": 1 / json_in(printed[1])["wrapped_ratio"]}
+    ratio = json_in(printed[1])["wrapped_ratio"]
+    if ratio is None:
+        raise ValueError("the times were not steady, so there is no ratio")
+    return {"decode": 1 / ratio}
 
 
 def _wrapped_brief(of: Figures) -> str:
@@ -126,16 +129,27 @@ def _wrapped_words(of: Figures) -> str:
 _RATES = ("1 GB/s", "400 MB/s")
 
 
+def _copying_texts(printed: str) -> dict[str, Any]:
+    """The texts of `bench --policies` by name. Raises ValueError if one shows nothing."""
+    texts: dict[str, Any] = json_in(printed)["workloads"]
+    for name, of in texts.items():
+        if None in (of["vs_no_drafts"], of["vs_best_fixed"]):
+            raise ValueError(f"{name}: the times were not steady, so there is no ratio")
+        if not all(row["streamed_bytes"] for row in of["rows"]):
+            raise ValueError(f"{name}: nothing was copied, so the row would compare nothing")
+    return texts
+
+
 def _policies(printed: list[str]) -> Figures:
     found: Figures = {}
     for rate, text in zip(_RATES, printed[:2], strict=True):
-        texts = json_in(text)["workloads"]
+        texts = _copying_texts(text)
         for key, to in (("vs_no_drafts", "no drafts"), ("vs_best_fixed", "best fixed")):
             found[f"{rate}: default ÷ {to}"] = texts["mixed"][key]
             found[f"{rate}: default ÷ {to}, least of the texts"] = min(
                 of[key] for of in texts.values()
             )
-    streamed = json_in(printed[2])["workloads"]
+    streamed = _copying_texts(printed[2])
     found["experts stream: default ÷ no drafts"] = min(
         of["vs_no_drafts"] for of in streamed.values()
     )
