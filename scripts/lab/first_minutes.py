@@ -1,10 +1,13 @@
 """Makes docs/first-minutes.md: what a newcomer types and sees in the first ten minutes.
 
     scripts/lab/run first-minutes [--home FOLDER] [FILE]
+    scripts/lab/run first-minutes --modelled [FILE]
 
 Types the commands into a terminal of 80 columns (tmux) in a new home folder, and writes down the
 screens as they are. With `--home`, a first call clones and installs into FOLDER, and writes no
 page. A second call does the rest, which takes less time, so that only that needs an idle machine.
+With `--modelled` only the plan is typed again, with the program of
+this environment, and the other screens stay: a busy machine does not change what is modelled.
 Needs tmux, git, curl, and the package indexes that pip uses. libllama is compiled unless it was
 compiled on this machine before.
 """
@@ -13,7 +16,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -28,6 +33,8 @@ SOCKET = f"first-minutes-{os.getpid()}"
 PAGE = ROOT / "docs" / "first-minutes.md"
 URL = "http://127.0.0.1:8080"
 MODEL = "DeepSeek-R1"
+PLANNED = "A plan of R1 for a card of 24 GiB"
+PLAN = f"specoffload plan {MODEL}.gguf --hardware rtx-4090-ddr5"
 INSTALLED = "installed.txt"  # the screen of the first call with --home
 LINE = "class StreamWriter(Codec,codecs.StreamWriter):"  # a line of the pair's training text
 BODY = f'{{"prompt": "{LINE}", "max_tokens": 24, "temperature": 0}}'
@@ -39,7 +46,7 @@ on it after the first screen. Progress bars, which disappear, are left out. llam
 compiled on this machine before. The first `scripts/run` on yours compiles it, behind a bar that
 shows how far it is: about 2 minutes on 2 cores. The included models only continue Python source
 that is like the standard library. The file of R1 is only its header, which is all that `plan`
-reads.
+reads. The plan's figures are modelled, so its screen is recorded again more often than the others.
 """
 
 
@@ -150,9 +157,7 @@ def recorded(home: Path, install: str) -> dict[str, str]:
     shell.wait()
     screens["A server, and its page"] = shell.taken()
     screens["A request in another terminal"] = f"{asked}\n{page}"
-    screens["A plan of R1 for a card of 24 GiB"] = shell.run(
-        f"specoffload plan {MODEL}.gguf --hardware rtx-4090-ddr5"
-    )
+    screens[PLANNED] = shell.run(PLAN)
     screens["Beside llama.cpp"] = shell.run("specoffload bench")
     screens["llama-bench's sweep"] = shell.run(
         "specoffload bench -p 64,256 -n 32 -fa 0,1 -d 0,512 -r 3"
@@ -160,12 +165,35 @@ def recorded(home: Path, install: str) -> dict[str, str]:
     return screens
 
 
+def with_plan(page: str) -> str:
+    """Return the page with the screen of the plan recorded again."""
+    with tempfile.TemporaryDirectory() as name:
+        published_facts(MODEL, Path(name))
+        shell = Terminal(Path(name), "plan")
+        here = shlex.quote(sys.prefix)
+        shell.run(f"export PATH={here}/bin:$PATH PYTHONPATH={shlex.quote(str(ROOT))}")
+        shell.taken()
+        screen = shell.run(PLAN)
+    before, rest = page.split(f"## {PLANNED}\n\n```\n", 1)
+    after = rest.partition("```\n")[2]
+    return before + section(PLANNED, screen) + after
+
+
+def section(title: str, screen: str) -> str:
+    return f"## {title}\n\n```\n{screen}\n```\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path, nargs="?", default=PAGE)
     parser.add_argument("--home", type=Path)
+    parser.add_argument("--modelled", action="store_true")
     arguments = parser.parse_args()
     try:
+        if arguments.modelled:
+            page = with_plan(PAGE.read_text(encoding="utf-8"))
+            arguments.file.write_text(page, encoding="utf-8")
+            return
         if arguments.home is None:
             with tempfile.TemporaryDirectory() as name:
                 screens = recorded(Path(name), installed(Path(name)))
@@ -178,7 +206,7 @@ def main() -> None:
             screens = recorded(arguments.home, install)
     finally:
         subprocess.run(["tmux", "-L", SOCKET, "kill-server"], capture_output=True, check=False)
-    parts = [f"## {title}\n\n```\n{screen}\n```\n" for title, screen in screens.items()]
+    parts = [section(title, screen) for title, screen in screens.items()]
     arguments.file.write_text("\n".join([HEAD, *parts]), encoding="utf-8")
 
 
