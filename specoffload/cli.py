@@ -328,7 +328,8 @@ def plan(line: CommandLine) -> None:
     config = replace(config_of(line, header_only=True), serves=True)
     details = line.options.verbose or line.options.library_log > 0
     start = ("serve", *line.words_for("serve"))
-    plan_config(config, line.of(PlanOptions), start, details=details)
+    cache_ram_mib = line.of(ServeOptions).cache_ram_mib
+    plan_config(config, line.of(PlanOptions), start, cache_ram_mib=cache_ram_mib, details=details)
 
 
 def models(line: CommandLine) -> None:

@@ -15,9 +15,9 @@ from offload.routing.routing import UNION_SIZES
 from offload.times.hits import expected_hits
 from offload.times.min_batch import NEVER
 from specoffload import report
-from specoffload.commands.plan_lines import others_bytes
+from specoffload.commands.plan_lines import Others
 from specoffload.commands.plan_screen import show_plan, streamed_layers
-from specoffload.config.options import PlanOptions
+from specoffload.config.options import PlanOptions, ServeOptions
 from specoffload.config.resolution import Config
 from specoffload.opening.context_size import ContextCost, planned_contexts, planner_of
 from specoffload.opening.flag_costs import flag_cost
@@ -25,20 +25,26 @@ from specoffload.opening.planning import Planned
 
 
 def plan_config(
-    config: Config, own: PlanOptions, start: Sequence[str] = (), *, details: bool = False
+    config: Config,
+    own: PlanOptions,
+    start: Sequence[str] = (),
+    *,
+    cache_ram_mib: int = ServeOptions.cache_ram_mib,
+    details: bool = False,
 ) -> None:
     """Print the plan of a command line that `serve` would take, without opening anything.
 
-    `start` are the arguments of `specoffload` that begin what is planned; (): the model alone. With
-    `details`, all reasons are printed, too.
+    `start` are the arguments of `specoffload` that begin what is planned; (): the model alone.
+    `cache_ram_mib` is the value of --cache-ram. With `details`, all reasons are printed, too.
     Raises BadModel or DoesNotFit.
     """
     config, planner = planner_of(config, own)
     config, planned, contexts = planned_contexts(config, planner)
     cost = flag_cost(config, planner)
-    show_plan(planned, contexts, start or ("serve", str(config.model)), cost, details=details)
+    begin = start or ("serve", str(config.model))
+    show_plan(planned, contexts, begin, cost, cache_ram_mib=cache_ram_mib, details=details)
     report.data(
-        as_dict(planned)
+        as_dict(planned, Others(cache_ram_mib))
         | {
             "contexts": [_context(its) for its in contexts.costs],
             "slow_flags": cost
@@ -47,7 +53,10 @@ def plan_config(
     )
 
 
-def as_dict(planned: Planned) -> dict[str, Any]:
+DEFAULT_OTHERS = Others()
+
+
+def as_dict(planned: Planned, others: Others = DEFAULT_OTHERS) -> dict[str, Any]:
     """The plan as data for scripts, with sizes in bytes.
 
     `min_batch` is null if streaming never saves time.
@@ -83,7 +92,7 @@ def as_dict(planned: Planned) -> dict[str, Any]:
             "available_bytes": room.available_bytes,
             "limited_by": room.limited_by,
             "fits": plan.streamed_bytes <= room.available_bytes,
-            "others_bytes": others_bytes(),
+            "others_bytes": others.needed_bytes,
         },
         "disk": _disk(planned),
         "tables": _tables(planned),

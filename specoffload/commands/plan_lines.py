@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from offload.plan.llama_cpp import CPU_SHARE_BUILD, LlamaSpeeds
 from offload.plan.placement import workload_of
@@ -21,10 +22,16 @@ _SYSTEM_BYTES = 2 << 30  # RAM for this program and the system, beside weights a
 _PROMPT_ERROR, _ANSWER_ERROR = "± 40 %", "± 25 %"
 
 
-def first_lines(planned: Planned, start: Sequence[str]) -> list[tuple[str, str]]:
-    """Names and sentences. `start` are the arguments of the command to start."""
+def first_lines(
+    planned: Planned, start: Sequence[str], cache_ram_mib: int
+) -> list[tuple[str, str]]:
+    """Names and sentences. `start` are the arguments of the command to start.
+
+    `cache_ram_mib` is the value of --cache-ram.
+    """
+    others = Others(cache_ram_mib)
     return [
-        (_fit_name(planned), _fit_words(planned)),
+        (_fit_name(planned, others), _fit_words(planned, others)),
         ("compared", _compared_words(planned)),
         ("start", f"specoffload {shlex.join(start)}"),
         ("llama.cpp", _llama_command(planned)),
@@ -36,29 +43,41 @@ def first_lines(planned: Planned, start: Sequence[str]) -> list[tuple[str, str]]
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def others_bytes() -> int:
-    """RAM for kept prompts (--cache-ram), this program and the system."""
-    return (ServeOptions.cache_ram_mib << 20) + _SYSTEM_BYTES
+@dataclass(frozen=True)
+class Others:
+    """What needs RAM beside weights: this program, the system, and kept prompts (--cache-ram)."""
+
+    cache_ram_mib: int = ServeOptions.cache_ram_mib  # -1: no limit
+
+    @property
+    def needed_bytes(self) -> int:
+        """Prompts without a limit only take what is left."""
+        return _SYSTEM_BYTES + (max(0, self.cache_ram_mib) << 20)
+
+    @property
+    def words(self) -> str:
+        """The subject of a sentence on `needed_bytes`, with its verb."""
+        return "kept prompts and the system need" if self.cache_ram_mib > 0 else "the system needs"
 
 
-def _spare_bytes(planned: Planned) -> int:
-    """RAM that is left beside streamed weights and `others_bytes`; below 0 if that is too little.
+def _spare_bytes(planned: Planned, others: Others) -> int:
+    """RAM that is left beside streamed weights and `others`; below 0 if that is too little.
 
     It is 0 if nothing is in RAM, or if weights stay in the page cache.
     """
     room, plan = planned.room, planned.plan
     if room is None or not plan.streamed:
         return 0
-    return room.available_bytes - plan.streamed_bytes - others_bytes()
+    return room.available_bytes - plan.streamed_bytes - others.needed_bytes
 
 
-def _fit_name(planned: Planned) -> str:
+def _fit_name(planned: Planned, others: Others) -> str:
     if planned.disk is not None:
         return "needs the disk"
-    return "fits barely" if _spare_bytes(planned) < 0 else "fits"
+    return "fits barely" if _spare_bytes(planned, others) < 0 else "fits"
 
 
-def _fit_words(planned: Planned) -> str:
+def _fit_words(planned: Planned, others: Others) -> str:
     plan, room, facts = planned.plan, planned.room, planned.facts
     words = f"{facts.path.name}, {size_words(facts.size_bytes)}: "
     needed_bytes = plan.streamed_bytes
@@ -81,16 +100,18 @@ def _fit_words(planned: Planned) -> str:
             f"{words}{needed} are for RAM, which has {free}. "
             f"{size_words(planned.missing_bytes)} are read from the disk, which is slow"
         )
-    others = size_words(others_bytes())
-    if _spare_bytes(planned) < 0:
-        short = size_words(-_spare_bytes(planned))
+    more = f"about {size_words(others.needed_bytes)}"
+    spare_bytes = _spare_bytes(planned, others)
+    if spare_bytes < 0:
+        subject = others.words[0].upper() + others.words[1:]
+        limit = " (--cache-ram limits kept prompts)" if others.cache_ram_mib > 0 else ""
         return (
-            f"{words}{needed} of weights in RAM, which has {free}. Kept prompts and the system "
-            f"need about {others} more, so {short} are missing (--cache-ram limits kept prompts)"
+            f"{words}{needed} of weights in RAM, which has {free}. {subject} {more} more, so "
+            f"{size_words(-spare_bytes)} are missing{limit}"
         )
     return (
-        f"{words}{needed} of {size_words(free_bytes)} in RAM ({room.limited_by}), where kept "
-        f"prompts and the system need about {others}"
+        f"{words}{needed} of {size_words(free_bytes)} in RAM ({room.limited_by}), where "
+        f"{others.words} {more}"
     )
 
 

@@ -17,6 +17,7 @@ from offload.units import milliseconds, rate_words, size_words
 from specoffload import report
 from specoffload.commands.plan_lines import context_lines, first_lines, mtp_speed
 from specoffload.config.hardware import PRESETS, hardware_of
+from specoffload.config.options import ServeOptions
 from specoffload.opening.context_size import Contexts
 from specoffload.opening.flag_costs import FlagCost
 from specoffload.opening.planning import ACCEPTED, Planned
@@ -36,14 +37,16 @@ def show_plan(
     start: Sequence[str],
     cost: FlagCost | None = None,
     *,
+    cache_ram_mib: int = ServeOptions.cache_ram_mib,
     details: bool,
 ) -> None:
     """Print the plan. `contexts`: what other contexts cost, if the context was chosen.
 
-    `cost` has the given flags without which the machine would be faster.
-    `start` are the arguments of the command to start. With `details`, all reasons are printed, too.
+    `cache_ram_mib` is the value of --cache-ram. `cost` has the given flags without which the
+    machine would be faster. `start` are the arguments of the command to start. With `details`, all
+    reasons are printed, too.
     """
-    report.named(first_lines(planned, start))
+    report.named(first_lines(planned, start, cache_ram_mib))
     if cost is not None:
         report.paragraph(cost.note)
     if planned.hardware is not None and hardware_of(planned.hardware).shares_ram:

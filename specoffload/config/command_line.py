@@ -163,6 +163,16 @@ _RIVALS: tuple[tuple[frozenset[_Place], frozenset[_Place]], ...] = (
 )
 
 
+def _of_serve() -> list[Flag]:
+    """The flags that only `serve` has for one model. `plan` reads them in a pasted command."""
+    return [
+        flag for flag in TABLE
+        if flag.section is ServeOptions
+        and "plan" not in flag.commands
+        and (flag.section, flag.field) not in _SEVERAL
+    ]  # fmt: skip
+
+
 class _Reader:
     """Reads the arguments once, then the variables."""
 
@@ -175,7 +185,7 @@ class _Reader:
         self._about_overrides: tuple[list[str], list[tuple[str, str]]] = [], []
         self.ignored: list[tuple[str, str]] = []
         self._command = command
-        self._flags = flags_of(command)
+        self._flags = flags_of(command) + (_of_serve() if command == "plan" else [])
         self._by_name = names_of(self._flags)
         self._foreign = _FOREIGN_NAMES if command in OPENS else {}
         others = [f for f in TABLE if f.elsewhere and command in OPENS - f.commands]

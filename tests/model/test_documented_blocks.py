@@ -51,9 +51,10 @@ def output_of(words: str, folder: Path, until: str) -> str:
         words = re.sub(r"\bspecoffload run\b", "specoffload run -n 16", words)
     if serves:
         words += " --port 0"
-    with subprocess.Popen(
+    asks = "/dev/null" if " -p " in words else folder / "question.txt"
+    with Path(asks).open("rb") as question, subprocess.Popen(
         ["bash", "-c", f"exec {words}" if serves else words], cwd=folder, env=environment,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        stdin=question, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     ) as process, selectors.DefaultSelector() as ready:  # fmt: skip
         assert process.stdout is not None
         ready.register(process.stdout, selectors.EVENT_READ)

@@ -610,7 +610,24 @@ def test_the_ram_of_kept_prompts_and_of_the_system_is_in_the_sum(gpt_oss: Path) 
     barely = shown(*asked, f"{needed + 2:.1f}GiB")
     assert barely.startswith("fits barely: ")
     assert "need about 10.0 GiB more, so 8.0 GiB are missing" in barely
+    without = shown(*asked, f"{needed + 3:.1f}GiB", "--cache-ram", "0")
+    assert without.startswith("fits: ")
+    assert "where the system needs about 2.0 GiB" in without
+    many = shown(*asked, f"{needed + 12:.1f}GiB", "--cache-ram", "16384")
+    assert "need about 18.0 GiB more, so 6.0 GiB are missing (--cache-ram limits" in many
     assert shown(*asked, "30GiB").startswith("needs the disk: ")
+
+
+def test_a_pasted_line_of_a_server_is_planned(r1: Path) -> None:
+    words = ("-np", "4", "--cache-ram", "-1", "--host", "0.0.0.0", "--metrics", "--no-ui")
+    asked = (str(r1), "--hardware", "rtx-4090-ddr5", "--ram", "512GiB")
+    printed = shown(*asked, *words)
+    assert f"start: specoffload serve {r1} -np 4 --cache-ram -1 --host 0.0.0.0" in printed
+    assert planned(*asked, *words)["host"]["others_bytes"] == 2 * GIB, "they take what is left"
+    wrong = CliRunner().invoke(app, ["plan", str(r1), "-np", "many"])
+    assert "-np many: must be a whole number" in str(wrong.exception)
+    several = CliRunner().invoke(app, ["plan", "--models-dir", "models"])
+    assert "--models-dir is not a flag of plan" in str(several.exception)
 
 
 def test_a_table_of_contexts_says_what_the_chosen_one_costs_and_why_short_ones_are_slower(
