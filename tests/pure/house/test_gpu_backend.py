@@ -172,3 +172,26 @@ def test_vulkan_needs_glslc(
     assert "-DGGML_VULKAN=ON" in words
     assert not [word for word in words if "CUDA_ARCHITECTURES" in word]
     assert environ["LIBRARY"]
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "said"),
+    [
+        ("wheel", ["--gpu", "rocm"], "--gpu takes cuda or vulkan, not 'rocm'"),
+        ("wheel", ["--gpu"], "--gpu takes cuda or vulkan, not ''"),
+        ("wheel", ["--gpus", "cuda"], "no flag --gpus"),
+        ("release", ["--gpu", "vulkan", "--gpu", "all"], "--gpu takes cuda or vulkan, not 'all'"),
+        ("release", ["--gpus"], "no flag --gpus"),
+        ("check-gpu-wheel", [], "'' is no file: name a wheel"),
+        ("check-gpu-wheel", ["none.whl"], "'none.whl' is no file"),
+    ],
+)
+def test_a_wrong_word_is_refused_before_anything_is_done(
+    script: str, words: list[str], said: str
+) -> None:
+    done = subprocess.run(
+        [SCRIPT.with_name(script), *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
