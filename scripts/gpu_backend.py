@@ -294,7 +294,7 @@ def report(library: Path, total_s: float, lacking: Sequence[str]) -> str:
         parts = (f"{'PTX ' if c.ptx else ''}{c} {code.n_bytes[c] / 1e6:.1f} MB" for c in code.codes)
         words += f" ({code.words}: {', '.join(parts)})"
     if lacking:
-        words += f"; glslc is too old for {', '.join(lacking)}, without which some GPUs are slower"
+        words += f"; glslc does not know {', '.join(lacking)}, without which some GPUs are slower"
     return words
 
 
