@@ -10,17 +10,27 @@ import pytest
 from numa.place import _MIN_HUGE_SHARE
 from offload.decode import SMALL_BATCH
 from offload.ggml.memory import MOST_AT_ONCE_BYTES
+from offload.plan.context_choice import AGENT_CTX, MOST_LOSS_FOR_AGENTS
 from offload.plan.sharing import SMALL_UBATCHES, UBATCHES
 from offload.routing.routing import N_KEPT
 from offload.store.expert_memory import _WATCH_S
 from offload.times.search import budget_s
 from specdec.options import MOST_DRAFTED
 from specoffload.bench.llama_bench import DEFAULTS, FIELDS
+from specoffload.config.options import Options
+from specoffload.config.placing import _PLACING
 from specoffload.config.speculation import _SNAPSHOTS
 from specoffload.config.table import TABLE
 from specoffload.server.api.body import ALIASES
+from specoffload.server.api.parameters import MAX_STOP_LETTERS, MAX_STOPS
+from specoffload.server.engine.client import _SAY_PROMPT_S
 from specoffload.server.log import _LEVELS
+from specoffload.server.sockets import SocketLimits
+from specoffload.server.unwaited import _MOST_WAITING_BYTES
+from specoffload.slots.prompt_files import LEAST_TOKENS
+from specoffload.slots.slot import _SMALL_BYTES
 
+LIMITS = SocketLimits()
 ROOT = Path(__file__).parents[3]
 
 
@@ -39,7 +49,7 @@ def _budget(n_ways: int) -> str:
     one_s = 0.125  # long enough that T(1) decides
     n_tokens = budget_s(one_s, n_ways) / one_s
     least_s, most_s = budget_s(0.0, n_ways), budget_s(60.0, n_ways)
-    return rf"{least_s:g}\s+seconds, or {n_tokens:g} T\(1\),? .*at most {most_s:g} seconds"
+    return rf"{least_s:g}\s+seconds, or {n_tokens:g} T\(1\),? .{{0,30}}at most {most_s:g} seconds"
 
 
 @pytest.mark.parametrize(
@@ -52,12 +62,37 @@ def _budget(n_ways: int) -> str:
         ("hybrid", rf"in batches of up to {SMALL_BATCH} tokens are recorded"),
         ("hybrid", rf"holds the last {N_KEPT:,} tokens"),
         ("gpu", rf"in parts of {MOST_AT_ONCE_BYTES >> 30} GiB"),
-        ("numa", rf"reads at least {_MIN_HUGE_SHARE:.0%} of it".replace("%", " %")),
+        ("numa", rf"reads at least {_MIN_HUGE_SHARE:.0%} of it"),
         ("disk", {0.1: "ten times a second"}[_WATCH_S]),
+        ("server", rf"a request's header \| {LIMITS.header_s:g} s, then 408"),
+        (
+            "server",
+            rf"its body \| {LIMITS.body_s:g} s, and a second more for each "
+            rf"{LIMITS.body_bytes_per_s >> 10} KiB received",
+        ),
+        ("server", rf"between two requests \| {LIMITS.keep_alive_s} s"),
+        ("server", rf"reads nothing of its answer \| {LIMITS.write_s:g} s"),
+        ("server", rf"`stop` \| {MAX_STOPS} texts of {MAX_STOP_LETTERS:,} letters"),
+        ("server", rf"Texts of less than {LEAST_TOKENS} tokens are not worth a file"),
+        ("server", rf"a checkpoint of them takes at most {_SMALL_BYTES >> 20} MiB"),
+        ("server", rf"a line every {_SAY_PROMPT_S:g} s for a long prompt"),
+        ("server", rf"Up to {_MOST_WAITING_BYTES >> 20} MiB of lines wait"),
+        ("server", rf"takes {AGENT_CTX:,} tokens if they cost at most {MOST_LOSS_FOR_AGENTS:.0%}"),
     ],
 )
 def test_a_page_states_the_number_of_the_code(page: str, words: str) -> None:
-    assert re.search(words, _page(page)), words
+    assert re.search(words.replace("%", " %"), _page(page)), words
+
+
+def test_the_page_names_every_flag_that_a_plan_is_made_without() -> None:
+    """The flags whose cost a plan looks at, under any of their names."""
+    line = _page("plans").partition("A start prints it, too. It is about ")[2].partition(". ")[0]
+    names = {field: flag.names + flag.off for field in _PLACING for flag in TABLE
+             if (flag.section, flag.field) == (Options, field)}  # fmt: skip
+    assert set(names) == set(_PLACING)
+    named = re.findall(r"`(-[\w-]+)`", line)
+    assert [field for field, all_names in names.items() if not set(named) & {*all_names}] == []
+    assert len(named) == len(_PLACING)
 
 
 def test_the_ubatch_flag_states_the_sizes_that_are_tried() -> None:
