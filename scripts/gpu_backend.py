@@ -182,6 +182,7 @@ def _kept_objects(work: Path) -> Iterator[None]:
         os.environ |= {
             "SCCACHE_DIR": str(work / "objects"),
             "SCCACHE_SERVER_UDS": f"{place}/socket",
+            "SCCACHE_BASEDIRS": str(work / "source"),  # which the keys leave out
             "SCCACHE_CACHE_SIZE": "50G",
             "SCCACHE_IDLE_TIMEOUT": "0",
         }
@@ -212,7 +213,7 @@ def _compile(build: Build) -> None:
     words = ["ninja", "-C", str(build.folder), "-j", str(build.n_jobs), f"ggml-{build.backend}"]
     last = 0
     with (
-        build.log.open("a", encoding="utf-8") as log,
+        build.log.open("a", encoding="utf-8", buffering=1) as log,
         subprocess.Popen(
             words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as ninja,

@@ -54,12 +54,12 @@ def work(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def environ(work: Path) -> dict[str, str]:
-    """A path with false programs, and one of them in the folder of sys.executable if it is there"""
+    """Variables whose PATH leads to false programs, and LIBRARY, which ninja yields."""
     tools = work.parent / "bin"
     tools.mkdir()
     for name, text in (
         ("ninja", NINJA),
-        ("sccache", f"#!/bin/sh\necho $* >>{work}/sccache.txt\n"),
+        ("sccache", f"#!/bin/sh\necho $* $SCCACHE_BASEDIRS >>{work}/sccache.txt\n"),
         ("cmake", "#!/bin/sh\necho '-- GL_EXT_bfloat16 not supported by glslc'\n"),
         ("strip", "#!/bin/sh\n"),
     ):
@@ -96,9 +96,11 @@ def test_a_call_that_was_stopped_goes_on_and_times_add_up(
     assert "glslc does not know GL_EXT_bfloat16" in done.stderr
     assert (work / "made/libggml-cuda.so").exists()
     assert spent.read_text() == "{}"
+    log = (work / "cuda.log").read_text()
+    assert log.count("Building CUDA object") == 2
     if not Path(sys.executable).with_name("sccache").exists():
         assert (work / "sccache.txt").read_text().splitlines() == [
-            *("--start-server", "--stop-server") * 2
+            *(f"{word} {work}/source" for word in ("--start-server", "--stop-server") * 2)
         ]
 
 
