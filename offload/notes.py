@@ -16,6 +16,7 @@ class NoteKind(StrEnum):
     DISK = "disk"
     PROMPTS = "prompts"  # prompts that are kept on the disk
     MIN_BATCH = "min-batch"
+    PASSES = "passes"  # batches that use more experts than have slots
     COPIES = "copies"  # how weights are copied
     WARNING = "warning"  # what others could do with this program
     LOST = "lost"  # what the next start has to do again, since it could not be kept

@@ -20,6 +20,7 @@ import numpy as np
 from offload.decode import SMALL_BATCH
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, TensorEntry, is_experts, layer_of
+from offload.notes import Note, NoteKind, kind_of
 from offload.plan.candidates import Limits
 from offload.plan.ends import Speeds, hit_words, other_end, speeds_of
 from offload.plan.lending import BufferSizes, Lending, SlotTail, lending_of
@@ -62,7 +63,6 @@ DENSE = re.compile(
 )
 _SMALLER_CONTEXT = ", lower --ctx-size or use a smaller cache (-ctk q8_0 -ctv q8_0)"
 _CACHE_IN_RAM = ", or keep it in RAM (-nkvo)"
-_IN_PASSES = "are computed in passes over"
 
 NCpuMoe = int | frozenset[int] | Literal["fit"] | None
 Passes = Literal["auto", "on"]  # "auto": use passes if they are expected to be faster than the CPU
@@ -166,7 +166,7 @@ class Plan:
         return replace(self, passes=passes)._through(self.layout)
 
     def _through(self, layout: SlotLayout) -> Plan:
-        reasons = [reason for reason in self.reasons if _IN_PASSES not in reason]
+        reasons = [reason for reason in self.reasons if kind_of(reason) is not NoteKind.PASSES]
         found = replace(self, layout=layout, reasons=tuple(reasons), pass_experts=0, declined=())
         tight = [pool for pool in layout.pools if not pool.holds(self.n_ubatch)]
         if not tight:
@@ -176,8 +176,9 @@ class Plan:
         what = f"GPU memory holds {pool.n_slots} of a layer's {pool.n_experts} experts at once"
         pays = self.min_batch is not None and self.min_batch <= self.n_ubatch
         if self.passes == "on" or pays:
-            how = f"{what}; batches that use more {_IN_PASSES} {plural(n_group, 'expert')}"
-            return replace(found, pass_experts=n_group).because(how)
+            group = plural(n_group, "expert")
+            how = f"{what}; batches that use more are computed in passes over {group}"
+            return replace(found, pass_experts=n_group).because(Note(NoteKind.PASSES, how))
         why = (
             f"{what}; the CPU computes batches that use more, which is faster than copying "
             "their experts"

@@ -58,6 +58,11 @@ def test_a_plan_says_what_becomes_of_batches_without_slots() -> None:
     assert pays.declined == ()
     assert pays.reasons[0] == "a reason"
     assert "in passes over 20 experts" in pays.reasons[1]
+    said = pays.because("batches of another model are computed in passes over 3 experts")
+    assert said.with_slots([64]).reasons == (
+        "a reason",
+        said.reasons[-1],
+    )
     loses = tight(40, min_batch=None).with_passes("auto")
     assert loses.pass_experts == 0
     assert "the CPU computes batches that use more, which is faster" in loses.declined[0]
