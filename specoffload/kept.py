@@ -74,10 +74,9 @@ class KeptRun:
 
     def difference(self, settings: Mapping[str, str], sharing: Sharing) -> str:
         """A clause on the first setting that differs; "" if this run's costs are valid."""
-        for name in {**self.settings, **settings}:
-            mine, theirs = self.settings.get(name, ""), settings.get(name, "")
-            if mine != theirs:
-                return _setting_words(name, mine.split(", "), theirs.split(", "))
+        mine, names = self.settings, {**self.settings, **settings}
+        if other := [name for name in names if mine.get(name) != settings.get(name)]:
+            return _setting_words(mine, settings, other)
         if self.sharing.n_resident != sharing.n_resident:
             n = self.sharing.n_resident
             return f"the kept run had {n} resident layers, not {sharing.n_resident}"
@@ -87,26 +86,27 @@ class KeptRun:
         return ""
 
 
-CACHE_IN_RAM = "a KV cache in RAM that batches copy from"  # its value: the batch, or None
+# Names of settings, and a value.
+STREAMED, CACHE, ON_DEVICE = "streamed bytes", "KV cache", "on the device"
 _LABELS = {"flash-attn": "flash attention", "ubatch": "--ubatch-size", "min-batch": "--min-batch"}
 
 
-def _setting_words(name: str, mine: Sequence[str], theirs: Sequence[str]) -> str:
-    """A clause on how the kept run's setting differs from this one's. Pure.
-
-    The parts of a plan have a name and a value, separated by the last blank.
-    """
-    if name != "plan":
-        return f"the kept run had {name} {', '.join(mine)!r}, not {', '.join(theirs)!r}"
-    had, has = (dict(part.rpartition(" ")[::2] for part in parts) for parts in (mine, theirs))
-    if ("streamed" in had) != ("streamed" in has):
-        return f"the kept run had {'' if 'streamed' in had else 'no '}weights streamed to the GPU"
-    if (CACHE_IN_RAM in had) != (CACHE_IN_RAM in has):
-        return f"the kept run had the KV cache {'in RAM' if CACHE_IN_RAM in had else 'on the GPU'}"
-    both = [part for part in had if part in has and had[part] != has[part]]
+def _setting_words(mine: Mapping[str, str], theirs: Mapping[str, str], other: Sequence[str]) -> str:
+    """A clause on how a kept run's settings differ from these, in the names of `other`. Pure."""
+    if (STREAMED in mine) != (STREAMED in theirs):
+        return f"the kept run had {'' if STREAMED in mine else 'no '}weights streamed to the GPU"
+    on_device = [its.get(CACHE, ON_DEVICE) == ON_DEVICE for its in (mine, theirs)]
+    if on_device[0] != on_device[1]:
+        return f"the kept run had the KV cache {'on the GPU' if on_device[0] else 'in RAM'}"
+    both = [name for name in other if name in mine and name in theirs]
     if not both:
         return "the kept run had other layouts or devices"
-    words = [f"{_LABELS.get(part, part)} {had[part]}, not {has[part]}" for part in both]
+    words = [
+        f"{label} {mine[name]}, not {theirs[name]}"
+        if (label := _LABELS.get(name))
+        else f"{name} {mine[name]!r}, not {theirs[name]!r}"
+        for name in both
+    ]
     return f"the kept run had {'; '.join(words)}"
 
 
@@ -388,24 +388,28 @@ def settings_of(target: Engine, fixed: MinBatch | None) -> dict[str, str]:
     `fixed` is the user's --min-batch, or None for auto.
     """
     o, plan = target.options, target.plan
-    parts = [f"flash-attn {o.flash_attn}", f"ubatch {o.n_ubatch}"]
-    parts += [layout] if (layout := target.repacking.setting) else []
-    if not o.kv_offload:
-        parts.append(f"{CACHE_IN_RAM} {None if plan is None else plan.attention_batch}")
+    batch = None if plan is None else plan.attention_batch
+    found = {
+        "flash-attn": o.flash_attn,
+        "ubatch": str(o.n_ubatch),
+        CACHE: ON_DEVICE if o.kv_offload else f"in RAM, batches of {batch} copy from it",
+    }
+    if target.repacking.setting:
+        found["layout"] = target.repacking.setting
     if plan is not None:
         s = o.streaming
-        parts += [
-            f"streamed {plan.streamed_bytes}",
-            "min-batch auto" if fixed is None else f"min-batch {fixed.experts}/{fixed.dense}",
-            f"prefetch depth {s.depth}, guesses {s.prefetch}",
-        ]
+        found |= {
+            STREAMED: str(plan.streamed_bytes),
+            "min-batch": "auto" if fixed is None else f"{fixed.experts}/{fixed.dense}",
+            "prefetch depth": str(s.depth),
+            "guesses": str(s.prefetch),
+        }
     if target.remote is not None:
-        parts.append(target.remote.words)
+        found["workers"] = target.remote.words
     if len(target.choices) > 1:
         ranges = "/".join(f"{its.first}-{its.end - 1}" for _, its in target.choices)
-        parts.append(f"layers {ranges} on {o.device}")
-    return {
-        "plan": ", ".join(parts),
+        found["layers"] = f"{ranges} on {o.device}"
+    return found | {
         "threads": thread_words(o.n_threads, o.n_threads_batch),
         "device": place_words([choice for choice, _ in target.choices]),
         "build": library_build(),

@@ -13,7 +13,7 @@ from offload.probe import MeasureLinks
 from offload.routing.routing import HitCurve, UnionCurve
 from offload.times.machine import TYPICAL
 from specoffload.config.resolution import Config
-from specoffload.kept import CACHE_IN_RAM, Kept, KeptFile, place_words, thread_words
+from specoffload.kept import CACHE, ON_DEVICE, Kept, KeptFile, place_words, thread_words
 from specoffload.kept_machine import links_of, load_disk
 
 
@@ -73,13 +73,12 @@ def _decodes(kept: Kept, config: Config) -> tuple[MeasuredDecode, ...]:
         "threads": thread_words(config.threads, config.threads_batch),
         "device": place_words(choices),
         "build": library_build(),
+        CACHE: ON_DEVICE,  # attention takes another time if the cache is in RAM
     }
     return tuple(
         MeasuredDecode(run.sharing, run.table.best(1)[1])
         for run in kept.runs
-        if run.table.is_measured
-        and place.items() <= run.settings.items()
-        and CACHE_IN_RAM not in run.settings.get("plan", "")  # attention takes another time then
+        if run.table.is_measured and place.items() <= run.settings.items()
     )
 
 

@@ -12,6 +12,7 @@ from resolved import config_of, line_of
 from rich.progress import Progress
 
 from offload.store.store import Room
+from offload.times.hits import Sharing
 from offload.times.min_batch import NEVER, MinBatch
 from offload.times.table import CostTable, Entry, Way
 from offload.units import milliseconds, size_words
@@ -23,7 +24,7 @@ from specoffload.commands.profile import show_table
 from specoffload.config.resolution import Config, demo_file
 from specoffload.errors import UsageError
 from specoffload.generation.statistics import GenerationStats
-from specoffload.kept import CACHE_IN_RAM, KeptRun
+from specoffload.kept import CACHE, ON_DEVICE, STREAMED, KeptRun
 from specoffload.models.local import CachedModel, models_below
 from specoffload.opening.speeds import rounded
 
@@ -61,26 +62,33 @@ def test_sizes_and_speeds_have_as_many_digits_as_mean_something() -> None:
     assert times == ["0.42 ms", "0.45 ms", "32.5 ms", "1234 ms"]
 
 
+ALL = Sharing()  # the sharing of a run that says none
+
+
 def test_a_kept_run_is_compared_by_what_differs() -> None:
-    kept = KeptRun({"plan": "flash-attn auto, ubatch 512, guesses True"})
-    words = kept.difference({"plan": "flash-attn auto, ubatch 1024, guesses True"}, kept.sharing)
-    assert words == "the kept run had --ubatch-size 512, not 1024"
-    words = kept.difference({"plan": "flash-attn off, ubatch 64, guesses True"}, kept.sharing)
-    assert words == "the kept run had flash attention auto, not off; --ubatch-size 512, not 64"
-    streamed = "flash-attn auto, ubatch 512, streamed 10027008, guesses True"
-    words = kept.difference({"plan": streamed}, kept.sharing)
+    settings = {"flash-attn": "auto", "ubatch": "512", "guesses": "True", CACHE: ON_DEVICE}
+    kept = KeptRun(settings)
+
+    def words_with(**changes: str) -> str:
+        return kept.difference(settings | {n.replace("_", "-"): v for n, v in changes.items()}, ALL)
+
+    assert words_with() == ""
+    assert words_with(ubatch="1024") == "the kept run had --ubatch-size 512, not 1024"
+    assert words_with(flash_attn="off", ubatch="64") == (
+        "the kept run had flash attention auto, not off; --ubatch-size 512, not 64"
+    )
+    streamed = KeptRun(settings | {STREAMED: "10027008"})
+    words = kept.difference(streamed.settings, ALL)
     assert words == "the kept run had no weights streamed to the GPU"
-    words = KeptRun({"plan": streamed}).difference(kept.settings, kept.sharing)
-    assert words == "the kept run had weights streamed to the GPU"
-    moved = kept.difference({"plan": "flash-attn auto, ubatch 512, repacked"}, kept.sharing)
-    assert moved == "the kept run had other layouts or devices"
-    in_ram = f"flash-attn on, ubatch 64, {CACHE_IN_RAM} 3"
-    words = KeptRun({"plan": in_ram}).difference({"plan": "flash-attn on, ubatch 64"}, kept.sharing)
-    assert words == "the kept run had the KV cache in RAM"
-    words = kept.difference({"plan": in_ram}, kept.sharing)
+    assert streamed.difference(settings, ALL) == "the kept run had weights streamed to the GPU"
+    assert words_with(layout="repacked") == "the kept run had other layouts or devices"
+    in_ram = KeptRun(settings | {CACHE: "in RAM, batches of 3 copy from it"})
+    assert in_ram.difference(settings, ALL) == "the kept run had the KV cache in RAM"
+    words = kept.difference(in_ram.settings, ALL)
     assert words == "the kept run had the KV cache on the GPU"
+    assert "other layouts" in KeptRun({"plan": "of an earlier version"}).difference(settings, ALL)
     assert "threads '1/1', not '2/2'" in KeptRun({"threads": "1/1"}).difference(
-        {"threads": "2/2"}, kept.sharing
+        {"threads": "2/2"}, ALL
     )
 
 
