@@ -190,11 +190,14 @@ class Context:
         target: Context | None = None,
         context_type: int = 0,
         ram_cache: RamCache | None = None,
+        tenant: Tenant | None = None,
     ) -> None:
         """Make a context. With a `pooling_type` (llama.cpp's numbers) it computes embeddings too.
 
         With `target`, it drafts for that context. `context_type` is one of llama.cpp's numbers.
-        `ram_cache` places the memory of a context whose KV cache is in RAM.
+        `ram_cache` places the memory of a context whose KV cache is in RAM. `tenant` is the device
+        that streams weights, and is told of graphs that were planned small. With it, prompts of
+        several ubatches keep one allocation of their graphs (`_reserve`).
         """
         self._lib = lib = library()
         self._model, self._pending = model, pending
@@ -213,10 +216,7 @@ class Context:
         self._n_ubatch = options.n_ubatch
         self._n_outputs = min(options.n_outputs, options.n_ubatch)
         self._masked = False  # True: the library keeps hidden rows only of wanted tokens
-        # True: prompts of several ubatches keep one allocation of their graphs (`_reserve`).
-        self.keeps_graphs = False
-        # The owner of data in the compute buffer, which is told of graphs that were planned small.
-        self.tenant: Tenant | None = None
+        self._tenant = tenant  # the owner of data in the compute buffer
         self._was_small = False  # True if the scheduler's last plan was for a small graph
         params.n_threads, params.n_threads_batch = options.n_threads, options.n_threads_batch
         params.flash_attn_type = FLASH_ATTN[options.flash_attn]
@@ -270,11 +270,11 @@ class Context:
         """
         tokens, positions, wanted = asked.tokens, asked.positions, asked.wanted
         sequences = asked.sequences
-        if self.tenant is not None:
-            self._plan_small(self.tenant, len(wanted))
+        if self._tenant is not None:
+            self._plan_small(self._tenant, len(wanted))
         if isinstance(sequences[0], int):
             held = cast(Sequence[int], sequences)
-            read = self._reserve(wanted) if self.keeps_graphs else wanted
+            read = self._reserve(wanted) if self._tenant is not None else wanted
             batch = self._batch.fill(tokens, positions, held, read)
         else:
             batch = self._batch.fill_tree(
@@ -302,8 +302,8 @@ class Context:
         `compute` gets the context and the most tokens of a batch, and returns libllama's status.
         Raises the errors of `decode`.
         """
-        if self.tenant is not None:
-            self._plan_small(self.tenant, n_tokens)
+        if self._tenant is not None:
+            self._plan_small(self._tenant, n_tokens)
         self._pending.forget()
         while (status := self._compute_once(compute, self.n_batch)) == ABORTED:
             self.remove(sequence, position)  # as in `decode`

@@ -132,12 +132,13 @@ class Opening:
         """Open the context and the embedder. Returns the context that drafts from rows, if any."""
         options = self.layout.context
         self.ram_cache = self._place_cache()
-        self.context = Context(self.model, options, self.pending, ram_cache=self.ram_cache)
+        # Asynchronous devices can compute ahead, since a tenant's graphs are kept.
+        self.context = Context(
+            self.model, options, self.pending, ram_cache=self.ram_cache,
+            tenant=self.devices[0] if self.devices else None,
+        )  # fmt: skip
         self.closing.callback(self.context.close)
         self._copy_caches_ahead()
-        # Asynchronous devices can then compute ahead (`Context._reserve`).
-        self.context.keeps_graphs = bool(self.weights.parts)
-        self.context.tenant = self.weights.parts[0].device if self.weights.parts else None
         self.embedder = self._open_embedder(options)
         return self._open_row_context(options)
 
@@ -165,7 +166,13 @@ class Opening:
         if watch is not None:
             watch.end()
             decode = watch.during(decode)
-        sequences = Sequences(
+        decode_image = None
+        if self.projector is not None:
+            decode_image = image_decoder(
+                self.projector, self.context, self.threads, self.devices,
+                self.weights.native_experts, self.experts,
+            )  # fmt: skip
+        return Sequences(
             self.context,
             decode,
             self._memory_traits(),
@@ -175,13 +182,8 @@ class Opening:
             n_devices=len(self.devices),
             follower=self.row_draft,
             on_text=None if self.tables is None else self.tables.foresee,
+            decode_image=decode_image,
         )
-        if self.projector is not None:
-            sequences.decode_image = image_decoder(
-                self.projector, self.context, self.threads, self.devices,
-                self.weights.native_experts, self.experts,
-            )  # fmt: skip
-        return sequences
 
     @property
     def experts(self) -> ExpertMemory | None:

@@ -101,10 +101,12 @@ class Sequences:
         n_devices: int = 1,
         follower: RowDraft | None = None,
         on_text: Callable[[int, Sequence[int]], None] | None = None,
+        decode_image: DecodeImage | None = None,
     ) -> None:
         """`follower` is notified of all changes of the sequences. `n_devices` compute the layers.
 
-        `on_text` gets a sequence and a text that it will hold (`foresee`).
+        `on_text` gets a sequence and a text that it will hold (`foresee`). Without `decode_image`,
+        no prompt may have images.
         """
         self._context, self._decode, self._follower = context, decode, follower
         self._architecture = memory.architecture
@@ -114,8 +116,7 @@ class Sequences:
         self.n_batch = context.n_batch
         self.most_state_bytes = memory.most_state_bytes
         self._n_swa = memory.n_swa
-        self._on_text = on_text
-        self.decode_image: DecodeImage | None = None  # None: no prompt has images
+        self._on_text, self._decode_image = on_text, decode_image
         self._images: list[list[ImageSpan]] = [[] for _ in range(n_sequences)]
         # Tokens by which a sequence is longer than its positions, because of images with M-RoPE.
         self._n_saved = [0] * n_sequences
@@ -333,11 +334,11 @@ class Sequences:
     def _extend_image(self, sequence: int, numbers: Sequence[int]) -> None:
         start = self.length(sequence)
         span = image_spans(numbers)[0]
-        if self.decode_image is None or span.n_places != len(numbers):
+        if self._decode_image is None or span.n_places != len(numbers):
             raise BadRequest(f"{len(numbers)} numbers of an image of {span.n_places} tokens")
         self._check_room(start + len(numbers))
         try:
-            self.decode_image(numbers, sequence, start - self._n_saved[sequence])
+            self._decode_image(numbers, sequence, start - self._n_saved[sequence])
         except BaseException:
             self._undo(sequence, start)
             raise

@@ -69,7 +69,8 @@ class ExecutorBuilder:
     def slots(self, plan: Plan, *, copies: bool = True) -> PlannedSlots:
         """Return the plan's slots, with a function that makes an executor for a stream.
 
-        Without `copies` the executor computes with whatever the slots hold.
+        Without `copies` the executor computes with whatever the slots hold, and the device takes
+        every batch.
         """
 
         def make(stream: Stream, host: HostBufferType, compute: ComputeBuffer | None) -> Executor:
@@ -79,7 +80,7 @@ class ExecutorBuilder:
                 compute,
             )  # fmt: skip
 
-        return PlannedSlots(plan, make)
+        return PlannedSlots(plan, make, takes_all=not copies)
 
     def _copier(self, stream: Stream) -> Copier:
         options, sim = self._options, self._choice.sim
@@ -151,7 +152,6 @@ class ExecutorBuilder:
 
     def _use(self, device: StreamingDevice, sized: Plan, *, copies: bool = True) -> None:
         device.use_slots(self.slots(sized, copies=copies))
-        device.passes |= not copies  # the device takes every batch in the warm-up
 
 
 def _fitted(plan: Plan, room_bytes: int, use: Callable[[Plan], None]) -> Plan:

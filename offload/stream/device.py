@@ -48,6 +48,7 @@ class PlannedSlots:
 
     plan: Plan
     make_executor: MakeExecutor
+    takes_all: bool = False  # True: in passes if need be, for a warm-up
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,8 @@ class StreamingDevice(PyDevice):
     def _stream_through(self, slots: PlannedSlots) -> None:
         plan, self._make_executor = slots.plan, slots.make_executor
         layout = plan.layout
-        self.passes = plan.pass_experts > 0  # True if batches may use more experts than have slots
+        # True if batches may use more experts than have slots.
+        self.passes = slots.takes_all or plan.pass_experts > 0
         self._pools = {
             name: layout.pools[layout.groups[group].pool]
             for name, (group, _) in layout.places().items()
