@@ -26,7 +26,7 @@ from offload.errors import DeviceFailed, DoesNotFit, ModelChanged
 from offload.ggml.memory import HostRange
 from offload.plan.store_layout import ExpertMatrices, Spot, largest_experts
 from offload.store.expert_pages import ExpertPages, Leave
-from offload.store.expert_reading import Batch, ExpertReaders
+from offload.store.expert_reading import ExpertReaders, ExpertReads
 from offload.store.memory_budget import MemoryBudget, MemoryLimits
 from offload.store.reading import OpenFile, ReadCounters, Workers
 from offload.store.residency import Piece, Residency, bytes_of
@@ -125,7 +125,7 @@ class ExpertMemory:
             )
         self._residency = Residency(sizes, n_experts, places.n_used, capacity_bytes)
         self._pages = ExpertPages(places.memory, layers, n_experts, places.others, leave)
-        self._reading: dict[Piece, Batch] = {}
+        self._reading: dict[Piece, ExpertReads] = {}
         self._read_error: BaseException | None = None  # error of the last read that failed
         self._told_bytes = capacity_bytes  # capacity that the user was told of
         self._held: set[Piece] = set()  # experts that the current layer computes with
@@ -311,7 +311,7 @@ class ExpertMemory:
         pieces = pieces[: max(0, self.capacity_bytes - self.used_bytes) // least_size]
         residency.expect(pieces)
         for start in range(0, len(pieces), _FILLED_AT_ONCE):
-            batches: set[Batch] = set()
+            batches: set[ExpertReads] = set()
             with self._changing():
                 for piece in pieces[start : start + _FILLED_AT_ONCE]:
                     if piece not in residency and residency.fits(piece):
@@ -374,7 +374,7 @@ class ExpertMemory:
         for some in (started[i : i + size] for i in range(0, len(started), size)):
             experts = [expert for _, expert in some]
             chunks = [c for m in self._layers[layer] for c in m.chunks(experts, _CHUNK_BYTES)]
-            batch = Batch(some, chunks, sum(self._pages.enter(piece) for piece in some))
+            batch = ExpertReads(some, chunks, sum(self._pages.enter(piece) for piece in some))
             self._reading.update(dict.fromkeys(some, batch))
             self._readers.enqueue(batch, ahead=ahead)
 
@@ -403,7 +403,7 @@ class ExpertMemory:
         if any(piece not in self._residency for piece in pieces):
             raise _unread(self._read_error) from self._read_error
 
-    def _wait(self, batches: Collection[Batch]) -> None:
+    def _wait(self, batches: Collection[ExpertReads]) -> None:
         """Wait until the batches have been read. Raises DeviceFailed if one failed."""
         start_s = time.perf_counter()
         self._wait_for_disk(batches)
@@ -413,7 +413,7 @@ class ExpertMemory:
         if failed:
             raise _unread(failed[0]) from failed[0]
 
-    def _wait_for_disk(self, batches: Collection[Batch]) -> None:
+    def _wait_for_disk(self, batches: Collection[ExpertReads]) -> None:
         """Wait until the batches have been read, have failed, or were cancelled.
 
         Raises DeviceFailed if the disk returns nothing for too long. Seconds count from the first
@@ -463,7 +463,7 @@ class ExpertMemory:
         self._expected.pop(layer, None)
         self.counters.n_unused += len(self._ahead.pop(layer, set()) - needed)
 
-    def _cancel(self, batches: Collection[Batch]) -> None:
+    def _cancel(self, batches: Collection[ExpertReads]) -> None:
         """Cancel those of the batches that are read ahead and have not begun."""
         cancelled = self._readers.cancel(batches)
         for batch in cancelled:
@@ -483,7 +483,7 @@ class ExpertMemory:
         for batch in {b for b in self._reading.values() if not b.n_left}:
             self._end(batch)
 
-    def _end(self, batch: Batch) -> BaseException | None:
+    def _end(self, batch: ExpertReads) -> BaseException | None:
         """Forget a batch that has been read. If it failed, its experts leave."""
         for piece in batch.pieces:
             if self._reading.get(piece) is not batch:

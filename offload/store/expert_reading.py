@@ -17,7 +17,7 @@ from offload.store.residency import Piece
 _MOST_AHEAD = 2  # most single experts that are read ahead at once; two keep a disk busy
 
 
-class Batch:
+class ExpertReads:
     """Experts of a layer that are read together."""
 
     def __init__(
@@ -94,8 +94,8 @@ class ExpertReaders(FileReaders):
         `held_to`: bytes/s of a simulated disk, None for the real one.
         """
         super().__init__("experts", self._read_batches, files, target, n_threads)
-        self._needed: deque[tuple[Batch, Chunk]] = deque()
-        self._ahead: deque[tuple[Batch, Chunk]] = deque()
+        self._needed: deque[tuple[ExpertReads, Chunk]] = deque()
+        self._ahead: deque[tuple[ExpertReads, Chunk]] = deque()
         self._has_work, self._done = threading.Condition(), done
         self.last_read_s = time.perf_counter()
         self._held_disk = None if held_to is None else HeldDisk(held_to)
@@ -104,7 +104,7 @@ class ExpertReaders(FileReaders):
         self._n_ahead = 0  # those of them that read ahead
         self._busy_since_s = 0.0
 
-    def enqueue(self, batch: Batch, *, ahead: bool) -> None:
+    def enqueue(self, batch: ExpertReads, *, ahead: bool) -> None:
         """Read a batch. Those that are read `ahead` are read in the order of their layers."""
         entries = [(batch, chunk) for chunk in batch.chunks]
         with self._has_work:
@@ -118,7 +118,7 @@ class ExpertReaders(FileReaders):
             # Each wake-up takes time from the caller. A thread that reads ahead wakes the next one.
             self._has_work.notify(1 if ahead else len(entries))
 
-    def hurry(self, batches: Collection[Batch]) -> None:
+    def hurry(self, batches: Collection[ExpertReads]) -> None:
         """Read these batches before others that are read ahead."""
         with self._has_work:
             if self._ahead:
@@ -126,7 +126,7 @@ class ExpertReaders(FileReaders):
                 self._ahead = deque(e for e in self._ahead if e[0] not in batches)
                 self._has_work.notify(len(self._needed))
 
-    def cancel(self, batches: Collection[Batch]) -> list[Batch]:
+    def cancel(self, batches: Collection[ExpertReads]) -> list[ExpertReads]:
         """Cancel the batches that are read ahead and have not begun. Returns the cancelled ones."""
         with self._has_work:
             n_queued = Counter(id(batch) for batch, _ in self._ahead)
@@ -151,7 +151,7 @@ class ExpertReaders(FileReaders):
             self._has_work.notify_all()
         super().stop()
 
-    def _next_queue(self) -> deque[tuple[Batch, Chunk]]:
+    def _next_queue(self) -> deque[tuple[ExpertReads, Chunk]]:
         """Return the queue to take the next read from. It may be empty.
 
         Few single experts are read ahead at once, so that a needed one does not wait for many.

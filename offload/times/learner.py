@@ -54,7 +54,7 @@ _HOPELESS = 3  # decodes after which a trial ends if all were slower than the us
 _SURPRISE = 1.15  # ratio of a size's time to its usual one at which all ways are tried again
 _STEADY = 128  # least decodes of a size between two surprises
 
-Ways = Callable[[int], Sequence[Way]]  # batch size -> the ways in which it may be computed
+WaysOf = Callable[[int], Sequence[Way]]  # batch size -> the ways in which it may be computed
 
 
 _WORDS = {
@@ -96,7 +96,7 @@ class Learner:
         self,
         table: CostTable,
         n_max: int,
-        ways: Ways,
+        ways: WaysOf,
         *,
         draft_step_s: float = 0.0,
         relative: bool = False,
