@@ -15,4 +15,12 @@ FOUND: tuple[Case, ...] = (
     # A limit on reasoning wrote a token that the grammar of a forced call refused.
     Case.of("request", constraint="required", reasoning="limit 8", sampling="seeded"),
     Case.of("request", api="responses", constraint="named", reasoning="limit 0"),
+    # A measurement went back to tokens that sliding windows had forgotten.
+    Case.of("command", memory="sinks", device="sim", measures="at length"),
+    # A plan did not say that most experts in RAM cost a third of the prompts' speed.
+    Case.of("command", command="plan elsewhere", memory="sinks", experts="in RAM"),
+    # A kept time of split layers that another program had lengthened was believed for good.
+    Case.of("command", device="sim", experts="split", start="disturbed"),
+    # A question after one with an image that had been refused was refused, too.
+    Case.of("request", history="unanswered image", length="short"),
 )
