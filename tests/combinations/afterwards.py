@@ -22,6 +22,10 @@ _FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 # Warnings about no flag of the command line, and the cases in which they are true.
 _CHANGED = r"^batches of .* from now on: ([\d.]+) ms instead of ([\d.]+) ms"
 _TRUE_OF: Sequence[tuple[str, Callable[[Case], bool]]] = (
+    (
+        "^decodes take .* other programs use the processors",
+        lambda case: case["machine"] == "busy" or os.getloadavg()[0] > 1,
+    ),
     (_CHANGED, lambda case: case["device"] != "cpu"),
     (
         r"^--spec-type eagle3: .* needs rows of the target's layers",

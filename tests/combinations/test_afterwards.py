@@ -19,6 +19,7 @@ ON_SIM = ON_CPU.replaced("device", "sim")
 CHANGED = (
     "batches of 1 token are computed by the CPU from now on: {} ms instead of {} ms on the GPU"
 )
+SLOW = "decodes take 3.6 times as long as expected, other programs use the processors: computing"
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,7 @@ CHANGED = (
         ("--ram ignored: the CPU computes alone (asked for)", ON_CPU, False),  # was not given
         (CHANGED.format(2.5, 3), ON_SIM, True),
         (CHANGED.format(3, 2.5), ON_SIM, False),
+        (SLOW, ON_SIM.replaced("machine", "busy"), True),
         ("a prompt of 300 tokens is not kept: no room", ON_SIM, False),
     ],
 )

@@ -43,6 +43,13 @@ def test_refused_pairs_and_their_remedies_exist(table: str) -> None:
 
 
 @pytest.mark.parametrize("table", TABLES)
+def test_the_page_counts_axes_and_pairs_as_the_tables_do(table: str) -> None:
+    page = (Path(__file__).parents[3] / "docs/development.md").read_text("utf-8")
+    counts = len(TABLES[table].axes), len(all_pairs(table)), len(refused_pairs(table))
+    assert f"| {table} | {' | '.join(f'{n:,}' for n in counts)} | about " in page
+
+
+@pytest.mark.parametrize("table", TABLES)
 def test_values_have_names_of_their_own_and_a_meaning(table: str) -> None:
     for axis, values in TABLES[table].axes.items():
         assert axis.isidentifier()
