@@ -37,6 +37,17 @@ _LAYERS_IN_RAM = 1.5  # layers of experts that have room beside a context, as ot
 _MOST_OF_RAM = 1 / 4  # most share that a context takes of the memory that the weights leave
 
 
+def context_complaint(config: Config, facts: ModelFacts) -> str:
+    """Say that --ctx-size exceeds what the model was trained for, or ""."""
+    trained = trained_context(facts, rope_of(config))
+    if config.ctx_size is None or config.ctx_size <= trained:
+        return ""
+    return (
+        f"--ctx-size {config.ctx_size}: the model was trained for {trained:,} tokens, so texts "
+        "beyond them are likely to be wrong (--rope-scaling and --rope-scale stretch the context)"
+    )
+
+
 def sized(config: Config, planner: Planner) -> Config:
     """Return `config` with a context size, and the reason if it had none.
 
@@ -68,8 +79,9 @@ def planner_of(config: Config, own: PlanOptions) -> tuple[Config, Planner]:
     if config.draft is not None:
         check_opens(read_facts(config.draft), is_draft=True)
     n_told, config = len(config.spec.reasons), with_usable_drafters(config)
-    complaint = tokenizer_complaint(read_facts(config.model).header.metadata)
-    complaints = (*((complaint,) if complaint else ()), *config.spec.reasons[n_told:])
+    facts = read_facts(config.model)
+    own_complaints = (tokenizer_complaint(facts.header.metadata), context_complaint(config, facts))
+    complaints = (*filter(None, own_complaints), *config.spec.reasons[n_told:])
     return config, Planner(config, own, complaints)
 
 

@@ -254,9 +254,9 @@ def refusal(
         named = (_read_origin(f"{s}://{hosts[0]}") for s in _DEFAULT_PORTS)
         if not any(origin is not None and str(origin) in origins for origin in named):
             return (
-                "this server listens on loopback and is asked under another name: use 127.0.0.1 "
-                "or localhost, or name the page's origin with --cors-origins; a proxy should send "
-                "Host 127.0.0.1 and X-Forwarded-Host"
+                "this server is for this machine and is asked under another name: use 127.0.0.1 or "
+                "localhost, also over a Unix socket, or name the page's origin with "
+                "--cors-origins; a proxy should send Host 127.0.0.1 and X-Forwarded-Host"
             )
     if not page_origins or list(fetch_sites) == ["same-origin"]:
         return None

@@ -242,7 +242,8 @@ def _read_keys_again(
         words = f"warning: the keys stay as they were: {e}"
         say(Note(NoteKind.WARNING, words))
     else:
-        say(f"--api-key-file {options.api_key_file} was read again: {len(access.keys)} keys")
+        n_keys = report.plural(len(access.keys), "key")
+        say(f"--api-key-file {options.api_key_file} was read again: {n_keys}")
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -618,6 +618,14 @@ def test_the_ram_of_kept_prompts_and_of_the_system_is_in_the_sum(gpt_oss: Path) 
     assert shown(*asked, "30GiB").startswith("needs the disk: ")
 
 
+def test_a_context_beyond_the_models_training_is_doubted(r1: Path) -> None:
+    asked = (str(r1), "--vram", "24GiB", "--ram", "512GiB", "-c")
+    assert "--ctx-size 200000: the model was trained for 163,840 tokens" in shown(*asked, "200000")
+    assert "trained for" not in shown(*asked, "163840")
+    stretched = shown(*asked, "200000", "--rope-scaling", "yarn", "--rope-scale", "80")
+    assert "--ctx-size 200000: " not in stretched
+
+
 def test_a_pasted_line_of_a_server_is_planned(r1: Path) -> None:
     words = ("-np", "4", "--cache-ram", "-1", "--host", "0.0.0.0", "--metrics", "--no-ui")
     asked = (str(r1), "--hardware", "rtx-4090-ddr5", "--ram", "512GiB")
