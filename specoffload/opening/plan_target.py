@@ -128,10 +128,8 @@ def _vram_there(config: Config, hardware: Hardware | None) -> tuple[int, str]:
     return left, "by --hardware, less 1 GiB"
 
 
-def host_room(config: Config, own: PlanOptions, hardware: Hardware | None) -> Room | None:
-    """Return the host memory for streamed weights, None if they stay in the page cache."""
-    if config.mmap:
-        return None
+def host_room(own: PlanOptions, hardware: Hardware | None) -> Room:
+    """Return the host memory for streamed weights."""
     if own.ram.size_bytes is not None:
         return Room(own.ram.size_bytes, "--ram")
     return room_now() if hardware is None else Room(hardware.ram, "--hardware")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from offload.model_file import read_facts
 from offload.opening.start import Start, start_of
@@ -13,7 +13,6 @@ from offload.options import EngineOptions
 from offload.plan.decision import decide
 from offload.plan.found import Found, Kind, Wanted
 from offload.plan.layout import Layout
-from offload.plan.placement import PlanRequest
 from offload.probe import Here, probe
 from offload.remote.watch import watching
 from offload.store.store import Room, room_now
@@ -26,15 +25,6 @@ from specoffload.opening.kept_plan import kept_for_plan
 from specoffload.opening.plan_target import PlanTarget, host_room, target_of
 from specoffload.opening.planning import Planned, shown, shown_on_cpu
 from specoffload.opening.target import target_options, with_projector_there
-
-
-class Decided(NamedTuple):
-    """A layout, the options and the limits that it was decided for, and the RAM for weights."""
-
-    options: EngineOptions
-    layout: Layout
-    room: Room | None  # None: they stay in the page cache
-    request: PlanRequest
 
 
 class Planner:
@@ -51,6 +41,7 @@ class Planner:
         self._config, self.facts = config, read_facts(config.model)
         self._own = own or PlanOptions()
         self._hardware = None if self._own.hardware is None else hardware_of(self._own.hardware)
+        self._ram = host_room(self._own, self._hardware)
         self.kept = kept_for_plan(self._config)
         options = target_options(self._config, self.kept)
         self._here: Here | None = None  # None: `own` may describe another machine
@@ -61,7 +52,7 @@ class Planner:
                 self._machine = PlanTarget(found, {}), found.devices[0].machine, "what is free"
             else:
                 self._machine = target_of(self.facts, self._config, options, self._hardware, own)
-        self._decided: dict[tuple[int | None, bool], Decided] = {}
+        self._decided: dict[tuple[int | None, bool], tuple[EngineOptions, Layout]] = {}
         self._planned: dict[tuple[int | None, bool], Planned] = {}
         self._complaints = (*self.kept.complaints, *complaints)
 
@@ -75,8 +66,8 @@ class Planner:
     def start(self, n_ctx: int | None) -> Start:
         """Return what an engine executes on this machine, with a context of `n_ctx` tokens."""
         assert self._here is not None, "a start needs this machine"
-        decided = self._decide(n_ctx)
-        return start_of(self.facts, decided.options, self._here, decided.layout)
+        options, layout = self._decide(n_ctx)
+        return start_of(self.facts, options, self._here, layout)
 
     def planned(self, n_ctx: int | None, *, for_kept_mix: bool = False) -> Planned:
         """The plan with a context of `n_ctx` tokens. Raises DoesNotFit.
@@ -86,10 +77,13 @@ class Planner:
         for_kept_mix &= self._config.streaming.mix is not None  # else it is the kept one anyway
         key = n_ctx, for_kept_mix
         if key not in self._planned:
-            self._planned[key] = self._shown(self._decide(n_ctx, for_kept_mix=for_kept_mix))
+            _, layout = self._decide(n_ctx, for_kept_mix=for_kept_mix)
+            self._planned[key] = self._shown(layout)
         return self._planned[key]
 
-    def _decide(self, n_ctx: int | None, *, for_kept_mix: bool = False) -> Decided:
+    def _decide(
+        self, n_ctx: int | None, *, for_kept_mix: bool = False
+    ) -> tuple[EngineOptions, Layout]:
         config = self._config
         key = n_ctx, for_kept_mix
         if key not in self._decided:
@@ -99,23 +93,26 @@ class Planner:
             if config.ctx_size is None and config.kv_offload is None:
                 config = replace(config, kv_offload=True)
             options = target_options(replace(config, ctx_size=n_ctx), self.kept)
-            room = host_room(config, self._own, self._hardware)
             wanted, found = options.wanted, self._machine[0].found
             if self._here is None:
-                wanted, found = self._described(wanted, room)
-            layout = decide(self.facts, found, wanted)
-            self._decided[key] = Decided(options, layout, room, wanted.request)
+                wanted, found = self._described(wanted, self._room)
+            self._decided[key] = options, decide(self.facts, found, wanted)
         return self._decided[key]
 
-    def _shown(self, decided: Decided) -> Planned:
-        layout, room = decided.layout, decided.room
+    @property
+    def _room(self) -> Room | None:
+        """The RAM for streamed weights, None if they stay in the page cache."""
+        return None if self._config.mmap else self._ram
+
+    def _shown(self, layout: Layout) -> Planned:
+        room = self._room
         _, machine, why = self._machine
         if layout.devices[0].kind is Kind.CPU and not layout.remote:
             machine = replace(machine, cpu_flops=self._config.threads_batch * CORE_FLOPS)
             return shown_on_cpu(layout, machine, self._complaints, room)
         if room is not None:
             taken_bytes = context_memory(layout.facts, layout.context).host_bytes
-            taken_bytes += decided.request.host_projector_bytes
+            taken_bytes += layout.devices[0].request.host_projector_bytes
             room = replace(room, available_bytes=max(0, room.available_bytes - taken_bytes))
         return shown(layout, why, self._complaints, room, self._own.hardware)
 
