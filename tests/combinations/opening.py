@@ -105,7 +105,7 @@ def words_of(case: Case, models: Path, folder: Path, worker: str = "") -> list[s
         words += ["--threads", "1"]
     filled = {
         "{draft}": str(draft_of(case["drafter"], model, models)),
-        "{ram}": str(model.stat().st_size // 2),
+        "{ram}": f"{model.stat().st_size // 2048}KiB",  # a small number needs a unit
         "{worker}": worker,
     }
     words = [filled.get(word, word) for word in words]
