@@ -9,7 +9,7 @@ import pytest
 from combinations.cases import Case
 from combinations.commanding import faults_of
 
-MEMORIES = ("full", "sinks", "recurrent", "hybrid", "indexer")
+MEMORIES = ("full", "windows", "sinks", "recurrent", "hybrid", "mla", "indexer")
 COMMANDS = ("run", "tune", "profile", "bench")  # the first one measures at its first start
 
 
