@@ -306,7 +306,7 @@ COMMAND = Table({
                "--ubatch-size", "32", weight=2),
     ),
     "machine": (
-        _value("idle", "one thread computes, and nothing else runs", "--threads", "1", weight=2),
+        _value("idle", "one thread computes, and nothing else runs", weight=2),
         _value("busy", "another program computes on each processor"),
         _value("two threads", "the CPU computes with two threads", "--threads", "2"),
         _value("one processor", "the program may use one processor only"),
@@ -324,6 +324,9 @@ COMMAND = Table({
     ),
     Refused(
         ("command", "tune numa"), ("measures", "at length"), "is not a flag of tune numa", "briefly"
+    ),
+    Refused(
+        ("command", "tune numa"), ("machine", "two threads"), "is not a flag of tune numa", "idle"
     ),
     # `bench` compares both sides of a split itself.
     Refused(("command", "bench"), ("experts", "split"), "is not a flag of bench", "chosen"),
