@@ -312,17 +312,22 @@ class Walk(RuleBasedStateMachine):
     @precondition(lambda self: len(self.server.names) > 1)
     @step(beside=st.booleans(), api=APIS)
     def reload(self, beside: bool, api: str) -> None:
-        """Presets change, perhaps while the model answers. Its running request is not lost."""
+        """Presets change, perhaps while the model answers. No request is lost or waits for ever."""
         talk = Conversation("small", api, self._text(200))
         self.server.write_presets()
-        with ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(2) as pool:
             truth = self._truth(talk)
             prompt = truth.tokens(self._talker.prompt_of(talk))
             truth.plain(prompt, 24)
             running = pool.submit(self._talker.ask, api, talk.body(24), streamed=True)
             if not beside:
                 running.result()
-            self._talker.get("/models?reload=1")
+            reloading = pool.submit(self._talker.get, "/models?reload=1")
+            if beside:  # a request that arrives while the changed model closes
+                time.sleep(0.2)
+                late = truth.fault_of(prompt, 4, self._talker.ask(api, talk.body(4)))
+                assert not late, f"during a reload: {late}"
+            reloading.result()
             fault = truth.fault_of(prompt, 24, running.result())
         assert not fault, f"beside a reload: {fault}"
         self._keep(self._ask(talk, 8, streamed=False))
