@@ -202,6 +202,8 @@ class Walk(RuleBasedStateMachine):
                 with suppress(ConnectionError):
                     future.result()
             replies = [future.result() for future in answers]
+        if kills:  # also if all answers were written before
+            self.server.wait_healthy()
         for talk, (_, _, _, n, _), reply in zip(talks, asked, replies, strict=True):
             if reply is not None:
                 truth = self._truth(talk)
