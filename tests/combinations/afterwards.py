@@ -23,7 +23,7 @@ _FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 _CHANGED = r"^batches of .* from now on: ([\d.]+) ms instead of ([\d.]+) ms"
 _TRUE_OF: Sequence[tuple[str, Callable[[Case], bool]]] = (
     (
-        "^decodes take .* other programs use the processors",
+        "^decodes take .* other programs use the processors|^computing with .* threads again$",
         lambda case: case["machine"] == "busy" or os.getloadavg()[0] > 1,
     ),
     (_CHANGED, lambda case: case["device"] != "cpu"),

@@ -55,7 +55,8 @@ def _tables(path: Path, weights: str, seed: int) -> Path:
 
 def _dense(path: Path, weights: str, seed: int) -> Path:
     sizes = {"n_embd": 256} if _own(weights) else {}
-    return write_preset("mistral-large", path, seed=seed, quant=weights, **sizes)
+    # EAGLE-3 files read the rows before layer 4.
+    return write_preset("mistral-large", path, seed=seed, quant=weights, n_layer=5, **sizes)
 
 
 def _with_layers_that_draft(architecture: str, path: Path, weights: str, seed: int) -> Path:
