@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from resolved import config_of
 
 from lab.synth.eagle import write_eagle, write_target
 from lab.synth.mtp import write_mtp
+from offload.decode import Batch
 from offload.engine import EngineOptions, open_engine
 from offload.model_file import model_hash, read_facts
 from specdec.policies.throughput import Throughput
@@ -45,10 +45,10 @@ def test_a_measured_step_contains_the_rows_that_a_draft_takes_in(models: Path) -
         assert layers is not None
         step, n_computed = layers._step, 0
 
-        def counted(tokens: Sequence[int], *rest: Any, **options: Any) -> Any:
+        def counted(batch: Batch, *rest: Any, **options: Any) -> Any:
             nonlocal n_computed
-            n_computed += len(tokens)
-            return step(tokens, *rest, **options)
+            n_computed += len(batch.tokens)
+            return step(batch, *rest, **options)
 
         layers._step = counted
         text = [5 + i % 400 for i in range(200)]

@@ -193,11 +193,11 @@ def test_the_progress_of_a_long_prompt_is_told(
 
 
 def test_notes_that_matter_to_the_operator_are_told_of(start_server: StartServer) -> None:
-    """Sentences without a special kind, on --min-batch and on ways to copy are not.
+    """Sentences without a special kind, on --min-batch, passes and ways to copy are not.
 
     Warnings are no notes of a model: the server says them when it starts.
     """
-    untold = {NoteKind.OTHER, NoteKind.MIN_BATCH, NoteKind.COPIES}
+    untold = {NoteKind.OTHER, NoteKind.MIN_BATCH, NoteKind.PASSES, NoteKind.COPIES}
     kinds = set(NoteKind) - untold - {NoteKind.WARNING}
     told = [Note(kind, f"a note of the kind {kind}") for kind in sorted(kinds)]
     others = [Note(kind, f"a note of the kind {kind}") for kind in sorted(untold)]

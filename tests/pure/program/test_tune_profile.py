@@ -13,6 +13,9 @@ from numa.errors import PlacementRefused
 from numa.place import Candidate, Strategy
 from numa.topology import ONE_NODE, Topology
 from numa.tune import Trial, TuneResult, fingerprint
+from offload.decode import SMALL_BATCH
+from offload.times.min_batch import MinBatch
+from offload.times.ways import Ways
 from specoffload.commands import tune
 from specoffload.config.environment import Environment, Host
 from specoffload.config.options import Options
@@ -168,8 +171,9 @@ def test_none_leaves_everything_to_the_kernel_and_says_so(two: Topology) -> None
 def test_the_table_says_which_batches_are_split_and_why_none_is(
     sizes: tuple[int, ...], declined: str, chosen: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    switch = SimpleNamespace(sizes=sizes, declined=declined)
-    target = SimpleNamespace(hybrid=SimpleNamespace(switch=switch), devices=())
+    unsplit = frozenset(range(1, SMALL_BATCH + 1)) - {*sizes}
+    ways = Ways(MinBatch(), may_split=True, unsplit=unsplit, declined=declined)
+    target = SimpleNamespace(hybrid=object(), ways=SimpleNamespace(now=ways), devices=())
     monkeypatch.setattr(tune, "streamed_kinds", lambda target: ())
     session: Any = SimpleNamespace(target=target, engine_choice=None)
     assert tune.found(session) == [("--hybrid", chosen, why)]
