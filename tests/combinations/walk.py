@@ -53,6 +53,11 @@ _SOURCE = inspect.getsource(json.decoder) + inspect.getsource(inspect)
 STEPS_S: dict[str, list[float]] = {}
 
 
+# What ended each run of a walk that failed, the first one first. Hypothesis shrinks by runs, and
+# keeps none of them if a later run of the same steps is different.
+FAULTS: list[str] = []
+
+
 def step(**strategies: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A rule whose time is kept in STEPS_S."""
 
@@ -420,8 +425,10 @@ class Walk(RuleBasedStateMachine):
     def teardown(self) -> None:
         try:
             if self._server is not None:
-                if sys.exc_info()[0] is None:
+                if (error := sys.exc_info()[1]) is None:
                     self._end()
+                else:
+                    FAULTS.append(f"{type(error).__name__}: {error}")
                 self._talker.close()
         finally:
             for neighbour in self._neighbours:
@@ -452,6 +459,7 @@ class Walk(RuleBasedStateMachine):
 def walk_once(number: int, n_steps: int, setting: str = "", *, shrinks: bool = True) -> str:
     """Walk. Returns the fault with the steps that lead to it, or an empty text."""
     machine = seed(number)(type("Walk", (Walk,), {"setting": setting}))
+    FAULTS.clear()
     phases = (Phase.generate, Phase.shrink) if shrinks else (Phase.generate,)
     try:
         run_state_machine_as_test(machine, settings=settings(
@@ -459,5 +467,6 @@ def walk_once(number: int, n_steps: int, setting: str = "", *, shrinks: bool = T
             database=None, suppress_health_check=[*HealthCheck], derandomize=False,
         ))  # fmt: skip
     except Exception as e:
-        return "\n".join([f"{type(e).__name__}: {e}", *getattr(e, "__notes__", ())])
+        first = [f"the first run: {told}" for told in FAULTS[:1]]
+        return "\n".join([f"{type(e).__name__}: {e}", *getattr(e, "__notes__", ()), *first])
     return ""
