@@ -64,7 +64,8 @@ def kept_hits(work: ModelWork, share: Real, n_pieces: Real) -> Real:
     )
     n_tokens = np.maximum(n_even, (n_pieces / work.n_used) ** (1 / work.sharing_exponent))
     others = np.maximum(1.0 - share, 1e-12)  # share of the experts that are not kept
-    chosen = np.minimum(one * (1.0 - of_one) / others, 1.0)  # part of them that a token uses
+    # The part of them that a token uses. Rounded hits may exceed 1 by a little.
+    chosen = np.clip(one * (1.0 - of_one) / others, 0.0, 1.0)
     missing = np.minimum(
         work.n_experts * others * (1.0 - (1.0 - chosen) ** n_tokens),
         work.n_used * (1.0 - of_one) * n_tokens**work.sharing_exponent,

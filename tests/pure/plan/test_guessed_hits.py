@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,3 +65,16 @@ def test_slots_never_hit_less_than_their_share() -> None:
         some = replace(work, n_experts=n_experts, n_used=n_used)
         for share in (0.1, 0.3, 0.6, 0.9):
             assert kept_hits(some, share, n_used) >= share - 1e-9
+
+
+def test_hits_that_rounding_lifts_above_one_are_all_hits() -> None:
+    """Where nearly all experts are kept, their excess is divided by what is not."""
+
+    class Lifted:
+        def at(self, share: float) -> float:
+            return 1.0 + 1e-9
+
+    part = Part(1e8, 1e8)
+    work = ModelWork(48, part, part, 48, part, 128, 8, hits=Lifted())  # type: ignore[arg-type]
+    with np.errstate(all="raise"):
+        assert kept_hits(work, 1.0 - 1e-15, 128.0) == 1.0
