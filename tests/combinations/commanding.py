@@ -87,7 +87,8 @@ class _Run:
         shutil.copytree(self._kept, before)
         done = self._done(words, kept)
         output = done.out + done.err
-        if done.code != 0 and _TOO_BUSY in output and case["command"] == "tune numa":
+        is_too_busy = _TOO_BUSY in " ".join(output.split())  # lines may be broken anywhere
+        if done.code != 0 and is_too_busy and case["command"] == "tune numa":
             return  # no time was steady, and it keeps nothing
         if done.code != 0:
             yield f"exit code {done.code}: {' '.join(output.split())[-300:]}"
