@@ -1,4 +1,4 @@
-"""What the parts of a decode agree on, from the batch's tokens to the device. Pure."""
+"""The batch of a decode, and the size of a small one. All parts of a decode use them. Pure."""
 
 from __future__ import annotations
 

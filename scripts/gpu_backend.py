@@ -66,7 +66,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Build:
-    """Where a library is compiled, and how. `work` is kept between calls."""
+    """The settings of a compile. The folder `work` is kept between calls."""
 
     backend: str
     source: Path

@@ -69,7 +69,7 @@ class Code:
 
 @dataclass(frozen=True)
 class GpuCode:
-    """What a library holds. `cuda` is the major version of the CUDA runtime that it needs."""
+    """The code for GPUs in a library. `cuda` is the major version of its CUDA runtime."""
 
     n_bytes: dict[Code, int]
     cuda: int | None = None

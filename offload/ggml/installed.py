@@ -1,4 +1,4 @@
-"""What the installed libllama was compiled for, read from its files without loading them."""
+"""Reads from libllama's files which GPUs they have code for. It loads none of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decode has to read and to multiply, from the model's header. Pure.
+"""Counts a decode's bytes and multiplications, from the model's header. Pure.
 
 Neighbouring tokens share some of their experts (`ModelWork.union`).
 """

@@ -144,7 +144,7 @@ def _layout(layout: Layout) -> dict[str, Any]:
 
 
 def _found(its: DevicePlan) -> dict[str, Any]:
-    """What was found of a device, what was asked of it, and how long its layers take, for JSON."""
+    """Return a device's properties, its limits, and the time of its layers, for JSON."""
     plan, device = its.plan, its.device
     return {
         "kind": device.kind,

@@ -45,7 +45,7 @@ def first_lines(
 
 @dataclass(frozen=True)
 class Others:
-    """What needs RAM beside weights: this program, the system, and kept prompts (--cache-ram)."""
+    """Name the needs of RAM beside weights: program, system, kept prompts (--cache-ram)."""
 
     cache_ram_mib: int = ServeOptions.cache_ram_mib  # -1: no limit
 

@@ -1,4 +1,4 @@
-"""What the installed library was compiled for, and what is said of this machine's cards."""
+"""Names the GPUs that the installed library has code for, and judges this machine's cards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold when a case is over: what was said is true, memory is back, files are whole."""
+"""Checks after a case: its warnings are true, memory has come back, kept files are whole."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class LogFaults(logging.Handler):
 
 @dataclass(frozen=True)
 class Held:
-    """What this process holds. It is the same before and after a case."""
+    """The memory, files, threads and children of this process. A case changes none of them."""
 
     n_files: int
     n_threads: int
@@ -86,7 +86,7 @@ class Held:
         )  # fmt: skip
 
     def grown(self, since: Held) -> list[str]:
-        """What there is more of than `since` that time. Memory counts if it is more than noise."""
+        """Name each count that has grown since then. Small growth of memory is noise."""
         counts = (
             ("open files", since.n_files, self.n_files, 0),
             ("threads", since.n_threads, self.n_threads, 0),

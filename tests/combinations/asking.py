@@ -61,7 +61,7 @@ def body_of(case: Case, question: str, turns: Sequence[Mapping[str, Any]] = ()) 
     if api == "chat":
         body["messages"] = [*body["messages"], *asked]
     else:
-        body["input" if api == "responses" else "messages"] = asked
+        body[_turns_of(api)] = asked
     n = LONG if case["length"] == "long" else SHORT
     body["max_output_tokens" if api == "responses" else "max_tokens"] = n
     body |= {"temperature": 1.0, "seed": 7} if case["sampling"] == "seeded" else {"temperature": 0}
@@ -203,19 +203,8 @@ def _tool_turn(api: str, *, with_image: bool) -> list[Any]:
 
 def shown(api: str, question: str, *, in_result: bool) -> Body:
     """A request of 8 tokens with an image, in the question or in a tool's result after it."""
-    history = "image in a result" if in_result else "one turn"
-    body = body_of(Case.of("request", api=api, history=history, length="short"), question)
-    if not in_result:
-        url = "data:image/png;base64," + base64.b64encode(png()).decode()
-        text, image = {
-            "chat": ("text", {"type": "image_url", "image_url": {"url": url}}),
-            "responses": ("input_text", {"type": "input_image", "image_url": url}),
-            "messages": ("text", {"type": "image", "source": {
-                "type": "base64", "media_type": "image/png", "data": url.split(",")[1],
-            }}),
-        }[api]  # fmt: skip
-        body[_turns_of(api)][-1]["content"] = [{"type": text, "text": question}, image]
-    return body
+    place = {"history": "image in a result"} if in_result else {"media": "image"}
+    return body_of(Case.of("request", api=api, length="short", **place), question)
 
 
 def with_turn(api: str, body: Body, answer: str, question: str) -> Body:

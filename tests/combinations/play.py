@@ -278,7 +278,7 @@ def faults_of(case: Case, models: Path, seed: int = 0) -> list[str]:
 
 @dataclass(frozen=True)
 class _Played:
-    """What came of a case. `slowness` says that it took long, and is empty if it did not."""
+    """The result of a case. `slowness` is empty, or the sentence that the case was slow."""
 
     faults: list[str]
     slowness: str = ""

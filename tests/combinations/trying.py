@@ -22,7 +22,7 @@ from combinations.small_models import embedded_projector
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case. `smallest` is the smallest case with a fault, if it has one."""
+    """The result of a case. `smallest` is the smallest case with a fault, if it has one."""
 
     case: Case
     took_s: float
