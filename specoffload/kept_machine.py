@@ -21,7 +21,6 @@ from offload.plan.repacking import LayoutTimes, WeightKind
 from offload.store.disk_speed import DEPTHS, disk_of, disk_speed
 from offload.stream.link_speed import link_speeds
 from specdec.whole_file import is_folder
-from specoffload.errors import UsageError
 from specoffload.kept import KeptDisk, KeptFile, KeptLinks, today
 
 TUNE = "`specoffload tune numa`"
@@ -51,12 +50,9 @@ def load_tuned(folder: Path, topology: Topology) -> Tuned:
     return Tuned(kept.numa)
 
 
-def save_tuned(folder: Path, result: TuneResult) -> Path:
-    """Keep the choice for later starts. Raises UsageError for a folder that cannot be written."""
-    file = KeptFile(folder)
-    if failed := file.update(lambda kept: setattr(kept, "numa", result)):
-        raise UsageError(failed)
-    return file.path
+def save_tuned(folder: Path, result: TuneResult) -> str:
+    """Keep the choice for later starts. Returns a sentence if it cannot be written, else ""."""
+    return KeptFile(folder).update(lambda kept: setattr(kept, "numa", result))
 
 
 def tuned_sentence(result: TuneResult) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -106,12 +106,13 @@ def _with_threads(
     kept = load_tuned(folder, topology).result
     if kept is None or (kept.model, kept.date) != (config.model.name, today()):
         try:
-            kept, why_not = _search_threads(config, folder, topology, time_limit_s)
+            searched = _search_threads(config, folder, topology, time_limit_s)
         except NumaError as error:
             return config, (name, here, f"not found: {error}")
-        if why_not:
-            return config, (name, here, f"not kept: {why_not}")
-        why = "measured now"
+        if searched.disturbed:
+            return config, (name, here, f"not kept: {searched.disturbed}")
+        kept = searched.result
+        why = "measured now" + (f" ({searched.not_written})" if searched.not_written else "")
     else:
         why = "measured today"
     trial = next(trial for trial in kept.trials if trial.candidate == kept.best)
@@ -148,31 +149,39 @@ def found(session: Session) -> list[Row]:
 def tune_numa(config: Config, folder: Path, *, time_limit_s: float) -> TuneResult:
     """Find the fastest threads and placement, print them, and keep them in `folder`.
 
-    They are not kept if other programs used the processors. Raises UsageError if the folder is not
-    writable, NumaError if no candidate could be measured.
+    They are not kept if other programs used the processors or the folder is not writable. Raises
+    NumaError if no candidate could be measured.
     """
     warn_of_load()
     topology = read_topology()
-    result, why_not = _search_threads(config, folder, topology, time_limit_s)
-    for reason in result.reasons:
+    searched = _search_threads(config, folder, topology, time_limit_s)
+    for reason in searched.result.reasons:
         report.line(reason)
-    if why_not:
+    if searched.disturbed:
         report.paragraph(
-            f"not kept: {why_not}; run `specoffload tune numa` again when the machine is idle, or "
-            "choose --threads and --numa yourself"
+            f"not kept: {searched.disturbed}; run `specoffload tune numa` again when the machine "
+            "is idle, or choose --threads and --numa yourself"
         )
+    elif searched.not_written:
+        report.paragraph(searched.not_written)
     else:
         report.line(f"kept in {KeptFile(folder).path}; later starts use it")
-    return result
+    return searched.result
+
+
+@dataclass(frozen=True)
+class _Searched:
+    """The fastest threads and placement, and the reasons why later starts do not find them."""
+
+    result: TuneResult
+    disturbed: str = ""  # other programs ran, so the choice means nothing
+    not_written: str = ""  # the choice holds, and the folder cannot be written
 
 
 def _search_threads(
     config: Config, folder: Path, topology: Topology, time_limit_s: float
-) -> tuple[TuneResult, str]:
-    """Search the fastest threads and placement, and keep them in `folder`.
-
-    Returns them, and why they are not kept, or "". Raises UsageError or NumaError.
-    """
+) -> _Searched:
+    """Search the fastest threads and placement, and keep them in `folder`. Raises NumaError."""
     loads: list[Load] = []
     # Use all cores on a machine with one memory node, else all but the spare ones.
     threads = plan_threads(topology, n_spare_cores=None if topology.is_numa else 0)
@@ -206,9 +215,8 @@ def _search_threads(
     )
     busiest = max(loads, key=lambda load: load.others)
     if busiest.is_busy:
-        return result, f"{busiest.words} during a trial"
-    save_tuned(folder, result)
-    return result, ""
+        return _Searched(result, disturbed=f"{busiest.words} during a trial")
+    return _Searched(result, not_written=save_tuned(folder, result))
 
 
 def config_for(config: Config, topology: Topology, candidate: Candidate) -> Config:

