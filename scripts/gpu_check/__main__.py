@@ -56,8 +56,8 @@ FLAGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 # Each part's share of the time limit, by call. docs/gpu.md has the seconds.
-FIRST = {"link": 25, "equality": 45, "sanitizer": 60, "decode": 115, "split": 125,
-         "prefill": 80, "tests": 80}  # fmt: skip
+FIRST = {"link": 25, "equality": 45, "memories": 20, "sanitizer": 60, "decode": 105, "split": 125,
+         "prefill": 80, "tests": 70}  # fmt: skip
 SECOND = {"draft": 130, "split": 235, "prefill": 95, "steps-table": 70}
 # What an argument chooses. `streaming` is what was called so before its parts had names.
 CHOICES = {
@@ -142,8 +142,8 @@ def imports(setting: Setting) -> bool:
 # Where the others' functions are.
 MEASURES = {
     "link": "link.measure", "equality": "equality.measure", "sanitizer": "equality.sanitized",
-    "decode": "decode.measure", "split": "split.measure", "prefill": "steps.measure",
-    "tests": "gpu_tests.measure", "steps-table": "steps_table.measure",
+    "memories": "memories.measure", "decode": "decode.measure", "split": "split.measure",
+    "prefill": "steps.measure", "tests": "gpu_tests.measure", "steps-table": "steps_table.measure",
 }  # fmt: skip
 
 
@@ -225,8 +225,8 @@ class Check:
 def new_report(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "device": "", "machine": {}, "commit": "", "dry_run": args.dry_run_sim, "parts": {},
-        "imports": [], "link": {}, "equality": [], "sanitizer": {}, "decode": [], "gpu_tests": "",
-        "model": {}, "steps": [], "steps_table": {}, "split": [], "draft": {}, "aims": {},
+        "imports": [], "link": {}, "equality": [], "memories": [], "sanitizer": {}, "decode": [],
+        "gpu_tests": "", "model": {}, "steps": [], "steps_table": {}, "split": [], "draft": {}, "aims": {},
         "seconds": {}, "error": "", "ok": False,
     }  # fmt: skip
 

@@ -44,7 +44,10 @@ from specoffload.opening.draft_model import real_text
 from specoffload.session.session import Session
 
 AIM, NEVER_LOSES = 1.2, 0.97  # multiples of the best rival's speed; of the speed of --hybrid off
-N_CTX, N_UBATCH = 1024, 512
+N_CTX = 1024
+# Tokens of a ubatch. Slots borrow the compute buffers between prompts. With 512 tokens these would
+# hold nearly all experts of a small model, so that nothing would be left to split.
+N_UBATCH, N_UBATCH_SMALL = 512, 32
 PEER = "llama.cpp"
 _LEAST_ROUNDS = 1
 _LEAST_S = 90.0  # time left that is needed to begin with a model
@@ -164,6 +167,10 @@ def lengths(setting: Setting) -> tuple[int, int, int]:
     return (16, 8, 2) if setting.args.small else (128, 32, setting.args.rounds)
 
 
+def n_ubatch(setting: Setting) -> int:
+    return N_UBATCH_SMALL if setting.args.small else N_UBATCH
+
+
 def weights_budget(facts: ModelFacts, share: float) -> tuple[int, int]:
     """Returns bytes of device memory for weights, and the number of layers whose experts fit.
 
@@ -185,7 +192,7 @@ def _measure(setting: Setting, path: Path) -> dict[str, Any]:
         facts,
         vram_bytes=vram_bytes if setting.choice.on_gpu else None,
         reserve_bytes=0,  # all ways have the same context, which is not counted
-        n_ubatch=N_UBATCH,
+        n_ubatch=n_ubatch(setting),
     )
     row: dict[str, Any] = {
         "size_bytes": facts.size_bytes,
@@ -321,7 +328,7 @@ def _session(setting: Setting, path: Path, hybrid: str, vram_bytes: int, profile
     words = (
         *("--model", str(path), "--device", setting.choice.name, "--hybrid", hybrid, "--no-spec"),
         *("--plan-for", "decode"),
-        *("--ctx-size", str(N_CTX), "--ubatch-size", str(N_UBATCH)),
+        *("--ctx-size", str(N_CTX), "--ubatch-size", str(n_ubatch(setting))),
         *(
             "--threads",
             str(setting.args.threads),
