@@ -1,4 +1,6 @@
-"""Writes the notes of a release, and compares wheels: release_notes.py notes FOLDER, or same A B.
+"""Writes the notes of a release, and compares wheels.
+
+release_notes.py notes FOLDER, or same ARCHIVE WHEEL, or equal WHEEL WHEEL.
 
 Notes come from git and docs/log.md: what has changed since the last release (a tag such as v0.1.0),
 and which experiments were written down since then.
@@ -11,7 +13,7 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,6 +81,17 @@ def lacking(of_archive: Sequence[str], of_wheel: Sequence[str]) -> list[str]:
     return sorted(n for n in missing if not (n.endswith("/") or _ADDED.match(n)))
 
 
+def differing(a: Mapping[str, int], b: Mapping[str, int]) -> list[str]:
+    """Return the names of the program's files whose checksums differ between two wheels."""
+    names = {name for name in a.keys() | b.keys() if not (name.endswith("/") or _ADDED.match(name))}
+    return sorted(name for name in names if a.get(name) != b.get(name))
+
+
+def _checksums(wheel: Path) -> dict[str, int]:
+    with zipfile.ZipFile(wheel) as opened:
+        return {entry.filename: entry.CRC for entry in opened.infolist()}
+
+
 def _git(*words: str) -> str:
     done = subprocess.run(
         ["git", "-C", str(ROOT), *words], check=False, capture_output=True, text=True
@@ -115,10 +128,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     same = commands.add_parser("same")
     same.add_argument("of_archive", type=Path)
     same.add_argument("wheel", type=Path)
+    equal = commands.add_parser("equal")
+    equal.add_argument("wheels", type=Path, nargs=2)
     asked = parser.parse_args(arguments)
     if asked.command == "notes":
         gpu = asked.gpu.read_text("utf-8").splitlines() if asked.gpu else []
         _write(asked.folder, asked.ran, asked.other, gpu)
+    elif asked.command == "equal":
+        if found := differing(*map(_checksums, asked.wheels)):
+            sys.exit(f"not equal: {', '.join(found)}")
     elif missing := lacking(
         *(zipfile.ZipFile(f).namelist() for f in (asked.of_archive, asked.wheel))
     ):

@@ -226,8 +226,8 @@ def new_report(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "device": "", "machine": {}, "commit": "", "dry_run": args.dry_run_sim, "parts": {},
         "imports": [], "link": {}, "equality": [], "memories": [], "sanitizer": {}, "decode": [],
-        "gpu_tests": "", "model": {}, "steps": [], "steps_table": {}, "split": [], "draft": {}, "aims": {},
-        "seconds": {}, "error": "", "ok": False,
+        "gpu_tests": "", "model": {}, "steps": [], "steps_table": {}, "split": [], "draft": {},
+        "aims": {}, "seconds": {}, "error": "", "ok": False,
     }  # fmt: skip
 
 

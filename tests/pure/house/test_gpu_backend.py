@@ -182,7 +182,16 @@ def test_vulkan_needs_glslc(
         ("wheel", ["--gpu", "rocm"], "--gpu takes cuda or vulkan, not 'rocm'"),
         ("wheel", ["--gpu"], "--gpu takes cuda or vulkan, not ''"),
         ("wheel", ["--gpus", "cuda"], "no flag --gpus"),
-        ("release", ["--gpu", "vulkan", "--gpu", "all"], "--gpu takes cuda or vulkan, not 'all'"),
+        (
+            "release",
+            ["--gpu", "vulkan", "--gpu", "all"],
+            "cuda, vulkan, or the file of a wheel for GPUs, not 'all'",
+        ),
+        (
+            "release",
+            ["--gpu", "gone-1cuda13-py3-none-any.whl"],
+            "not 'gone-1cuda13-py3-none-any.whl'",
+        ),
         ("release", ["--gpus"], "no flag --gpus"),
         ("check-gpu-wheel", [], "'' is no file: name a wheel"),
         ("check-gpu-wheel", ["none.whl"], "'none.whl' is no file"),

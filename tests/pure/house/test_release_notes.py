@@ -64,3 +64,11 @@ def test_a_source_archive_has_to_have_all_files_of_the_program(script: ModuleTyp
     wheel = ["offload/engine.py", "llama_cpp/lib/libllama.so", "offload/ggml/libplayer-1.so.1"]
     assert script.lacking(["offload/engine.py"], wheel) == []
     assert script.lacking([], wheel) == ["offload/engine.py"]
+
+
+def test_a_wheel_from_another_machine_has_the_same_program(script: ModuleType) -> None:
+    ours = {"offload/engine.py": 1, "offload/": 0, "specoffload/ui/page.js": 2}
+    its_own = {"llama_cpp/lib/libggml-cuda.so": 3, "specoffload-0.1.0.dist-info/METADATA": 4}
+    assert script.differing(ours, ours | its_own) == []
+    assert script.differing(ours, ours | {"offload/engine.py": 5}) == ["offload/engine.py"]
+    assert script.differing(ours | {"offload/new.py": 6}, ours) == ["offload/new.py"]
