@@ -8,7 +8,7 @@ fits the device's memory for rows of pairs.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.decode import SMALL_BATCH
+from offload.schedule.division import HOST
 from offload.schedule.slots import NOWHERE
 
 # Share of a layer's experts in use from which experts are copied before the router has run.
@@ -78,6 +79,33 @@ def passes_of(
     for experts in (late, missing):
         found += [experts[i : i + n_group] for i in range(0, len(experts), n_group)]
     return found
+
+
+def host_experts(
+    kinds: NDArray[np.uint8],
+    rows: NDArray[np.integer],
+    resident: NDArray[np.bool_],
+    coming: Collection[int],
+    *,
+    may_swap: bool = True,
+) -> list[int]:
+    """Return the experts of a layer that the CPU computes, those with the fewest pairs first.
+
+    `kinds` [n_experts]: the side of each expert by a splitter. `rows` [n_experts]: number of pairs.
+    `resident` [n_experts]: True for experts in slots. `coming`: experts whose copies are under way.
+    They stay on the device. If `may_swap`, the CPU then gets as many others, because every copy
+    takes equally long and is worth most for an expert with many pairs. At most MOST_HOST_PAIRS
+    pairs are returned.
+    """
+    may_compute = (rows > 0) & ~resident
+    n = int(((kinds == HOST) & may_compute).sum())
+    may_compute[list(coming)] = False
+    if not may_swap:
+        may_compute &= kinds == HOST
+    found = may_compute.nonzero()[0]
+    found = found[rows[found].argsort(kind="stable")][:n]
+    within = rows[found].cumsum() <= MOST_HOST_PAIRS
+    return [int(expert) for expert in found[within]]
 
 
 @dataclass(frozen=True)

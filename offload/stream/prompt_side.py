@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from offload.ggml.backend import Device
 from offload.plan.slot_layout import SlotPool
-from offload.schedule.division import HOST, SplitCosts, seconds_at, split_pairs
+from offload.schedule.division import SplitCosts, seconds_at, split_pairs
 from offload.schedule.pair_rows import prompt_host_pairs
-from offload.schedule.passes import MOST_HOST_PAIRS
+from offload.schedule.passes import host_experts
 from offload.schedule.slots import StreamCounters
 from offload.schedule.splitter import ByCosts, Splitter
 from offload.stream.cpu_side import HostGraph, LayerWeights, layer_weights
@@ -115,19 +115,10 @@ class PromptSide:
         instead.
         """
         splitter = self.splitter
-        if isinstance(splitter, ByCosts):
-            kinds = split_pairs(ids, resident, self._costs_of(splitter.costs), rows).kind
-        else:
-            kinds = splitter(ids, resident)
-        may_compute = (rows > 0) & ~resident
-        n = int(((kinds == HOST) & may_compute).sum())
-        may_compute[list(coming)] = False
         if not isinstance(splitter, ByCosts):
-            may_compute &= kinds == HOST
-        found = may_compute.nonzero()[0]
-        found = found[rows[found].argsort(kind="stable")][:n]
-        within = rows[found].cumsum() <= MOST_HOST_PAIRS
-        return [int(expert) for expert in found[within]]
+            return host_experts(splitter(ids, resident), rows, resident, coming, may_swap=False)
+        kinds = split_pairs(ids, resident, self._costs_of(splitter.costs), rows).kind
+        return host_experts(kinds, rows, resident, coming)
 
     def _costs_of(self, costs: SplitCosts) -> SplitCosts:
         """Return the costs of a layer in passes, whose groups each wait for their own copies."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +17,11 @@ from splits import SPLITTERS, all_host, logits_of, sim_options, split_streaming
 from lab.synth import write_preset
 from offload.engine import EngineOptions, open_engine
 from offload.errors import DeviceFailed
-from offload.schedule import pair_rows
+from offload.schedule import pair_rows, passes
 from offload.schedule.splitter import Splitter, stay
-from offload.stream import prompt_side
 from offload.stream.cpu_side import HostGraph, LayerWeights
 from offload.stream.options import StreamingOptions
+from offload.stream.pass_runner import PassRunner
 
 Rows = NDArray[np.float32]
 PRESETS = {
@@ -99,11 +101,43 @@ def test_the_cpus_part_of_a_layer_has_a_limit_and_grows_with_batches(
         choose(self, weights, experts, rows)
 
     monkeypatch.setattr(pair_rows, "_LEAST_HOST_PAIRS", 1)
-    monkeypatch.setattr(prompt_side, "MOST_HOST_PAIRS", most)
+    monkeypatch.setattr(passes, "MOST_HOST_PAIRS", most)
     monkeypatch.setattr(HostGraph, "choose", counted)
     with open_engine(tiny_moe, shared(all_host, tiny_moe, "least")) as engine:
         assert np.array_equal(logits(engine), expected)
     assert 0 < max(sizes) <= most
+
+
+def test_a_layers_two_sides_begin_before_either_has_ended(
+    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU's computation and the device's first launch of each layer wait for each other."""
+    both = threading.Barrier(2, timeout=10)
+    started = list[bool]()  # True until the layer's first launch has come
+    start, launch, compute = PassRunner._start_cpu, PassRunner._launch, HostGraph.compute
+
+    def started_cpu(self: PassRunner, *of_layer: Any) -> None:
+        started.append(True)
+        start(self, *of_layer)
+
+    def launched(self: PassRunner, *of_launch: Any) -> int:
+        if started and started[-1]:
+            started[-1] = False
+            both.wait()
+        return launch(self, *of_launch)
+
+    def computed(self: HostGraph, *of_layer: Any) -> int:
+        if started and threading.current_thread().name.startswith("pairs"):
+            both.wait()
+        return compute(self, *of_layer)
+
+    with open_engine(tiny_moe, shared(SPLITTERS["random"](), tiny_moe, "half")) as engine:
+        monkeypatch.setattr(PassRunner, "_start_cpu", started_cpu)
+        monkeypatch.setattr(PassRunner, "_launch", launched)
+        monkeypatch.setattr(HostGraph, "compute", computed)
+        engine.sequences.extend(0, [(3 * i) % engine.n_vocab for i in range(100)])
+    assert len(started) > 1
+    assert not any(started), "each layer had both sides"
 
 
 def test_prompts_are_not_shared_while_misses_only_stay(tiny_moe: Path) -> None:

@@ -10,9 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.schedule.cache import Lrfu
+from offload.schedule.division import HIT, HOST, STREAMED
 from offload.schedule.passes import (
+    MOST_HOST_PAIRS,
     PairOrder,
     group_size,
+    host_experts,
     most_passes,
     passes_of,
     ring_slots,
@@ -42,6 +45,33 @@ def test_each_used_expert_is_in_one_pass(
     assert all(len(one) <= n_group for one in passes if one != ready)
     missing = [e for e in experts if slots[e] == NOWHERE]
     assert missing == sorted(missing), "neighbours are copied together"
+
+
+@given(
+    st.lists(st.integers(0, 1500), min_size=N, max_size=N),
+    st.lists(st.sampled_from([HIT, STREAMED, HOST]), min_size=N, max_size=N),
+    st.sets(st.integers(0, N - 1)),
+    st.booleans(),
+)
+def test_the_cpu_computes_the_missing_experts_with_the_fewest_pairs(
+    n_pairs: list[int], sides: list[int], coming: set[int], may_swap: bool
+) -> None:
+    rows, kinds = np.array(n_pairs), np.array(sides, np.uint8)
+    resident = kinds == HIT
+    found = host_experts(kinds, rows, resident, coming, may_swap=may_swap)
+    left = {e for e in range(N) if rows[e] and not resident[e]} - coming - {*found}
+    wanted = int(((kinds == HOST) & (rows > 0)).sum())
+    assert not {*found} & coming
+    assert all(rows[e] > 0 and not resident[e] for e in found)
+    assert len(found) == len({*found}) <= wanted
+    assert rows[found].sum() <= MOST_HOST_PAIRS
+    if not may_swap:
+        assert all(kinds[e] == HOST for e in found)
+        left = {e for e in left if kinds[e] == HOST}
+    assert max(rows[found], default=0) <= min((rows[e] for e in left), default=MOST_HOST_PAIRS)
+    if len(found) < wanted and left:
+        one_more = rows[found].sum() + min(rows[e] for e in left)
+        assert one_more > MOST_HOST_PAIRS, "only the limit leaves an expert to the device"
 
 
 @given(IDS, st.integers(1, 7), st.integers(1, 60), st.permutations(range(3 * N)))
