@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from random import Random
+from statistics import fmean
 
 import pytest
+from fake_target import FakeTarget
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parts import Proposes
@@ -13,6 +17,7 @@ from speculation_parts import proposed
 
 from specdec.costs.profile import CostProfile
 from specdec.drafters.chain import ChainDrafter
+from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram_cache import LookupCache, NgramCache
 from specdec.drafters.ngrams import NgramMapK, NgramMapK4V, NgramMod, NgramSimple, PerSequence
 from specdec.drafters.suffix import SuffixAutomaton, SuffixDrafter
@@ -305,6 +310,25 @@ def test_a_chain_does_not_ask_a_model_whose_steps_cost_more_than_they_bring() ->
     assert 1 <= n_asked <= 3, "a step costs half a decode and saves nothing"
 
 
+@pytest.mark.parametrize(("step", "least", "most"), [(0.02, 7.0, 8.0), (0.2, 3.5, 5.5)])
+def test_drafts_are_as_long_as_the_time_of_a_step_allows(
+    step: float, least: float, most: float
+) -> None:
+    """A batch of n tokens takes 1 + 0.02 (n - 1), and each drafted token is right in 85 %."""
+    model = ModelDrafter(FakeTarget(peak=0.85))
+    policy = Throughput(CostProfile(tuple(1.0 + 0.02 * n for n in range(9)), step))
+    random, lengths = Random(1), []
+    for _ in range(300):
+        draft = replace(proposed(model, 0, [1, 2, 3], policy, 8), catch_up_s=0.0)
+        n, n_accepted = len(draft.tokens), 0
+        while n_accepted < n and random.random() < 0.85:
+            n_accepted += 1
+        emitted = (*draft.tokens[:n_accepted], -1)
+        policy.learn(Round(draft, n_accepted, emitted, step * draft.n_steps, 1.0 + 0.02 * n))
+        lengths.append(n)
+    assert least <= fmean(lengths[100:]) <= most
+
+
 def test_a_translated_history_that_was_edited_is_read_anew() -> None:
     drafter = TranslatedDrafter(SuffixDrafter(), words(0), words(3))
     assert proposed(drafter, 0, [1, 2, 3, 4, 5, 1, 2], Fixed(2), 2).tokens == (3, 4)
@@ -330,6 +354,18 @@ def test_translation_reads_text_and_applies_the_pairs() -> None:
     assert len(draft.probs) == 3
     short = proposed(drafter, 0, [ord("a"), ord("#"), ord("b")], Fixed(3), 2)
     assert len(short.tokens) == 2
+
+
+def test_a_translated_draft_keeps_its_limit_in_the_targets_tokens() -> None:
+    """One token of the draft is a word of three characters, each a token of the target."""
+    target = Vocabulary(
+        lambda text: [ord(c) for c in text], lambda tokens: "".join(map(chr, tokens))
+    )
+    draft = Vocabulary(lambda text: [0] * len(text), lambda tokens: "abc" * len(tokens))
+    drafter = TranslatedDrafter(Proposes("draft", [1, 1], 0.5), target, draft)
+    whole = proposed(drafter, 0, [ord("x")], Fixed(2), 2)
+    assert whole.tokens == (ord("a"), ord("b"))
+    assert len(whole.probs) == 2
 
 
 def _pieces(text: str) -> list[str]:

@@ -111,6 +111,17 @@ def test_the_draft_holds_the_text_and_evaluates_nothing_twice(
     assert drafter.n_rows <= n_text + n_rejected
 
 
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_a_draft_with_rejected_tokens_reads_no_text_anew(recurrent: bool) -> None:
+    """A recurrent draft goes back to a checkpoint, and so reads only what came after it."""
+    draft = FakeTarget(seed=3, agreement=0.5, recurrent=recurrent)
+    rounds = list(generated(FakeTarget(seed=3), [1] * 300, 60, ModelDrafter(draft), Fixed(4)))
+    assert sum(r.n_drafted - r.n_accepted for r in rounds) > 30, "many drafts were rejected"
+    # Each round reads at most its emitted tokens and then all drafted ones but the last.
+    read = sum(len(r.emitted) + r.n_drafted for r in rounds)
+    assert sum(draft.calls) <= 300 + read
+
+
 def test_drawn_drafts_carry_the_rows_they_were_drawn_from() -> None:
     model = FakeBlockModel(n_vocab=16, logits_seed=3)
     draft = proposed(ModelDrafter(model, sampling=OwnDraws(5)), 1, [1, 2], Fixed(6), 6)

@@ -81,6 +81,21 @@ def test_v3b_keeps_one_token_more_than_it_priced(p: float) -> None:
     assert constant(policy, p, 32) == V3B_RTX[p]
 
 
+@pytest.mark.parametrize(("draft_speed", "n_sampled"), [(1.8, 1), (1.9, 3), (19.0, 3)])
+def test_v3_looks_ahead_only_as_far_as_draft_steps_are_worth_it(
+    draft_speed: float, n_sampled: int
+) -> None:
+    """With P 0.9 two more drafts pay if 0.9 * (22 - 2 * 10 / draft_speed) exceeds 10."""
+    for variant in ("a", "b"):
+        policy = Speed((10.0, 10.0, 10.0, 22.0), draft_speed, variant, n_max=4)
+        walk = policy.begin(3, "draft")
+        n = 0
+        while walk.wants:
+            walk.feed(1.0 if n else 0.9)
+            n += 1
+        assert n == n_sampled
+
+
 @pytest.mark.parametrize(
     ("curve", "p", "kept"),
     [

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 from fake_target import FakeTarget
+from numpy.typing import NDArray
 from parts import FakeBlockModel, Silent, generated, never
 from speculation_parts import Sampler, proposed
 
@@ -86,6 +88,44 @@ def test_the_first_two_tokens_are_distributed_as_without_a_draft(chain: str, met
     # Here the second token's distribution does not depend on the first token. It must not depend
     # on whether the first was accepted either.
     check(np.array(second), p[1])
+
+
+class Skewed:
+    """A distribution whose drafted tokens are `factor` times as likely as they should be."""
+
+    def __init__(self, p: Sequence[float], factor: float = 1.0) -> None:
+        self._p = np.array(p)
+        self._p[0] *= factor
+
+    def probabilities(
+        self, logits: NDArray[np.float32], history: Sequence[int]
+    ) -> NDArray[np.float64]:
+        return self._p
+
+    def accepted(self, token: int) -> None:
+        pass
+
+
+def surprise(factor: float, rows: tuple[NDArray[np.float64], ...], n: int = 40_000) -> float:
+    """Standard deviations between the accepted drafts and min(1, p/q) = 0.9 of `n` drafts.
+
+    A share of 0.9 has a deviation of 0.17 % of itself, so an error of 1 % has 6 deviations.
+    """
+    said = float(rows[0][0]) if rows else 1.0
+    p = [0.9 * said, (1.0 - 0.9 * said) * 0.75, (1.0 - 0.9 * said) * 0.25]
+    judge = RejectionAcceptance(Skewed(p, factor), np.random.default_rng(11))
+    draft = Draft((0,), (0.5,), "draft", Decision(1, ""), (), rows)
+    logits = np.zeros((2, 3), np.float32)
+    n_accepted = sum(judge(draft, logits, [0], never).n_accepted for _ in range(n))
+    return (n_accepted - 0.9 * n) / math.sqrt(0.9 * 0.1 * n)
+
+
+@pytest.mark.parametrize("q", [(), (0.8, 0.1, 0.1), (0.3, 0.3, 0.4)], ids=str)
+def test_drafts_are_accepted_as_often_as_they_should_be(q: tuple[float, ...]) -> None:
+    rows = (np.array(q),) if q else ()
+    assert abs(surprise(1.0, rows)) < 3.5
+    for factor in (0.99, 1.01):
+        assert abs(surprise(factor, rows)) > 3.5, "the test sees an error of 1 %"
 
 
 def jagged() -> CostProfile:
