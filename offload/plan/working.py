@@ -64,9 +64,7 @@ def working_memory(
     n_experts = facts.n_experts
     expert_bytes = facts.expert_bytes // max(1, len(by_layer) * n_experts)
     n_passes = most_passes(n_experts, int(group_size(n_experts, n_experts, expert_bytes)))
-    # Rows that later nodes overwrite are copied to a node of the layer, if one is large enough.
-    copied = largest.rows_per_token > 1 and max(largest.widths[:-1], default=0) < largest.n_in
-    pass_bytes = max(LEAST_BYTES, largest.launch_bytes(n_ubatch, copied=copied))
+    pass_bytes = max(LEAST_BYTES, largest.launch_bytes(n_ubatch, copied=largest.may_copy))
     pass_bytes += max(LEAST_BYTES, largest.tables_bytes(n_ubatch, n_passes))
     small_bytes, host_prompt_bytes, host_small_bytes = LEAST_BYTES, 0, 0
     if on_gpu:

@@ -31,6 +31,15 @@ class PairShape:
     def n_out(self) -> int:
         return self.widths[-1]
 
+    @property
+    def may_copy(self) -> bool:
+        """True if later nodes may overwrite the tokens' rows, and no node has room for a copy.
+
+        Each pair has a row of its own then. Whether a graph overwrites them depends on how ggml
+        places its nodes, so memory for the copy is taken for all graphs.
+        """
+        return self.rows_per_token > 1 and max(self.widths[:-1], default=0) < self.n_in
+
     def nodes_bytes(self, most: int) -> int:
         """Return the bytes for the results of all nodes, for `most` pairs."""
         return sum(aligned(_NUMBER_BYTES * width * most) for width in self.widths)

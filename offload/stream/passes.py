@@ -182,7 +182,8 @@ class PassStep:
 
     def scratch_bytes(self, n_tokens: int) -> int:
         """Return the bytes of device memory for rows, in batches of up to `n_tokens`."""
-        return self.form.pairs.launch_bytes(n_tokens, copied=self._copies_to_own)
+        pairs = self.form.pairs
+        return pairs.launch_bytes(n_tokens, copied=self._copies_to_own or pairs.may_copy)
 
     def tables_bytes(self, n_tokens: int) -> int:
         """Return the bytes of device memory for the tables of all launches, likewise."""

@@ -71,6 +71,7 @@ def test_a_run_allocates_what_the_plan_counts(preset: str, n_ubatch: int, models
     check(path, n_ubatch)
 
 
-@pytest.mark.parametrize("architecture", sample())
+# Llama 4's rows are overwritten in some sizes of a batch, and not in others.
+@pytest.mark.parametrize("architecture", dict.fromkeys(("llama4", *sample())))
 def test_every_mixtures_rows_are_counted(architecture: str, tmp_path: Path) -> None:
     check(write_mixture(architecture, tmp_path / "tiny.gguf"), 256)
