@@ -14,6 +14,7 @@ has the spare row.
 from __future__ import annotations
 
 import ctypes as C
+import math
 import statistics
 import threading
 import time
@@ -253,20 +254,33 @@ class RingEntry:
             there=memory.there.ctypes.data, taken=memory.taken.ctypes.data,
             n_table=on_host.size, n_taken=memory.taken.size,
         )  # fmt: skip
-        self._n_decodes, self._last_s = 0, 0.0
+        self._first = FirstDecodes()
 
     def is_careful(self) -> bool:
         """Count a decode. Return True if the backend may have to prepare something in it."""
-        now_s = time.perf_counter()
-        if now_s - self._last_s > _UNUSED_S:
-            self._n_decodes = 0
-        self._last_s = now_s
-        self._n_decodes += 1
-        return self._n_decodes <= _CAREFUL_DECODES
+        return self._first.is_careful(time.perf_counter())
 
     def failed(self) -> None:
         """Note that a decode failed, after which the backend may have to prepare things again."""
-        self._n_decodes = 0
+        self._first = FirstDecodes()
+
+
+class FirstDecodes:
+    """Counts the decodes in which the backend may have to prepare something. Pure."""
+
+    def __init__(self) -> None:
+        self._n, self._last_s = 0, -math.inf
+
+    def is_careful(self, now_s: float) -> bool:
+        """Count a decode that begins at `now_s`. Return True for the first ones, and after a pause.
+
+        A pause is longer than `_UNUSED_S`.
+        """
+        if now_s - self._last_s > _UNUSED_S:
+            self._n = 0
+        self._last_s = now_s
+        self._n += 1
+        return self._n <= _CAREFUL_DECODES
 
 
 class RingChoice:

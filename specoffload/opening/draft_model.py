@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -55,62 +56,67 @@ def step_by_depth_s(draft: Target | RowDraft, text: Sequence[int]) -> dict[int, 
     return {depth: measure_step(draft, text, depth) for depth in depths}
 
 
-def measure_step(draft: Target, text: Sequence[int], depth: int = 0) -> float:
-    """Mean seconds of one token of the draft after `depth` tokens of context."""
+def measure_step(
+    draft: Target, text: Sequence[int], depth: int = 0, clock: Clock = perf_counter
+) -> float:
+    """Median seconds of one token of the draft after `depth` tokens of context.
+
+    A median, because another program may interrupt single steps.
+    """
     n = max(1, min(_N_STEPS, draft.n_ctx // 2, len(text) // 2))
     draft.rewind(SEQUENCE, 0)
     if depth:
         draft.extend(SEQUENCE, text[:depth], 0)
     if isinstance(draft, BlockModel):
-        took_s, n = _blocks_s(draft, text, min(n, _BLOCK, draft.n_steps_max))
+        step_s = _block_step_s(draft, text, min(n, _BLOCK, draft.n_steps_max), clock)
     else:
         tokens = [text[(depth + i) % len(text)] for i in range(2 * n)]
         steps_s = []
         for token in tokens:
-            began = perf_counter()
+            began = clock()
             draft.extend(SEQUENCE, [token])
-            steps_s.append(perf_counter() - began)
-        took_s = sum(steps_s[n:])
+            steps_s.append(clock() - began)
+        step_s = median(steps_s[n:])
     draft.rewind(SEQUENCE, 0)
-    return took_s / n
+    return step_s
 
 
 def measure_layers(
     layers: RowDraft, text: Sequence[int], clock: Clock = perf_counter, depth: int = 0
 ) -> float:
-    """Mean seconds of one drafted token after `depth` tokens, in drafts of usual length.
+    """Seconds of one drafted token after `depth` tokens, in drafts of usual length.
 
     The first token of each draft also takes in the target's rows, as if half of the draft before
-    had been accepted.
+    had been accepted. The result is the median of the drafts' means.
     """
     n_steps = min(_DRAFT, layers.most_drafted or _DRAFT)
     layers.begin(SEQUENCE, text[:depth])
     length = depth
-    steps_s = []
+    drafts_s = []
     for _ in range(2 * _N_BLOCKS):
         length += 1 + n_steps // 2
         layers.follow(SEQUENCE, text[:length])
         history = list(text[: length + 1])
+        took_s = 0.0
         for step in range(n_steps):
             began = clock()
             tokens = [text[(depth + step) % len(text)]] if step else layers.tail(SEQUENCE, history)
             layers.extend(SEQUENCE, tokens)
-            steps_s.append(clock() - began)
+            took_s += clock() - began
+        drafts_s.append(took_s / n_steps)
     layers.emptied(SEQUENCE)
-    timed = steps_s[len(steps_s) // 2 :]
-    return sum(timed) / len(timed)
+    return median(drafts_s[_N_BLOCKS:])
 
 
-def _blocks_s(draft: BlockModel, text: Sequence[int], n_steps: int) -> tuple[float, int]:
-    """Seconds of all timed blocks, including copies to the host, and their number of tokens."""
-    took, depth = 0.0, draft.length(SEQUENCE)
+def _block_step_s(draft: BlockModel, text: Sequence[int], n_steps: int, clock: Clock) -> float:
+    """Median seconds of a block, including its copy to the host, for each of its tokens."""
+    blocks_s, depth = [], draft.length(SEQUENCE)
     for i in range(2 * _N_BLOCKS):
-        began = perf_counter()
+        began = clock()
         draft.draft([(SEQUENCE, [text[(depth + i) % len(text)]])], n_steps)
-        if i >= _N_BLOCKS:
-            took += perf_counter() - began
+        blocks_s.append(clock() - began)
         draft.rewind(SEQUENCE, depth)
-    return took, _N_BLOCKS * n_steps
+    return median(blocks_s[_N_BLOCKS:]) / n_steps
 
 
 def draft_key(draft: DraftModel) -> str:

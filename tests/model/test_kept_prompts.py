@@ -72,6 +72,21 @@ def test_a_text_that_changes_in_the_middle_keeps_what_comes_before(
         assert answer.stats.n_from_disk == (450 if kind == "mistral-large" else 399)
 
 
+def test_the_folder_keeps_the_limit_of_the_flag(exact: Path, tmp_path: Path) -> None:
+    with with_disk(exact, tmp_path / "free") as session:
+        texts = long_texts(session)
+        for text in texts:
+            together(session, [text], OPTIONS)
+    sizes = [file.stat().st_size for file in (tmp_path / "free").glob("*.prompt")]
+    assert len(sizes) == len(texts) == 3
+    limit = DiskRoom(sum(sizes) - 1, tmp_path / "limited")
+    with with_disk(exact, tmp_path, cache_disk=limit) as session:
+        for text in texts:
+            together(session, [text], OPTIONS)
+    left = [file.stat().st_size for file in (tmp_path / "limited").glob("*.prompt")]
+    assert 0 < sum(left) <= limit.size_bytes
+
+
 def test_what_leaves_the_memory_of_the_host_goes_to_the_disk(exact: Path, tmp_path: Path) -> None:
     with with_disk(exact, tmp_path, cache_ram_bytes=0) as session:
         texts = long_texts(session)

@@ -119,6 +119,22 @@ def test_only_small_batches_find_experts_in_lent_slots(
     assert here_s == own_s
 
 
+def test_experts_in_lent_slots_are_copied_again_after_each_prompt() -> None:
+    n_lent, workload = 60, USUAL.workload(4096)
+    lent, own = (
+        Objective(workload).seconds(TYPICAL, WORK, its, 2048)
+        for its in (Sharing(100, n_lent=n_lent), Sharing(100))
+    )
+    copies_s = n_lent * WORK.expert.size_bytes / TYPICAL.link_bytes_per_s
+    for total in ("mean_s", "even_s"):
+        decode_s = "mean_decode_s" if total == "mean_s" else "even_decode_s"
+        without_s = lent.prompt_s + workload.n_decodes * getattr(lent, decode_s)
+        assert getattr(lent, total) == pytest.approx(without_s + copies_s)
+    assert own.refill_s == 0.0
+    answers = replace(workload, n_prompt=0)
+    assert Objective(answers).seconds(TYPICAL, WORK, Sharing(100, n_lent=60), 2048).refill_s == 0.0
+
+
 def test_a_ubatch_whose_buffer_is_lent_costs_decodes_less() -> None:
     budget, lent = ALL // 2, {n: UBATCH_BYTES * (n - SMALL_BATCH) for n in UBATCHES}
     made = [

@@ -541,6 +541,16 @@ def test_remarks_are_printed_once_and_without_verbose(capsys: pytest.CaptureFixt
             assert printed.count(words) == 1
 
 
+def test_a_servers_log_says_once_what_has_no_effect(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("specoffload.commands.serve.serve", lambda *_, **__: 0)
+    cli.serve(read_command_line("serve", ["--draft-p-min", "0.5", "--spec-look-ahead", "3"]))
+    printed = " ".join(capsys.readouterr().err.split())
+    for name in ("--draft-p-min", "--spec-look-ahead"):
+        assert printed.count(f"{name} ignored: ") == 1
+
+
 @pytest.mark.parametrize(
     ("command", "words", "place"),
     [

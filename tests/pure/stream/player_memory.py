@@ -186,6 +186,8 @@ class Machine:
         self.block = 0  # the tensor with all layers' ids
         self.errors: list[int] = []  # of the driver's next calls
         self.is_silent = False  # whether the device writes no word
+        self.waited_for = 0  # the last answer that the second stream was told to wait for
+        self.n_computed_while_waiting = 0  # computations enqueued before that answer
         words, parts, segments = program(layers, whole=whole, layers_per_wait=layers_per_wait)
         self.n_nodes = words[-1][1]
         n_parts = len(parts)
@@ -412,7 +414,7 @@ class Machine:
 
     def _calls(self) -> Calls:
         functions = (
-            _COMPUTE(lambda _, graph: self.statuses.pop() if self.statuses else 0),
+            _COMPUTE(self._compute),
             _MOVE(lambda _, tensor, values, offset, n: C.string_at(values, n) and None),
             _MOVE(self._get), _ONE(lambda _: None), _COUNT(lambda *_: None),
             _POOL(lambda *_: None),
@@ -420,6 +422,14 @@ class Machine:
         self.kept.append(functions)
         pointers = [C.cast(function, C.c_void_p).value for function in functions]
         return Calls(*pointers, _NE, _NB, _DATA, _BUFFER, _PARAMETERS)
+
+    def _compute(self, stream: int, _: int) -> int:
+        if stream == self.player.stream and self.waited_for > self.answered:
+            self.n_computed_while_waiting += 1
+        return self.statuses.pop() if self.statuses else 0
+
+    def _wait(self, _: int, word: int, value: int, flags: int) -> None:
+        self.waited_for = value
 
     def _get(self, _: int, tensor: int, to: int, offset: int, n_bytes: int) -> None:
         given = self.ids.get(tensor)
@@ -448,7 +458,7 @@ class Machine:
             _EVENT(of_driver()), _RECORD(of_driver()),
             _TO_HOST(of_driver(lambda to, at, n, _: self._get(0, at, to, 0, n))),
             _TO_DEVICE(of_driver(lambda to, values, n, _: C.string_at(values, n))),
-            _WORD(of_driver(write)), _WORD(of_driver()), _QUERY(of_driver()),
+            _WORD(of_driver(write)), _WORD(of_driver(self._wait)), _QUERY(of_driver()),
             _POOL(lambda *_: None), _POOL(lambda *_: None),
         )  # fmt: skip
         self.kept.append(functions)

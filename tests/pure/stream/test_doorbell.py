@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.stream import doorbell
-from offload.stream.doorbell import RingChoice, waits_inside
+from offload.stream.doorbell import FirstDecodes, RingChoice, waits_inside
 
 seconds = st.floats(0.0, 1e-2)
 
@@ -62,6 +62,18 @@ def test_a_decode_that_cannot_ring_is_no_trial() -> None:
     for _ in range(500):
         choice.saw(4, 0.0, 1.0, rang=False)
     assert choice.pays
+
+
+def test_the_first_decodes_and_those_after_a_pause_are_careful() -> None:
+    """ggml captures a graph in its third decode at the latest, and frees it after 10 s."""
+    first = FirstDecodes()
+    careful = [first.is_careful(0.1 * n) for n in range(50)]
+    n = careful.index(False)
+    assert 3 <= n <= 8
+    assert not any(careful[n:])
+    assert not first.is_careful(4.9 + 4.0)
+    assert first.is_careful(4.9 + 4.0 + 9.9), "just before ggml frees what is not used"
+    assert sum(first.is_careful(19.0 + 0.1 * n) for n in range(50)) == n - 1
 
 
 @pytest.mark.parametrize(

@@ -361,6 +361,16 @@ def test_layers_without_a_wait_are_played_and_answered(seed: int) -> None:
         assert counts.n_pairs_hit + counts.n_pairs_host == n_pairs
 
 
+@pytest.mark.parametrize("is_careful", [0, 1])
+def test_a_careful_decode_calls_no_backend_while_a_stream_waits(is_careful: int) -> None:
+    """Other decodes enqueue the next nodes behind the wait, so that the device never stands."""
+    made = next(made for seed in range(20) if len((made := ringing_machine(seed)).sizes) == 3)
+    made.player.is_careful = is_careful
+    assert made.play() == api.DONE
+    assert made.waited_for == made.answered == len(made.sizes)
+    assert made.n_computed_while_waiting == (0 if is_careful else len(made.sizes))
+
+
 @settings(deadline=None, max_examples=examples(200))
 @given(
     seeds,
