@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
-from rich.console import Console, RenderableType
+from rich.console import Console, JustifyMethod, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.padding import Padding
@@ -25,6 +25,7 @@ from offload.units import plural as plural
 from specoffload.generation.logits_log import TRACE
 from specoffload.generation.statistics import GenerationStats
 
+_LONGEST_NUMBER = 40  # characters of a cell with numbers, such as "2,048 prompt tokens at once"
 Frame = Callable[[tuple[int, int]], RenderableType]  # takes a terminal's (columns, rows)
 
 _out = Console(highlight=False)
@@ -260,11 +261,16 @@ def error(words: str) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Write a table to standard output. The first column has names, and the others have numbers."""
+    """Write a table to standard output. The first column has names, and the others have numbers.
+
+    A column with sentences begins at its left edge, since they may take several lines.
+    """
     _say(_out, f"\n{title}", "bold")
     made = Table()
     for i, column in enumerate(columns):
-        made.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+        has_sentences = any(len(row[i]) > _LONGEST_NUMBER for row in rows)
+        justify: JustifyMethod = "left" if i == 0 or has_sentences else "right"
+        made.add_column(column, justify=justify, overflow="fold")
     for row in rows:
         made.add_row(*row)
     _out.print(made)

@@ -235,10 +235,11 @@ def context_lines(planned: Planned, contexts: Contexts) -> list[str]:
     if tps.get(fastest, 0.0) > _EQUAL * planned.expected["prefill_tps"]:
         (other,) = [its.planned for its in known if its.n_ctx == fastest]
         assert other is not None
+        mine, its_own = speed_words(planned), speed_words(other)
+        answers = "are as fast" if mine == its_own else f"{mine}, where it has {its_own}"
         lines.append(
             f"The chosen {chosen:,} tokens cost speed: prompts {prompt_words(planned)} tokens/s, "
-            f"where --ctx-size {fastest} has {prompt_words(other)}; "
-            f"answers {speed_words(planned)}, where it has {speed_words(other)}"
+            f"where --ctx-size {fastest} has {prompt_words(other)}; answers {answers}"
         )
     short = [n for n in tps if n < fastest and _EQUAL * tps[n] < tps[fastest]]
     if short and workload_of(short[0]).n_prompt < workload_of(fastest).n_prompt:

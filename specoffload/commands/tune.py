@@ -270,5 +270,5 @@ def _decode_s(engine: Engine, n: int) -> float:
     low_s, high_s = min(times[1:]), max(times[1:])
     raise PlacementRefused(
         f"{len(times) - 1} decodes of {tokens} took {low_s * 1e3:.1f} to {high_s * 1e3:.1f} ms, "
-        "which is no steady time: try again when the machine is idle"
+        "which is no steady time; try again when the machine is idle"
     )

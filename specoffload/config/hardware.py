@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -94,9 +95,11 @@ def hardware_of(name: str) -> Hardware:
         read: Any = tomllib.loads(text) if path.suffix == ".toml" else from_json(text)
         return Hardware.model_validate(read)
     except OSError as e:
+        begun = [known for known in PRESETS if known.startswith(name.lower())]
+        near = " or ".join(begun or get_close_matches(name.lower(), PRESETS, 1))
         why = (
             f"neither a machine that is known ({', '.join(PRESETS)}) nor a readable file"
-            f" ({e.strerror})"
+            f" ({e.strerror}){f'; did you mean {near}?' if near else ''}"
         )
     except ValidationError as e:
         first = e.errors(include_url=False)[0]

@@ -33,7 +33,7 @@ from offload.times.context import ContextOptions
 from offload.times.machine import TYPICAL
 from specoffload import report
 from specoffload.cli import app
-from specoffload.config.hardware import PRESETS
+from specoffload.config.hardware import PRESETS, hardware_of
 from specoffload.errors import UsageError
 from specoffload.kept import Kept, KeptFile, KeptLinks, today
 from specoffload.kept_machine import link_key
@@ -647,6 +647,20 @@ def test_a_table_of_contexts_says_what_the_chosen_one_costs_and_why_short_ones_a
         "3,900; answers 34 to 77, where it has 36 to 84"
     ) in lines
     assert "Prompts in 4,096 tokens are slower, since they are shorter" in lines
+
+
+def test_a_context_that_costs_prompts_alone_says_that_answers_are_as_fast(r1: Path) -> None:
+    lines = shown(str(r1), "--hardware", "rtx-4090-epyc")
+    assert re.search(r"has [\d.,]+; answers are as fast$", lines, re.M), lines
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("rtx-4090", "rtx-4090-ddr5 or rtx-4090-epyc"), ("RTX-5090-DDR4", "rtx-5090-ddr5")],
+)
+def test_a_machine_with_a_wrong_name_is_told_the_nearest(typed: str, meant: str) -> None:
+    with pytest.raises(UsageError, match=f"did you mean {meant}\\?$"):
+        hardware_of(typed)
 
 
 def test_a_row_of_batches_has_the_times_of_both_ends(gpt_oss: Path) -> None:

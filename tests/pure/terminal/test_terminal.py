@@ -346,3 +346,16 @@ def test_a_terminal_gets_every_kind_of_line_broken_between_words(
     assert max(map(len, lines)) <= width
     assert " ".join(lines).split().count("terminal") == 4 * 7, "each sentence is whole"
     assert {*" ".join(lines).split()} <= {*sentence.split(), "specoffload:"}
+
+
+def test_sentences_in_a_table_begin_at_their_left_edge(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(report, "_out", Console(file=screen, width=50, no_color=True))
+    why = "not searched, because the CPU computes this model alone"
+    report.table("found", ("", "n", "why"), [("threads", "2", why), ("ubatch", "512", "measured")])
+    cells = [line.split("│")[1:-1] for line in screen.getvalue().splitlines() if "│" in line]
+    assert [cell[1] for cell in cells if cell[1].strip()] == ["   2 ", " 512 "], "numbers end there"
+    assert all(cell[2].startswith(" ") and cell[2][1] != " " for cell in cells)
+    assert " ".join(" ".join(cell[2] for cell in cells[:-1]).split()) == why
