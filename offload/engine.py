@@ -18,7 +18,7 @@ from offload.ggml.library.log import opening
 from offload.images.decoding import NO_IMAGES, Bitmap, decoded_files
 from offload.images.mtmd import ImagePrompt, Projector
 from offload.model_file import read_facts
-from offload.opening.opened import Opening
+from offload.opening.opened import open_start
 from offload.opening.start import Start, decide_start
 from offload.options import EngineOptions
 from offload.plan.host import PROMPTS
@@ -56,13 +56,14 @@ class Engine(ModelText):
 
         Raises BadModel, DoesNotFit, DeviceFailed or DeviceUnavailable.
         """
-        self.start, self.facts, self.options = start, start.facts, start.options
+        opened = open_start(start, on_progress)
+        self.start = start = opened.start  # another one if it was planned again
+        self.facts, self.options = start.facts, start.options
         self.layout, self.repacking = start.layout, start.repacking
         self.choices, self.choice = start.choices, start.choice
         draft_on = start.layout.draft_on
         # The device for the draft model, or None if --device does not name it.
         self.draft_choice = None if draft_on is None else start.here.choice(draft_on)
-        opened = Opening(start, on_progress)
         self._closing, self._model, self._context = opened.closing, opened.model, opened.context
         self._images, self.projector = opened.images, opened.projector
         self.notes = opened.notes  # sentences for the user, e.g. on what the library's build lacks

@@ -5,7 +5,7 @@ Decisions read only what was found (`Found`), and do not ask the system again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from offload.device import DeviceChoice, choose_device, choose_devices
@@ -31,6 +31,14 @@ class Here:
     found: Found
     choices: tuple[DeviceChoice, ...]
     offers: tuple[Offer, ...] = ()
+
+    def leaving(self, driver_bytes: Mapping[str, int]) -> Here:
+        """Return what was found, with memory left to the drivers of devices by name."""
+        devices = tuple(
+            replace(device, driver_bytes=driver_bytes.get(device.name, 0))
+            for device in self.found.devices
+        )
+        return replace(self, found=replace(self.found, devices=devices))
 
     def choice(self, name: str) -> DeviceChoice:
         """The local device of that name in `found`."""

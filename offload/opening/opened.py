@@ -5,6 +5,7 @@ A failure frees what was opened before it. Nothing is decided here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -30,6 +31,7 @@ from offload.plan.host import PROJECTOR
 from offload.plan.placement import Plan
 from offload.plan.row_draft import eagle_ubatch, loading_complaint
 from offload.plan.tables import lookup_tables
+from offload.plan.warm_up import WarmedUp
 from offload.remote.devices import RemotePart, open_remote
 from offload.remote.watch import Watch, watching
 from offload.routing.routing import RoutingRecorder
@@ -42,7 +44,7 @@ from offload.store.memory_budget import IN_DECODES
 from offload.store.store import OnProgress
 from offload.store.table_rows import TableRows
 from offload.stream.device import StreamingDevice
-from offload.stream.parts import lend_buffers, size_slots
+from offload.stream.parts import lend_buffers, size_slots, warm_up
 from offload.threads.engine_threads import EngineThreads
 from offload.times.context import MTP_UBATCH, ContextOptions, forgetting_window, most_state_bytes
 from offload.times.min_batch import MinBatch
@@ -50,11 +52,31 @@ from offload.times.min_batch import MinBatch
 _READING_PROJECTOR = "the projector for images is read"
 
 
+class PlannedAgain(Exception):
+    """A warm-up took more memory than the header promised. `start` leaves that much free."""
+
+    def __init__(self, start: Start) -> None:
+        super().__init__("the model has to be opened again, by another plan")
+        self.start = start
+
+
+def open_start(start: Start, on_progress: OnProgress) -> Opening:
+    """Open what `start` says, or what is planned again after its warm-up, at most once.
+
+    Raises what `Opening` raises.
+    """
+    try:
+        return Opening(start, on_progress)
+    except PlannedAgain as e:
+        again = e.start
+    return Opening(again, on_progress)
+
+
 class Opening:
     """All parts of an open model. `closing` frees them."""
 
     def __init__(self, start: Start, on_progress: OnProgress) -> None:
-        """Open it. Raises BadModel, DoesNotFit, DeviceFailed or DeviceUnavailable."""
+        """Open it. Raises BadModel, DoesNotFit, DeviceFailed, DeviceUnavailable or PlannedAgain."""
         self.start, self.closing = start, ExitStack()
         self.facts, self.options, self.layout = start.facts, start.options, start.layout
         self.choice = start.choice  # the first device
@@ -148,14 +170,24 @@ class Opening:
         if self.options.streaming.warmup:
             on_workers = self.remote is not None
             with self.taking(*IN_DECODES):
-                size_slots(
+                warmed = warm_up(
                     self.weights.parts, self.options.streaming, self._warm_up, on_workers=on_workers
                 )
+                self._plan_again(warmed)
+                size_slots(self.weights.parts, warmed)
         lend_buffers(self.weights.parts, self.notes)
         if self.weights.parts:
             sized = zip(layout.local, self.weights.parts, strict=True)
             self.plan = joined([replace(its, plan=part.plan) for its, part in sized])
         self._answer_natively()
+
+    def _plan_again(self, warmed: Sequence[WarmedUp | None]) -> None:
+        """Raise PlannedAgain if slots do not fit what a warm-up left, and fit another plan."""
+        known = [memory for memory in warmed if memory is not None]
+        if all(memory.fits for memory in known):
+            return
+        if (again := self.start.after(known)) is not None:
+            raise PlannedAgain(again)
 
     def _open_sequences(self, watch: Watch | None) -> Sequences:
         options = self.options

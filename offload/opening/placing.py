@@ -140,7 +140,8 @@ class PlacedWeights:
         streaming = replace(
             o.streaming,
             device_bytes=its.room.asked_bytes,
-            reserve_bytes=its.reserve_bytes,
+            # A projector is open before slots are sized, and a draft model is not.
+            reserve_bytes=its.reserve_bytes - its.request.projector_bytes,
             most_tokens=min(o.n_ubatch, o.n_ctx or o.n_ubatch),
         )
         if several:

@@ -6,19 +6,24 @@ decision and makes none (docs/flow.md).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from offload.device import DeviceChoice
+from offload.errors import DoesNotFit
 from offload.ggml.native_build import may_repack
 from offload.mla import ChosenCrossover, chosen_crossover
 from offload.model import ModelFacts, is_experts
 from offload.model_file import check_writes
+from offload.notes import Note, NoteKind
 from offload.options import EngineOptions
 from offload.plan.decision import decide
 from offload.plan.layout import Layout
 from offload.plan.placement import workload_of
 from offload.plan.ranges import LayerRange
 from offload.plan.repacking import Repacking, choose_layouts
+from offload.plan.warm_up import WarmedUp
 from offload.probe import Here, probe
 from offload.remote.watch import watching
 from offload.times.context import pooling_of
@@ -33,12 +38,40 @@ class Start:
     """
 
     facts: ModelFacts
+    given: EngineOptions  # as they were before the layout was decided
     options: EngineOptions
     here: Here
     layout: Layout
     pooling: str | None = None  # kind of embeddings; None: no embeddings
     repacking: Repacking = Repacking(True)  # of weights that ggml's CPU backend loads
     crossovers: tuple[ChosenCrossover, ...] = ()
+    is_second: bool = False  # True: planned again after the warm-up of the first
+
+    def after(self, warmed: Sequence[WarmedUp]) -> Start | None:
+        """Return the start that leaves devices what a warm-up of this one took beyond its plan.
+
+        Returns None if this start is not the first, or if no plan fits.
+        """
+        if self.is_second:
+            return None
+        for left in (
+            {its.name: its.to_leave_bytes for its in warmed},
+            {its.name: its.unplanned_bytes for its in warmed},
+        ):
+            here = self.here.leaving(left)
+            with suppress(DoesNotFit):
+                layout = decide(self.facts, here.found, self.given.wanted)
+                return self._again(here, layout, warmed)
+        return None
+
+    def _again(self, here: Here, layout: Layout, warmed: Sequence[WarmedUp]) -> Start:
+        took = ", ".join(f"{its.name} {its.unplanned_bytes / 2**20:,.0f} MiB" for its in warmed)
+        words = (
+            "the model was opened twice, the second time with fewer weights on GPUs: drivers and "
+            f"kernels take memory that a header cannot tell ({took})"
+        )
+        layout = replace(layout, notes=(*layout.notes, Note(NoteKind.DEVICE, words)))
+        return replace(start_of(self.facts, self.given, here, layout), is_second=True)
 
     @property
     def choices(self) -> tuple[tuple[DeviceChoice, LayerRange], ...]:
@@ -76,7 +109,7 @@ def start_of(facts: ModelFacts, options: EngineOptions, here: Here, layout: Layo
     if options.wrapped:  # a draft model need not be causal, as it may draft a block at once
         check_writes(facts)
     pooling = pooling_of(facts, options.pooling)
-    start = Start(facts, options.opened_as(layout), here, layout, pooling)
+    start = Start(facts, options, options.opened_as(layout), here, layout, pooling)
     if not start.choice.wrapped:
         return replace(start, repacking=_repacking(start))
     return replace(start, crossovers=_crossovers(start)) if options.wrapped else start

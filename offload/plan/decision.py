@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 from offload.errors import DeviceUnavailable, DoesNotFit
@@ -140,8 +140,11 @@ def _with_cache_place(layout: Layout, found: Found, wanted: Wanted, request: Pla
     counted = any(device.is_counted(wanted) for device in found.devices)
     if wanted.chooses_cache and streams and counted:
         ram = with_cache_in_ram(facts, context)
-        with suppress(DoesNotFit):
+        try:
             there = _divided(facts, found, wanted, _beside_cache(facts, request, ram))
+        except DoesNotFit as e:
+            error = _least_needed(error, e)
+        else:
             on_device = None if divided is None else CachePlace(divided, context)
             best = faster_place(facts, on_device, CachePlace(there, ram))
             if best.why:
@@ -151,6 +154,14 @@ def _with_cache_place(layout: Layout, found: Found, wanted: Wanted, request: Pla
         assert error is not None
         raise error
     return _planned(layout, divided, found, wanted)
+
+
+def _least_needed(error: DoesNotFit | None, other: DoesNotFit) -> DoesNotFit:
+    """Return the error that names less memory, which is enough for a start."""
+    if error is None:
+        return other
+    sizes = [math.inf if e.least_bytes is None else e.least_bytes for e in (error, other)]
+    return other if sizes[1] < sizes[0] else error
 
 
 def _why_asked(facts: ModelFacts, context: ContextOptions) -> str:

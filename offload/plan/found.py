@@ -45,6 +45,8 @@ class FoundDevice:
     machine: Machine = TYPICAL  # its rates; the link's is that while all links copy
     measured: str = ""  # its rates in words, if they were measured on the device itself
     shares_buffers: bool = True  # parts of a buffer of its backend can be buffers
+    # Memory that the driver and its kernels took beyond an earlier plan, which is left to them.
+    driver_bytes: int = field(default=0, compare=False)
 
     def room(self, wanted: Wanted, asked_bytes: int | None) -> DeviceRoom:
         """Return the memory that a plan may use, with the reason if it is less than asked for.
@@ -69,6 +71,12 @@ class FoundDevice:
                     f"--vram {asked / 2**30:.2f}GiB: {budget / 2**30:.2f} GiB are used, since "
                     f"{self.name} has {free / 2**30:.2f} GiB free and {margin >> 20} MiB stay free "
                     "for its driver and kernels",
+                )
+            if self.driver_bytes:
+                budget = max(0, budget - self.driver_bytes)
+                reasons += (
+                    f"{self.driver_bytes / 2**20:.0f} MiB are left to the driver and kernels of "
+                    f"{self.name}",
                 )
         elif budget is None and self.kind is Kind.SIM:
             budget = asked_bytes or self.sim_bytes

@@ -17,7 +17,8 @@ from offload.ggml.compute_buffer import ComputeBuffer
 from offload.ggml.hostbuffer import HostBufferType
 from offload.notes import Note, NoteKind, kind_of
 from offload.plan.host import RING_BYTES
-from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, Plan
+from offload.plan.placement import Plan
+from offload.plan.warm_up import WarmedUp
 from offload.plan.weights import ring_slots
 from offload.routing.routing import RoutingRecorder
 from offload.store.store import Store
@@ -123,26 +124,33 @@ class ExecutorBuilder:
             )
         return sized
 
-    def size_slots(self, plan: Plan, device: StreamingDevice, free_before: int) -> Plan:
-        """Give slots the GPU memory that nothing else needs. Returns the plan with these slots.
+    def warmed_up(self, plan: Plan, device: StreamingDevice, free_before: int) -> WarmedUp:
+        """Free all slots, and return the device's memory then.
 
-        Call it after `use_few` and a computation of the largest ubatch. `free_before`: bytes that
-        were free on the device before the model was loaded. If the driver does not report memory in
-        use, the slots get the planned size. Raises DoesNotFit.
+        Call it after `use_few` and a computation of the largest ubatch. `size_slots` must follow.
+        `free_before`: bytes that were free on the device before the model was loaded.
         """
         options = self._options
         working_bytes = sum(executor.working_bytes for executor in device.executors.values())
-        others_bytes = options.reserve_bytes + working_bytes
         device.release_slots()
         free_now = self._choice.device.memory_bytes()[0]
-        used = free_before - free_now
-        if used < plan.resident_bytes // 2:
-            room = plan.slot_bytes
-        elif options.device_bytes is None:
-            room = free_now - MARGIN_BYTES - others_bytes
-        else:
-            room = min(options.device_bytes - used, free_now - LEAST_FREE_BYTES) - others_bytes
-        sized = _fitted(plan, room, partial(self._use, device))
+        return WarmedUp(
+            self._choice.name, plan, free_before - free_now, options.reserve_bytes + working_bytes,
+            free_now, options.device_bytes,
+        )  # fmt: skip
+
+    def size_slots(self, warmed: WarmedUp, device: StreamingDevice) -> Plan:
+        """Give slots the GPU memory that nothing else needs. Returns the plan with these slots.
+
+        If the driver does not report memory in use, the slots get the planned size. Raises
+        DoesNotFit.
+        """
+        plan = warmed.plan
+        room_bytes = warmed.room_bytes if warmed.fits else warmed.exceeding_bytes()
+        sized = _fitted(plan, room_bytes, partial(self._use, device))
+        if not warmed.fits:
+            words = warmed.exceeded_words(sized.slot_bytes)
+            self._notes.append(Note(NoteKind.DEVICE, words))
         self._notes.append(
             f"slots: {sized.slot_bytes / 2**20:.0f} MiB of device memory after a warm-up of "
             f"{plan.n_ubatch} tokens; from the header {plan.slot_bytes / 2**20:.0f} MiB were "

@@ -13,6 +13,7 @@ from offload.device import DeviceChoice
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.memory import HasAddress
 from offload.plan.placement import Plan
+from offload.plan.warm_up import WarmedUp
 from offload.stream.building import ExecutorBuilder
 from offload.stream.device import StreamingDevice
 from offload.stream.options import StreamingOptions, is_counted
@@ -40,25 +41,37 @@ class Part:
         )
 
 
-def size_slots(
+def warm_up(
     parts: Sequence[Part],
     options: StreamingOptions,
-    warm_up: Callable[[], None],
+    compute: Callable[[], None],
     *,
     on_workers: bool,
-) -> None:
-    """Give slots the GPU memory that nothing else needs. Raises DoesNotFit.
+) -> tuple[WarmedUp | None, ...]:
+    """Compute with few slots, and return the memory of each part's device then.
 
-    `warm_up` computes the largest ubatch on all devices. With `on_workers` it is called even if no
-    slots are sized, so that workers allocate their memory now.
+    It is None for parts whose slots keep the planned size. `compute` computes the largest ubatch on
+    all devices. With `on_workers` it is called even if no slots are sized, so that workers allocate
+    their memory now. `size_slots` must follow. Raises DoesNotFit.
     """
     sized = [p for p in parts if p.plan.layout.pools and is_counted(p.choice, options)]
     for part in sized:
         part.builder.use_few(part.plan, part.device)
     if sized or on_workers:
-        warm_up()
-    for part in sized:
-        part.plan = part.builder.size_slots(part.plan, part.device, part.free_before_bytes)
+        compute()
+    return tuple(
+        part.builder.warmed_up(part.plan, part.device, part.free_before_bytes)
+        if part in sized
+        else None
+        for part in parts
+    )
+
+
+def size_slots(parts: Sequence[Part], warmed: Sequence[WarmedUp | None]) -> None:
+    """Give slots the GPU memory that nothing else needs. Raises DoesNotFit."""
+    for part, memory in zip(parts, warmed, strict=True):
+        if memory is not None:
+            part.plan = part.builder.size_slots(memory, part.device)
 
 
 def lend_buffers(parts: Sequence[Part], notes: list[str]) -> None:

@@ -233,7 +233,7 @@ def _decide(options: WorkerOptions, choice: DeviceChoice, asked: LayersAsked) ->
     layout = decide_part(facts, found, wanted.wanted)
     crossover = chosen_crossover(None, facts, choice.device, token_major=True)
     here = Here(found, (choice,))
-    return Start(facts, wanted.opened_as(layout), here, layout, crossovers=(crossover,))
+    return Start(facts, wanted, wanted.opened_as(layout), here, layout, crossovers=(crossover,))
 
 
 def _open(
