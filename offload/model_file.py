@@ -171,7 +171,8 @@ def _check_path(path: Path) -> None:
     if not magic:
         raise BadModel(f"{path}: is empty")
     if magic != b"GGUF":
-        raise BadModel(f"{path}: is not a GGUF file (it begins with {magic!r})")
+        begin = ascii(magic.decode("latin-1"))
+        raise BadModel(f"{path}: is not a GGUF file, because it begins with {begin}")
 
 
 def _check_values(path: Path, header: Header) -> None:

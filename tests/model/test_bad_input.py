@@ -49,7 +49,11 @@ def table_of(raw: bytes) -> tuple[int, int]:
         ("missing.gguf", None, "no such file"),
         (".", None, "no .gguf model lies in this folder"),
         ("empty.gguf", b"", "empty"),
-        ("text.gguf", b"once upon a time\n" * 100, "not a GGUF file"),
+        (
+            "text.gguf",
+            b"once upon a time\n" * 100,
+            "not a GGUF file, because it begins with 'once'",
+        ),
         ("cut.gguf", 0.5, "damaged or was not downloaded completely"),
     ],
 )

@@ -87,7 +87,7 @@ class FakeFactory:
         on_progress("reading weights", 0.25)
         time.sleep(self.load_s)
         if self.bad_model or (self.bad_if is not None and self.bad_if.exists()):
-            raise BadModel("fake.gguf is not a GGUF file: it begins with b'text'")
+            raise BadModel("fake.gguf is not a GGUF file: it begins with 'text'")
         if self.model_file is not None and self.model_file.read_text() != "whole":
             raise BadModel("fake.gguf ends at byte 4")
         if self.does_not_fit_if is not None and self.does_not_fit_if.exists():

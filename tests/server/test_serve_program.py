@@ -228,7 +228,7 @@ def test_a_port_in_use_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "exit_code", "sentence"),
     [
-        ("bad-model", 2, "fake.gguf is not a GGUF file: it begins with b'text'\n"),
+        ("bad-model", 2, "fake.gguf is not a GGUF file: it begins with 'text'\n"),
         ("crash", 1, "the engine process was killed by SIGABRT while loading the model\n"),
     ],
 )

@@ -82,7 +82,7 @@ def test_a_model_that_is_refused_ends_the_server_with_its_sentence(
     server = start_server(FakeFactory(bad_model=True), healthy=False)
     server.wait_for_end()
     assert isinstance(server.error, UsageError)
-    assert str(server.error) == "fake.gguf is not a GGUF file: it begins with b'text'"
+    assert str(server.error) == "fake.gguf is not a GGUF file: it begins with 'text'"
 
 
 def test_closing_while_the_model_loads_does_not_wait_for_it(start_server: StartServer) -> None:

@@ -182,6 +182,7 @@ def test_a_wheel_with_libllama_is_installed_in_place_of_a_compile(
     assert "Traceback" not in done.stderr
     wheel = wheel_with_libllama(checkout / "a folder", "vulkan", name=name)
     done = setup(checkout, "--wheel", str(wheel))
+    assert f"installing into .venv, with libllama from {wheel.name}\n" in done.stderr
     assert done.returncode == 0, done.stderr
     first, second = (checkout / "pip.txt").read_text("utf-8").splitlines()
     assert "--no-deps " in first
@@ -198,6 +199,22 @@ def test_a_wheel_with_libllama_is_installed_in_place_of_a_compile(
     assert setup(checkout, WHEEL=str(other)).returncode == 0
     fourth = (checkout / "pip.txt").read_text("utf-8").splitlines()[3]
     assert fourth.endswith("llama_cpp_python-0.3.36-py3-none-any.whl")
+
+
+@pytest.mark.parametrize(
+    ("args", "how"),
+    [
+        ("-DGGML_RPC=on", "on the first time: about 2 minutes"),
+        ("-DGGML_RPC=on -DGGML_CUDA=on", "for CUDA on the first time: about 20 minutes on 2 cores"),
+    ],
+)
+def test_the_time_of_a_compile_is_said_before_it_begins(
+    args: str, how: str, checkout: Path
+) -> None:
+    false_python(checkout.parent / "bin", "python3", "3.12")
+    flags = f"export CMAKE_ARGS='{args}'"
+    (checkout / "scripts/build_flags.py").write_text(f"print({flags!r})", "utf-8")
+    assert f"installing into .venv (libllama is compiled {how})\n" in setup(checkout).stderr
 
 
 @pytest.mark.parametrize("place", [".", ".."])
