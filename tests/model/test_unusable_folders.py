@@ -13,7 +13,7 @@ from offload.errors import LibraryMismatch, UnusableFolder
 from offload.images.building import image_library
 from specoffload.errors import meaning_of
 
-REFUSED = 2  # specoffload.service has RestartPreventExitStatus=2
+REFUSED = 2  # specoffload.service has RestartPreventExitStatus=2 203 216
 
 
 @pytest.fixture

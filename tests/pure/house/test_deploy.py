@@ -100,5 +100,5 @@ def test_the_service_has_a_folder_for_all_that_it_keeps() -> None:
     assert all(
         Path(named[name]).is_relative_to(caches) for name in ("HOME", "HF_HOME", "XDG_CACHE_HOME")
     )
-    assert "\nRestartPreventExitStatus=2\n" in text
+    assert "\nRestartPreventExitStatus=2 203 216\n" in text
     assert "\nSupplementaryGroups=render video\n" in text
