@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from offload.backends import CUDA, backend_of
@@ -147,6 +148,10 @@ def _choose(wanted: str) -> DeviceChoice:
 
 
 _KEYS = ("vram", "bw", "latency", "disk")
+
+
+# Returns the bytes/s of several devices' links while all of them copy.
+MeasureLinks = Callable[[Sequence[DeviceChoice]], Sequence[float]]
 
 
 @dataclass(frozen=True)

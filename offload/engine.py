@@ -104,7 +104,7 @@ class Engine(ModelText):
         bitmaps = iter(decoded_files(files, self.image_decoder) if files else ())
         return self.projector.prompt(
             [next(bitmaps) if isinstance(part, bytes) else part for part in parts],
-            self.options.n_ubatch,
+            self.layout.context.n_ubatch,
             add_special=add_special,
         )
 
@@ -216,7 +216,7 @@ class Engine(ModelText):
         """
         with opening(self.facts.path):
             tokens = self.tokenize("a") or [0]
-            self._context.decode(Batch(tokens[:1], [0], [0], [True], self.options.n_ubatch))
+            self._context.decode(Batch(tokens[:1], [0], [0], [True], self.layout.context.n_ubatch))
             self._context.remove(0, 0)
             if self.projector is not None:
                 with suppress(DoesNotFit):  # a request with an image gets the error
@@ -224,7 +224,7 @@ class Engine(ModelText):
 
     def _try_out_image(self, projector: Projector) -> None:
         grey = Bitmap(_TRIAL_PX, _TRIAL_PX, b"\x80" * (3 * _TRIAL_PX**2), b"trial")
-        prompt = projector.prompt(["a", grey], self.options.n_ubatch, add_special=False)
+        prompt = projector.prompt(["a", grey], self.layout.context.n_ubatch, add_special=False)
         with self.routing.paused():
             for image in prompt.images:
                 self.sequences.extend_batch([(0, image.tokens, 0)])

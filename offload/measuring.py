@@ -49,7 +49,7 @@ def streamed_kinds(target: Engine) -> tuple[str, ...]:
 
 def n_most_at_once(target: Engine) -> int:
     """Return the tokens of the largest batch that is computed at once."""
-    return min(target.options.n_ubatch, target.n_ctx)
+    return min(target.layout.context.n_ubatch, target.n_ctx)
 
 
 def ways_of(target: Engine, *, fixed: bool, splits: bool) -> tuple[Way, ...]:
@@ -195,7 +195,7 @@ class _Measuring:
         n_most = min(n_most, target.n_ctx - 1, len(text))
         self.wanted = replace(
             wanted,
-            n_verify=min(wanted.n_verify, n_most, target.options.n_outputs),
+            n_verify=min(wanted.n_verify, n_most, target.layout.context.n_outputs),
             n_most=n_most,
             n_split=min(SMALL_BATCH, n_most_at_once(target)),
             n_repeats=n_repeats_of(wanted.n_least),

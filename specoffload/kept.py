@@ -387,7 +387,7 @@ def settings_of(target: Engine, fixed: MinBatch | None) -> dict[str, str]:
 
     `fixed` is the user's --min-batch, or None for auto.
     """
-    o, plan = target.options, target.plan
+    o, plan = target.layout.context, target.plan
     batch = None if plan is None else plan.attention_batch
     found = {
         "flash-attn": o.flash_attn,
@@ -397,7 +397,7 @@ def settings_of(target: Engine, fixed: MinBatch | None) -> dict[str, str]:
     if target.repacking.setting:
         found["layout"] = target.repacking.setting
     if plan is not None:
-        s = o.streaming
+        s = target.options.streaming
         found |= {
             STREAMED: str(plan.streamed_bytes),
             "min-batch": "auto" if fixed is None else f"{fixed.experts}/{fixed.dense}",
@@ -408,7 +408,7 @@ def settings_of(target: Engine, fixed: MinBatch | None) -> dict[str, str]:
         found["workers"] = target.remote.words
     if len(target.choices) > 1:
         ranges = "/".join(f"{its.first}-{its.end - 1}" for _, its in target.choices)
-        found["layers"] = f"{ranges} on {o.device}"
+        found["layers"] = f"{ranges} on {target.options.device}"
     return found | {
         "threads": thread_words(o.n_threads, o.n_threads_batch),
         "device": place_words([choice for choice, _ in target.choices]),

@@ -21,7 +21,7 @@ def steps_of(engine: Engine) -> Iterator[tuple[int, list[int], list[int], int]]:
     So rows of every length are kept and dropped. Yields for each draft its sequence, the text
     before it, its tokens, and how many were accepted.
     """
-    n_sequences = engine.options.n_sequences
+    n_sequences = engine.layout.context.n_sequences
     rng = np.random.default_rng(n_sequences)
     accept = SyntheticAcceptance([0.8, 0.6, 0.4], rng)
     assert engine.row_draft is not None

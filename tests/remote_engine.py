@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from lab.options import engine_options
 from offload.engine import Engine, EngineOptions
 from offload.remote.address import RemoteOptions
 from offload.times.min_batch import MinBatch
@@ -16,7 +17,7 @@ NO_WORKERS = RemoteOptions()
 
 
 def options(device: str, remote: RemoteOptions = NO_WORKERS) -> EngineOptions:
-    return EngineOptions(
+    return engine_options(
         device=device, remote=remote, min_batch=MinBatch(1, 1),
         tensor_split=(1.0, 1.0) if remote.workers and device.startswith("sim") else (),
         n_ctx=512, n_ubatch=64, n_outputs=64, n_threads=1, n_threads_batch=1,

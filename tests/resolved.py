@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+from offload.stream.options import StreamingOptions
 from specdec.options import SpecOptions
 from specoffload.config.command_line import CommandLine, read_command_line
 from specoffload.config.environment import Environment, read_host
@@ -38,14 +39,18 @@ def spec_of(given: Mapping[str, object]) -> SpecOptions:
 def config_of(options: Options | None = None, **given: Any) -> Config:
     """A configuration, resolved on this machine.
 
-    `given` are fields of Options or StreamingOptions. `min_batch` may be text, and `spec_given`
-    is passed to `spec_of`.
+    `given` are fields of Options, StreamingOptions or Config. `min_batch` may be text, and
+    `spec_given` is passed to `spec_of`.
     """
     if "spec_given" in given:
         given["spec"] = spec_of(given.pop("spec_given"))
     if isinstance(given.get("min_batch"), str):
         given["min_batch"] = min_batch(given["min_batch"])
-    known = {field.name for field in fields(Options)}
-    streaming = {name: given.pop(name) for name in list(given) if name not in known}
-    config = resolve(replace(options or Options(), **given), read_host())
-    return replace(config, streaming=replace(config.streaming, **streaming))
+    asked = {name: given.pop(name) for name in _names(Options) & given.keys()}
+    switches = {name: given.pop(name) for name in _names(StreamingOptions) & given.keys()}
+    config = resolve(replace(options or Options(), **asked), read_host())
+    return replace(config, streaming=replace(config.streaming, **switches), **given)
+
+
+def _names(section: type) -> set[str]:
+    return {field.name for field in fields(section)}

@@ -9,10 +9,10 @@ import numpy as np
 from budgets import limited
 from numpy.typing import NDArray
 
+from lab.options import Streaming, engine_options
 from offload.engine import Engine, EngineOptions
 from offload.schedule.division import SplitCosts
 from offload.schedule.splitter import ByCosts, Splitter, all_on_device
-from offload.stream.options import StreamingOptions
 from offload.times.min_batch import NEVER, MinBatch
 
 __all__ = ["SPLITTERS", "all_host", "at_random", "logits_of", "sim_options", "split_streaming"]
@@ -47,9 +47,9 @@ SPLITTERS: dict[str, Callable[[], Splitter]] = {
 
 
 def sim_options(
-    streaming: StreamingOptions, min_batch: int = NEVER, *, n_ubatch: int, n_outputs: int
+    streaming: Streaming, min_batch: int = NEVER, *, n_ubatch: int, n_outputs: int
 ) -> EngineOptions:
-    return EngineOptions(
+    return engine_options(
         device="sim",
         streaming=streaming,
         min_batch=MinBatch(min_batch, min_batch),
@@ -61,9 +61,9 @@ def sim_options(
     )
 
 
-def split_streaming(splitter: Splitter, path: Path, slots: str) -> StreamingOptions:
+def split_streaming(splitter: Splitter, path: Path, slots: str) -> Streaming:
     """Options with which `splitter` divides layers; `slots` as `limited` takes them, or "all"."""
-    streaming = StreamingOptions(hybrid=True, splitter=splitter)
+    streaming = Streaming(hybrid=True, splitter=splitter)
     return streaming if slots == "all" else limited(path, streaming, slots)
 
 

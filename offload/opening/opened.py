@@ -79,6 +79,7 @@ class Opening:
         """Open it. Raises BadModel, DoesNotFit, DeviceFailed, DeviceUnavailable or PlannedAgain."""
         self.start, self.closing = start, ExitStack()
         self.facts, self.options, self.layout = start.facts, start.options, start.layout
+        self.shape = start.context  # the options of the context, as decided
         self.choice = start.choice  # the first device
         self.pending = Pending()
         self.notes: list[str] = []  # sentences for the user, e.g. on what the library's build lacks
@@ -126,7 +127,7 @@ class Opening:
     def _open_remote(self, on_progress: OnProgress) -> None:
         if not self.layout.remote:
             return
-        here, pending = self.start.here, self.pending if self.options.wrapped else None
+        here, pending = self.start.here, self.pending if self.options.wanted.wrapped else None
         self.remote = open_remote(
             self.layout, here.choice, here.offer, pending=pending, on_progress=on_progress
         )
@@ -152,7 +153,7 @@ class Opening:
 
     def _open_contexts(self) -> RowContext | None:
         """Open the context and the embedder. Returns the context that drafts from rows, if any."""
-        options = self.layout.context
+        options = self.shape
         self.ram_cache = self._place_cache()
         # Asynchronous devices can compute ahead, since a tenant's graphs are kept.
         self.context = Context(
@@ -170,9 +171,7 @@ class Opening:
         if self.options.streaming.warmup:
             on_workers = self.remote is not None
             with self.taking(*IN_DECODES):
-                warmed = warm_up(
-                    self.weights.parts, self.options.streaming, self._warm_up, on_workers=on_workers
-                )
+                warmed = warm_up(self.weights.parts, self._warm_up, on_workers=on_workers)
                 self._plan_again(warmed)
                 size_slots(self.weights.parts, warmed)
         lend_buffers(self.weights.parts, self.notes)
@@ -190,7 +189,7 @@ class Opening:
             raise PlannedAgain(again)
 
     def _open_sequences(self, watch: Watch | None) -> Sequences:
-        options = self.options
+        options = self.shape
         decode = decoder(
             self.context, self.threads, self.devices, self.weights.native_experts,
             self.experts, self.tables,
@@ -247,7 +246,7 @@ class Opening:
                 self.model,
                 self.pending,
                 device=None if asked.why_on_cpu else self.choice.device,
-                n_threads=self.options.n_threads_batch,
+                n_threads=self.shape.n_threads_batch,
                 least_tokens=asked.least_tokens,
                 most_tokens=asked.most_tokens,
                 on_progress=partial(on_progress, _READING_PROJECTOR),
@@ -259,33 +258,33 @@ class Opening:
 
     def _memory_traits(self) -> MemoryTraits:
         facts, model = self.facts, self.model
-        forgets = not (self.options.swa_full or facts.keeps_compressed)
+        forgets = not (self.shape.swa_full or facts.keeps_compressed)
         return MemoryTraits(
             facts.architecture,
             is_recurrent=model.is_recurrent or facts.keeps_compressed,
             is_hybrid=model.is_hybrid,
             # The library aborts if a state has several ranges of cells, as with sliding windows.
             device_checkpoints=model.is_recurrent and not facts.number("attention.sliding_window"),
-            most_state_bytes=most_state_bytes(facts, self.options),
+            most_state_bytes=most_state_bytes(facts, self.shape),
             n_swa=forgetting_window(facts) if forgets else 0,
             made_by=self._made_by,
         )
 
     def _made_by(self) -> dict[str, str]:
         """The settings that a saved state depends on and does not show (`Sequences.made_by`)."""
-        rope = [f"{name}={value}" for name, value in asdict(self.options.rope).items() if value]
+        rope = [f"{name}={value}" for name, value in asdict(self.shape.rope).items() if value]
         return {
             "model (hash)": model_hash(self.facts),
             "rope setting": ", ".join(rope) or "the file's own",
-            "type of cached keys": self.options.type_k,
-            "type of cached values": self.options.type_v or self.options.type_k,
+            "type of cached keys": self.shape.type_k,
+            "type of cached values": self.shape.type_v or self.shape.type_k,
         }
 
     # -- opening and closing --------------------------------------------------------------------
 
     def _place_cache(self) -> RamCache | None:
         """Return what places a KV cache in RAM, None if it is in device memory."""
-        if self.options.kv_offload or not self.weights.parts:
+        if self.shape.kv_offload or not self.weights.parts:
             return None
         layers_of = [its.layers for its in self.layout.local]
         ranges = [*zip(layers_of, self.devices, strict=True)]
@@ -361,16 +360,16 @@ class Opening:
         if context is None:
             return None
         step = row_step(context, self.threads, self.devices)
-        return RowDraft(context, step, self.context.n_ctx, self.options.n_sequences)
+        return RowDraft(context, step, self.context.n_ctx, self.shape.n_sequences)
 
     def _warm_up(self) -> None:
         """Compute the largest ubatch once, so that kernels allocate all the memory they need."""
-        o = self.options
+        o = self.shape
         n = min(o.n_ubatch, self.context.n_ctx - 1)
         wanted = [i >= n - o.n_outputs for i in range(n)]
         with self.weights.ways.trying(replace(self.weights.ways.now, min_batch=MinBatch(1, 1))):
             self.context.decode(Batch([0] * n, range(n), [0] * n, wanted, o.n_ubatch))
-        self.weights.ways.use(replace(self.weights.ways.now, min_batch=o.min_batch))
+        self.weights.ways.use(replace(self.weights.ways.now, min_batch=self.layout.min_batch))
         # Decode another batch. Otherwise libllama would reuse the graph above for equal batches,
         # although that graph was split by another threshold.
         self.context.decode(Batch([0], [n], [0], [False], o.n_ubatch))
@@ -378,21 +377,20 @@ class Opening:
 
     def _answer_natively(self) -> None:
         """Let libllama ask the backend directly which nodes it takes, if Python need not decide."""
-        o = self.options
         if not self.weights.may_be_native:
             return
-        ways = self.weights.ways
-        ways.use(replace(ways.now, min_batch=o.min_batch))
+        ways, n_ubatch = self.weights.ways, self.shape.n_ubatch
+        ways.use(replace(ways.now, min_batch=self.layout.min_batch))
         for part in self.weights.parts:
             pools, device = part.plan.layout.pools, part.device
-            if device.passes or all(pool.holds(o.n_ubatch) for pool in pools):
+            if device.passes or all(pool.holds(n_ubatch) for pool in pools):
                 device.answer_natively()
 
     def _open_threads(self, drafting: RowContext | None) -> EngineThreads:
         contexts: list[Context] = [self.context, *([drafting] if drafting is not None else [])]
         if self.embedder is not None:
             contexts.append(self.embedder)
-        o, team = self.options, None if self.weights.hybrid is None else self.weights.hybrid.team
+        o, team = self.shape, None if self.weights.hybrid is None else self.weights.hybrid.team
         threads = EngineThreads(contexts, o.n_threads, o.n_threads_batch, self.weights.numa, team)
         self.closing.callback(threads.close)
         return threads

@@ -65,7 +65,7 @@ class PlacedWeights:
         self.store: Store | None = None
         self.placer: PagePlacer | None = None
         self.parts: tuple[Part, ...] = ()  # the streaming devices and their layers
-        self.ways = WaysInUse(Ways(self._options.min_batch))
+        self.ways = WaysInUse(Ways(self._layout.min_batch))
         self.hybrid: Hybrid | None = None
         self.native_experts: NativeExperts | None = None  # set if the CPU reads experts from disk
         placement = self._make_placement()
@@ -78,9 +78,10 @@ class PlacedWeights:
 
     @property
     def may_be_native(self) -> bool:
-        o = self._options
-        may = self._choice.on_gpu and o.streaming.native and o.min_batch.experts < NEVER
-        return may and o.kv_offload  # the backend would take all attention over a cache in RAM
+        native, layout = self._options.streaming.native, self._layout
+        may = self._choice.on_gpu and native and layout.min_batch.experts < NEVER
+        # The backend would take all attention over a cache in RAM.
+        return may and layout.context.kv_offload
 
     def _make_placement(self) -> ModelPlacement:
         """Make the store and the streaming devices, and return the places of all weights."""
@@ -96,9 +97,9 @@ class PlacedWeights:
         plan = layout.plan
         self._make_store(plan.streamed)
         splitter, rings = o.streaming.splitter or stay, o.streaming.doorbell
-        splits = o.streaming.hybrid and any(map(is_experts, plan.streamed))
+        splits = layout.splits and any(map(is_experts, plan.streamed))
         # libllama reserves memory by this threshold, so it must allow all later computations.
-        least = MinBatch(1, 1) if self.may_be_native else o.min_batch
+        least = MinBatch(1, 1) if self.may_be_native else layout.min_batch
         self.ways = WaysInUse(Ways(least, may_split=splits, splitter=splitter, rings=rings))
         self.hybrid = self._hybrid() if splits else None
         devices = ModelDevices(len(layout.local))
@@ -132,39 +133,35 @@ class PlacedWeights:
 
     def _part(self, nth: int, its: DevicePlan, devices: ModelDevices) -> Part:
         """Make the `nth` of the model's `devices`, with host buffers and executors for its plan."""
-        o, hybrid, plan, choice = self._options, self.hybrid, its.plan, self._choices[nth][0]
+        hybrid, plan, choice = self.hybrid, its.plan, self._choices[nth][0]
+        context, streaming = self._layout.context, self._options.streaming
         several = len(self._choices) > 1
         host = self._host_buffers(f"{_HOST_NAME}{nth or ''}")
         if hybrid is not None and several:
             hybrid = replace(hybrid, nth=nth)
-        streaming = replace(
-            o.streaming,
-            device_bytes=its.room.asked_bytes,
-            # A projector is open before slots are sized, and a draft model is not.
-            reserve_bytes=its.reserve_bytes - its.request.projector_bytes,
-            most_tokens=min(o.n_ubatch, o.n_ctx or o.n_ubatch),
-        )
-        if several:
-            streaming = replace(streaming, trace=o.streaming.trace.of_device(choice.name))
         plan, why_not = plan.lending()
-        builder = ExecutorBuilder(choice, streaming, self._notes, self.store, hybrid, self._routing)
+        builder = ExecutorBuilder(
+            choice, streaming, self._notes, self.store, hybrid, self._routing,
+            trace=streaming.trace.of_device(choice.name) if several else streaming.trace,
+            most_tokens=min(context.n_ubatch, context.n_ctx or context.n_ubatch),
+        )  # fmt: skip
         crossover = self._start.crossovers[nth]
         if crossover.note:
             self._notes.append(f"{choice.name}: {crossover.note}" if several else crossover.note)
         rules = BatchRules(self.ways, crossover.n_tokens)
         device = StreamingDevice(
-            choice, host, builder.slots(plan), rules, trace=o.streaming.trace, devices=devices
+            choice, host, builder.slots(plan), rules, trace=streaming.trace, devices=devices
         )
-        if (several or not o.kv_offload) and choice.sim is not None:
+        if (several or not context.kv_offload) and choice.sim is not None:
             device.keep_apart()
-        if not o.kv_offload:
+        if not context.kv_offload:
             batch, on_cpu = plan.attention_batch or NEVER, bool(self._layout.why_cpu_attends)
             device.attend_from(batch, only_cpu=on_cpu)
         if why_not:
             self._notes.append(f"{choice.name}: no experts in the compute buffer: {why_not}")
         else:
             device.share_buffer()
-        return Part(choice, plan, host, builder, device, its.device.free_bytes)
+        return Part(choice, its, plan, host, builder, device)
 
     def _placement_on_cpu(self) -> ModelPlacement:
         """Return the placement for libllama's own CPU backend.
@@ -206,11 +203,11 @@ class PlacedWeights:
         """Make the store, if weights are streamed or loading must not read tables on the disk."""
         if not (streamed or self._layout.on_disk):
             return
-        o, on_gpu = self._options, self._choice.on_gpu
+        on_gpu = self._choice.on_gpu
         places = self._choice.wrapped and bool(streamed) and not self._layout.reads_disk
         if places and self.numa is not None:
             self.placer = PagePlacer(self.numa, streamed)
-        options = replace(o.store, pin_for=self._choice.device if on_gpu else None)
+        options = replace(self._start.store, pin_for=self._choice.device if on_gpu else None)
         sim = self._choice.sim
         if sim is not None and sim.disk_bytes_per_s is not None:
             options = replace(options, disk_bytes_per_s=sim.disk_bytes_per_s)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from offload.device import DeviceChoice
 from offload.errors import DoesNotFit
@@ -26,19 +27,19 @@ from offload.plan.repacking import Repacking, choose_layouts
 from offload.plan.warm_up import WarmedUp
 from offload.probe import Here, probe
 from offload.remote.watch import watching
-from offload.times.context import pooling_of
+from offload.store.store import StoreOptions, watched
+from offload.times.context import ContextOptions, pooling_of
 
 
 @dataclass(frozen=True)
 class Start:
     """A decision how a model is opened, which an engine executes.
 
-    `options` have what the layout decided. `crossovers` are MLA's, one for each streaming device
-    in the order of their layers.
+    `options` are as they were asked for, and `layout` has what was decided. `crossovers` are MLA's,
+    one for each streaming device in the order of their layers.
     """
 
     facts: ModelFacts
-    given: EngineOptions  # as they were before the layout was decided
     options: EngineOptions
     here: Here
     layout: Layout
@@ -60,7 +61,7 @@ class Start:
         ):
             here = self.here.leaving(left)
             with suppress(DoesNotFit):
-                layout = decide(self.facts, here.found, self.given.wanted)
+                layout = decide(self.facts, here.found, self.options.wanted)
                 return self._again(here, layout, warmed)
         return None
 
@@ -71,7 +72,7 @@ class Start:
             f"kernels take memory that a header cannot tell ({took})"
         )
         layout = replace(layout, notes=(*layout.notes, Note(NoteKind.DEVICE, words)))
-        return replace(start_of(self.facts, self.given, here, layout), is_second=True)
+        return replace(start_of(self.facts, self.options, here, layout), is_second=True)
 
     @property
     def choices(self) -> tuple[tuple[DeviceChoice, LayerRange], ...]:
@@ -86,7 +87,23 @@ class Start:
     @property
     def streams(self) -> bool:
         """True if weights may stream to the devices of this machine."""
-        return self.choice.wrapped and self.options.wrapped
+        return self.choice.wrapped and self.options.wanted.wrapped
+
+    @property
+    def context(self) -> ContextOptions:
+        """The options of the context, as they were decided."""
+        return self.layout.context
+
+    @cached_property
+    def store(self) -> StoreOptions:
+        """The options of the store, with what was decided of memory and disk."""
+        layout = self.layout
+        return replace(
+            self.options.store,
+            keep_page_cache=self.options.wanted.keep_page_cache,
+            expert_limits=None if layout.experts is None else watched(layout.experts),
+            on_disk=layout.on_disk,
+        )
 
 
 def decide_start(facts: ModelFacts, options: EngineOptions) -> Start:
@@ -96,7 +113,7 @@ def decide_start(facts: ModelFacts, options: EngineOptions) -> Start:
     BadRequest for options that the model cannot have.
     """
     with watching(options.remote):
-        here = probe(facts, options.asked)
+        here = probe(facts, options)
     return start_of(facts, options, here, decide(facts, here.found, options.wanted))
 
 
@@ -106,27 +123,28 @@ def start_of(facts: ModelFacts, options: EngineOptions, here: Here, layout: Layo
     These are whether weights are repacked for the CPU, and MLA's crossover on each device. Raises
     BadModel for a model that cannot continue a text.
     """
-    if options.wrapped:  # a draft model need not be causal, as it may draft a block at once
+    wraps = options.wanted.wrapped
+    if wraps:  # a draft model need not be causal, as it may draft a block at once
         check_writes(facts)
     pooling = pooling_of(facts, options.pooling)
-    start = Start(facts, options, options.opened_as(layout), here, layout, pooling)
+    start = Start(facts, options, here, layout, pooling)
     if not start.choice.wrapped:
         return replace(start, repacking=_repacking(start))
-    return replace(start, crossovers=_crossovers(start)) if options.wrapped else start
+    return replace(start, crossovers=_crossovers(start)) if wraps else start
 
 
 def _repacking(start: Start) -> Repacking:
-    o, layout = start.options, start.layout
-    if o.repack is False:
+    o, layout, repack = start.options, start.layout, start.layout.repack
+    if repack is False:
         return Repacking(False)
     verdict = may_repack(start.facts.weights, o.trial_folder)
     if not verdict.works:
         return Repacking(False, notes=(verdict.sentence,))
-    if o.repack or o.measure_layouts is None:
+    if repack or o.measure_layouts is None:
         return Repacking(True)
     facts = layout.local_facts
     weights = [e for e in facts.loaded if not (layout.reads_disk and is_experts(e))]
-    work = workload_of(o.n_ctx, o.streaming.mix)
+    work = workload_of(start.context.n_ctx, o.wanted.mix)
     return choose_layouts(weights, o.measure_layouts, work)
 
 
@@ -137,7 +155,7 @@ def _crossovers(start: Start) -> tuple[ChosenCrossover, ...]:
             o.mla_crossover,
             start.facts,
             choice.device,
-            token_major=o.flash_attn != "off",
+            token_major=start.context.flash_attn != "off",
         )
         for choice, _ in start.choices
     )

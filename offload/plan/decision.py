@@ -12,7 +12,7 @@ from offload.model import ModelFacts, is_experts, layer_of
 from offload.notes import Note, NoteKind
 from offload.plan.cache_place import CachePlace, faster_place
 from offload.plan.devices import Division, divide, placed_by_libllama, plan_parts
-from offload.plan.found import DeviceRoom, Found, FoundDevice, Kind, Wanted
+from offload.plan.found import DeviceRoom, Found, FoundDevice, Kind
 from offload.plan.host import (
     CONTEXT,
     DRIVER,
@@ -31,6 +31,7 @@ from offload.plan.ranges import LayerRange, by_memory, by_shares, shares_for
 from offload.plan.row_draft import mtp_complaint
 from offload.plan.sharing import UBATCHES
 from offload.plan.slot_layout import SlotLayout
+from offload.plan.wanted import Wanted
 from offload.times.context import (
     ContextOptions,
     check_cache_types,
@@ -54,19 +55,18 @@ def decide(facts: ModelFacts, found: Found, wanted: Wanted) -> Layout:
 
     Raises BadRequest, DoesNotFit or DeviceUnavailable.
     """
-    n_tuned = wanted.request.tuned_ubatch
+    n_tuned = wanted.tuned_ubatch
     try:
         return _decided(facts, found, wanted)
     except DoesNotFit:
         if n_tuned is None:
             raise
     # Less memory is free than when the ubatch was measured.
-    request = replace(wanted.request, tuned_ubatch=None)
     words = (
         f"A ubatch of {n_tuned} tokens, which was the fastest when `specoffload tune` measured, "
         "does not fit the memory that is free now"
     )
-    layout = _decided(facts, found, replace(wanted, request=request))
+    layout = _decided(facts, found, replace(wanted, tuned_ubatch=None))
     devices = tuple(replace(device, plan=device.plan.because(words)) for device in layout.devices)
     return replace(layout, devices=devices)
 
@@ -84,27 +84,48 @@ def _decided(facts: ModelFacts, found: Found, wanted: Wanted) -> Layout:
         complaint = mtp_complaint(facts) or ("" if found.has_mtp else _NO_MTP)
     loads_mtp = wanted.mtp and not complaint
     request = replace(
-        wanted.request,
+        _request(found, wanted),
         context=context,
         mtp=loads_mtp,
-        most_ubatch=wanted.most_ubatch,
-        host_bytes=_host_bytes(found, wanted),
         why_not_lent="" if found.plans_graphs else _NO_PLANNING,
     )
     layout = Layout(
         facts, (), context, wanted.min_batch, loads_mtp,
-        splits=wanted.splits, repack=wanted.repack, row_complaint=complaint,
+        splits=wanted.hybrid, repack=wanted.repack, row_complaint=complaint,
     )  # fmt: skip
     if found.workers:
         layout = replace(layout, cache_why=_why_asked(facts, context))
         layout = _with_workers(layout, found, wanted, _beside_cache(facts, request, context))
     elif not found.devices[0].kind.streams:
         layout = _on_cpu(layout, found, wanted)
-    elif not wanted.wraps:
+    elif not wanted.wrapped:
         layout = _by_libllama(layout, found, wanted)
     else:
         layout = _with_cache_place(layout, found, wanted, request)
     return _finished(layout, found, wanted)
+
+
+def _request(found: Found, wanted: Wanted) -> PlanRequest:
+    """Return what all devices are asked for. Each gets a budget, and the context has a place."""
+    return PlanRequest(
+        reserve_bytes=wanted.reserve_bytes,
+        projector_bytes=wanted.projector_bytes,
+        host_projector_bytes=wanted.host_projector_bytes,
+        most_ubatch=wanted.most_ubatch,
+        n_gpu_layers=wanted.n_gpu_layers,
+        n_cpu_moe=wanted.n_cpu_moe,
+        stream_experts=wanted.stream_experts,
+        host_bytes=_host_bytes(found, wanted),
+        passes=wanted.passes,
+        plan_for_splits=wanted.plan_for_splits,
+        hits=wanted.hits,
+        unions=wanted.unions,
+        decodes=wanted.decodes,
+        mix=wanted.mix,
+        tuned_ubatch=wanted.tuned_ubatch,
+        lend=wanted.lend,
+        machine=wanted.machine,
+    )
 
 
 def _with_cache(
@@ -114,7 +135,7 @@ def _with_cache(
 
     A cache in RAM would cross the network to workers, so it is in RAM beside them only if asked.
     """
-    streams = found.devices[0].kind.streams and wanted.wraps
+    streams = found.devices[0].kind.streams and wanted.wrapped
     may_choose = wanted.chooses_cache and streams and not found.workers
     wanted = replace(wanted, chooses_cache=may_choose)
     if context.kv_offload:
@@ -195,7 +216,7 @@ def _beside_cache(facts: ModelFacts, request: PlanRequest, context: ContextOptio
 
 def _host_bytes(found: Found, wanted: Wanted) -> int | None:
     """Return the most host memory for streamed weights, None if they stay in the page cache."""
-    if wanted.keeps_page_cache:
+    if wanted.keep_page_cache:
         return None
     return found.ram_bytes if wanted.ram_bytes is None else min(wanted.ram_bytes, found.ram_bytes)
 
@@ -203,18 +224,17 @@ def _host_bytes(found: Found, wanted: Wanted) -> int | None:
 def decide_part(facts: ModelFacts, found: Found, wanted: Wanted) -> Layout:
     """Return the layout of a worker's device, which computes all layers of `facts` for a client.
 
-    The client holds the context's options. Its context and buffers take `reserve_bytes` of the
-    request. The device has to take every batch. Raises DoesNotFit.
+    The client holds the context's options. Its context and buffers take `reserve_bytes`.
+    The device has to take every batch. Raises DoesNotFit.
     """
-    request = replace(wanted.request, context=None, host_bytes=_host_bytes(found, wanted))
     device = found.devices[0]
     # The plain CPU reads weights in host memory, so it needs no slots.
-    request = replace(request, stream_experts=device.kind.streams)
+    request = replace(_request(found, wanted), stream_experts=device.kind.streams)
     (part,) = divide(facts, _rooms(found, wanted)[:1], request, draft_on=0).parts
     part = part.in_passes()
     on_gpu = device.kind is Kind.GPU
     fixed = {PINNED: RING_BYTES, DRIVER: DRIVER_BYTES} if on_gpu else {}
-    fixed |= {} if on_gpu else {CONTEXT: wanted.request.reserve_bytes}
+    fixed |= {} if on_gpu else {CONTEXT: wanted.reserve_bytes}
     later = LaterBytes(device.kind, tuple(fixed.items()))
     limits = limits_of_experts(facts, part.plan, found, wanted, later)
     return Layout(facts, (part,), wanted.context, MinBatch(1, 1), experts=limits)
@@ -254,9 +274,9 @@ def _divided(facts: ModelFacts, found: Found, wanted: Wanted, request: PlanReque
     if wanted.draft_device is not None and home is None:
         request = replace(request, reserve_bytes=request.projector_bytes)
     reasons: tuple[str, ...] = ()
-    if not wanted.shares:
+    if not wanted.tensor_split:
         return divide(facts, devices, request, use_all=found.takes_all, draft_on=home)
-    shares, words = shares_for(wanted.shares, [device.name for device in devices])
+    shares, words = shares_for(wanted.tensor_split, [device.name for device in devices])
     reasons = (words,) if words else ()
     if len(devices) == 1:
         shares = (1.0,)
@@ -291,8 +311,8 @@ def _by_libllama(layout: Layout, found: Found, wanted: Wanted) -> Layout:
     reasons: tuple[str, ...] = ()
     if len(devices) > 1:
         shares: Sequence[float] = [device.layer_bytes for device in devices]
-        if wanted.shares:
-            shares, words = shares_for(wanted.shares, [device.name for device in devices])
+        if wanted.tensor_split:
+            shares, words = shares_for(wanted.tensor_split, [device.name for device in devices])
             reasons = (words,) if words else ()
         ranges = by_shares(facts.n_layers, shares)
     used = tuple(
@@ -309,14 +329,14 @@ def _on_cpu(layout: Layout, found: Found, wanted: Wanted) -> Layout:
     (device,) = found.devices
     placed = placed_by_libllama(device, whole, layout.facts)
     notes = layout.notes
-    if wanted.shares:
+    if wanted.tensor_split:
         notes += ("--tensor-split: no effect, since there is one device, the CPU",)
     return replace(
         layout,
         devices=(placed,),
         draft_on=device.name,
         notes=notes,
-        in_place=make_plan(layout.facts) if wanted.wraps else None,
+        in_place=make_plan(layout.facts) if wanted.wrapped else None,
     )
 
 
@@ -332,7 +352,7 @@ def _with_workers(layout: Layout, found: Found, wanted: Wanted, request: PlanReq
     devices = [*rooms, *there] if local_first else [*there, *rooms]
     names = [device.name for device in devices]
     is_timed = bool(rooms) and all(device.measured for device in found.workers)
-    why, shares = "by free memory", tuple(wanted.shares)
+    why, shares = "by free memory", tuple(wanted.tensor_split)
     division: Division | None = None
     ranges: list[LayerRange] = []
     if shares:
@@ -369,11 +389,11 @@ def _with_workers(layout: Layout, found: Found, wanted: Wanted, request: PlanReq
     if idle := [device.name for device in found.workers if device.name not in used]:
         why += f"; no layers are left for {', '.join(idle)}"
     planned = _planned(layout, division, found, wanted)
-    if not wanted.wraps:
+    if not wanted.wrapped:
         by_libllama = (placed_by_libllama(its.device, its.layers, facts) for its in planned.devices)
         planned = replace(planned, devices=tuple(by_libllama))
     if on_cpu:
-        planned = _with_cpu(planned, found, ranges[0], wraps=wanted.wraps)
+        planned = _with_cpu(planned, found, ranges[0], wraps=wanted.wrapped)
     return replace(planned, reasons=(why,))
 
 
@@ -446,7 +466,7 @@ def _with_cpu(layout: Layout, found: Found, layers: LayerRange, *, wraps: bool) 
 def _finished(layout: Layout, found: Found, wanted: Wanted) -> Layout:
     """Return the layout with host memory, batches and snapshots."""
     kind, plan = found.devices[0].kind, layout.plan
-    if wanted.wraps:
+    if wanted.wrapped:
         later = later_bytes(
             layout.local_facts, found, wanted, layout.context, loads_mtp=layout.loads_mtp
         )
@@ -457,34 +477,34 @@ def _finished(layout: Layout, found: Found, wanted: Wanted) -> Layout:
         )
     if layout.experts is not None:
         layout = _from_disk(layout, found, wanted, layout.experts)
-    if layout.loads_mtp and kind.streams and wanted.wraps and not _holds_mtp(layout):
+    if layout.loads_mtp and kind.streams and wanted.wrapped and not _holds_mtp(layout):
         layout = replace(layout, loads_mtp=False, row_complaint=_NO_ROOM_FOR_MTP)
     if layout.cache_words:
         cached = Note(NoteKind.CONTEXT, layout.cache_words)
         layout = replace(layout, notes=(*layout.notes, cached))
-    if wanted.repack and kind.streams and wanted.wraps:
+    if wanted.repack and kind.streams and wanted.wrapped:
         kept = "the weights beside it keep the file's layout, in which they are copied"
         words = f"--repack: no effect with {found.devices[0].name}: {kept}"
         layout = replace(layout, notes=(*layout.notes, words))
     layout = _with_batches(layout, wanted)
-    alone = kind is Kind.CPU and wanted.wraps and not layout.remote
-    return _read_in_place(layout, wanted.request) if alone else layout
+    alone = kind is Kind.CPU and wanted.wrapped and not layout.remote
+    return _read_in_place(layout, wanted) if alone else layout
 
 
-def _read_in_place(layout: Layout, request: PlanRequest) -> Layout:
+def _read_in_place(layout: Layout, wanted: Wanted) -> Layout:
     """Return the layout with the CPU's plan, if the CPU reads all weights in place."""
     (cpu,), facts, context = layout.devices, layout.facts, layout.context
     weights = [e for e in facts.loaded if e.name not in layout.on_disk]
     in_layers = tuple(e for e in weights if layer_of(e.name) >= 0)
     others_bytes = sum(e.size_bytes for e in weights if layer_of(e.name) < 0)
-    reserve_bytes = context_memory(facts, context).total_bytes + request.reserve_bytes
+    reserve_bytes = context_memory(facts, context).total_bytes + wanted.reserve_bytes
     plan = Plan(
         in_layers, others_bytes, SlotLayout(), ("The CPU computes all, and nothing is copied",),
         reserve_bytes, context.n_ubatch,
     )  # fmt: skip
     own = PlanRequest(
-        reserve_bytes=request.reserve_bytes, projector_bytes=request.projector_bytes,
-        context=context, machine=request.machine,
+        reserve_bytes=wanted.reserve_bytes, projector_bytes=wanted.projector_bytes,
+        context=context, machine=wanted.machine,
     )  # fmt: skip
     return replace(layout, devices=(replace(cpu, plan=plan, request=own),))
 
@@ -532,7 +552,7 @@ def _with_batches(layout: Layout, wanted: Wanted) -> Layout:
     n_batch = max(c.n_batch, c.n_outputs, c.n_ubatch)
     is_free = wanted.most_ubatch is not None and wanted.most_ubatch > c.n_batch
     n_streaming = sum(device.kind.streams for device in layout.devices)
-    if is_free and wanted.wraps and n_streaming > 1:
+    if is_free and wanted.wrapped and n_streaming > 1:
         n_batch = max(n_batch, _UBATCHES * c.n_ubatch)
     wanted_n, most = c.n_rs_seq, max(0, c.n_ubatch - 2)
     notes = layout.notes

@@ -1,6 +1,6 @@
-"""The devices and memory of a machine, found or described, and the options asked for. Pure.
+"""The devices and memory of a machine, found or described. Pure.
 
-Layouts are decided from these two alone. Nothing in this module looks at the system.
+Layouts are decided from these and from what is `Wanted`. Nothing here looks at the system.
 """
 
 from __future__ import annotations
@@ -8,11 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, PlanRequest
-from offload.plan.ranges import Order
-from offload.times.context import ContextOptions
+from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES
+from offload.plan.wanted import Wanted
 from offload.times.machine import TYPICAL, Machine
-from offload.times.min_batch import MinBatch
 
 
 class Kind(StrEnum):
@@ -140,27 +138,3 @@ class Found:
     plans_graphs: bool = True  # the library has a function that plans a graph in advance
     draft_in_ram: bool = False  # -devd names a device that computes in host memory
     unmeasured: str = ""  # why the speed of workers' devices could not be measured
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """The options that the layout depends on. Most fields have the name of a flag."""
-
-    context: ContextOptions  # n_ctx 0: the model's own
-    request: PlanRequest  # budget, context and host memory are filled in by the decision
-    shares: tuple[float, ...] = ()  # --tensor-split
-    min_batch: MinBatch = MinBatch()
-    vram_bytes: int | None = None  # budget of weights and slots alone
-    device_bytes: int | None = None  # --vram: the whole budget on a GPU
-    each_device_bytes: tuple[int, ...] = ()  # --vram with a size for each device
-    draft_device: str | None = None  # -devd; None: the plan chooses
-    wraps: bool = True  # False: libllama computes on the devices itself, as for a draft
-    most_ubatch: int | None = None  # largest ubatch to choose; None: the context's
-    mtp: bool = False
-    splits: bool = False  # layers of small batches may be split
-    prefetches: bool = True
-    keeps_page_cache: bool = False  # --mmap
-    ram_bytes: int | None = None  # --ram: most memory for streamed weights
-    order: Order = "auto"  # whether remote devices have the first or the last layers
-    repack: bool | None = None
-    chooses_cache: bool = False  # the plan may put the KV cache into RAM

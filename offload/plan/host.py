@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, is_experts
-from offload.plan.found import Found, Kind, Wanted
+from offload.plan.found import Found, Kind
 from offload.plan.placement import Plan
 from offload.plan.store_layout import expert_matrices, largest_experts, plan_layout
+from offload.plan.wanted import Wanted
 from offload.plan.working import working_memory
 from offload.times.context import (
     DEFAULT_UBATCH,
@@ -68,7 +69,7 @@ def later_bytes(
     facts: ModelFacts, found: Found, wanted: Wanted, context: ContextOptions, *, loads_mtp: bool
 ) -> LaterBytes:
     """Return what the engine takes after loading. `facts` has the layers of this machine."""
-    kind, request = found.devices[0].kind, wanted.request
+    kind = found.devices[0].kind
     n_vocab = facts.header.lengths.get("tokenizer.ggml.tokens", 0)
     on_gpu = kind is Kind.GPU
     in_ram = not on_gpu if wanted.draft_device is None else found.draft_in_ram
@@ -76,15 +77,15 @@ def later_bytes(
     fixed = {
         CACHE: memory.host_kv_bytes,
         ATTENTION: memory.host_compute_bytes,
-        DRAFT_MODEL: request.reserve_bytes - request.projector_bytes if in_ram else 0,
-        PROJECTOR: request.host_projector_bytes + (0 if on_gpu else request.projector_bytes),
-        ROUTERS: router_bytes(facts) if wanted.prefetches else 0,
+        DRAFT_MODEL: wanted.reserve_bytes - wanted.projector_bytes if in_ram else 0,
+        PROJECTOR: wanted.host_projector_bytes + (0 if on_gpu else wanted.projector_bytes),
+        ROUTERS: router_bytes(facts) if wanted.prefetch else 0,
         LOGITS: 2 * 4 * n_vocab * context.n_outputs,  # libllama's rows, and our copy of them
     }
     if on_gpu:
         fixed |= {PINNED: RING_BYTES, DRIVER: DRIVER_BYTES}
         fixed[INPUTS] = host_input_bytes(facts, context)
-    if kind.streams and wanted.splits:
+    if kind.streams and wanted.hybrid:
         working = working_memory(facts, context.n_ubatch, splits=True)
         fixed |= {PROMPT_PAIRS: working.host_prompt_bytes, SMALL_PAIRS: working.host_small_bytes}
     most = max(context.n_ubatch, wanted.most_ubatch or 0)
@@ -154,7 +155,7 @@ def limits_of_experts(
 
     Raises DoesNotFit if there is not even room for one layer's experts.
     """
-    if wanted.keeps_page_cache or not any(map(is_experts, plan.streamed)):
+    if wanted.keep_page_cache or not any(map(is_experts, plan.streamed)):
         return None
     kind = found.devices[0].kind
     dense_bytes = sum(e.size_bytes for e in plan.streamed if not is_experts(e))

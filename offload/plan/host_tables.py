@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from offload.model import ModelFacts
-from offload.plan.found import Found, Kind, Wanted
+from offload.plan.found import Found, Kind
 from offload.plan.host import LaterBytes, mapped_bytes, with_slots
 from offload.plan.placement import Plan
 from offload.plan.tables import LookupTable, lookup_tables
+from offload.plan.wanted import Wanted
 from offload.times.context import DEFAULT_UBATCH
 from offload.units import size_words
 

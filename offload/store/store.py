@@ -63,17 +63,11 @@ class StoreOptions:
     """The options of the store."""
 
     keep_page_cache: bool = False  # --mmap: weights stay in the page cache
-    ram_bytes: int | None = None  # --ram: most memory for streamed weights; None: what is free
     expert_limits: MemoryLimits | None = None  # limits if not all experts fit memory; None: all do
     on_disk: frozenset[str] = frozenset()  # resident weights that are not read at the start
     leave: Leave = HostRange.give_back  # takes pages of an expert away
     disk_bytes_per_s: float | None = None  # rate of a simulated disk; None: the real one
     pin_for: HasAddress | None = None  # GPU that copies from the memory; None for the CPU and sim
-
-    def room_bytes(self) -> int:
-        """Return the memory that streamed weights may take now."""
-        available_bytes = room_now().available_bytes
-        return available_bytes if self.ram_bytes is None else min(self.ram_bytes, available_bytes)
 
 
 @dataclass(frozen=True)

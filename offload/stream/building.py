@@ -16,6 +16,7 @@ from offload.ggml.backend import Stream
 from offload.ggml.compute_buffer import ComputeBuffer
 from offload.ggml.hostbuffer import HostBufferType
 from offload.notes import Note, NoteKind, kind_of
+from offload.plan.devices import DevicePlan
 from offload.plan.host import RING_BYTES
 from offload.plan.placement import Plan
 from offload.plan.warm_up import WarmedUp
@@ -35,6 +36,7 @@ from offload.stream.doorbell import try_bell
 from offload.stream.executor import Executor
 from offload.stream.options import StreamingOptions
 from offload.stream.split_path import Hybrid
+from offload.trace.trace import NO_TRACE, Trace
 
 _FEWER = 0.9  # factor on the size of slots that the device refused
 _BOUNCING = Note(
@@ -55,13 +57,17 @@ class ExecutorBuilder:
         store: Store | None = None,
         hybrid: Hybrid | None = None,
         recorder: RoutingRecorder | None = None,
+        *,
+        trace: Trace = NO_TRACE,
+        most_tokens: int = 0,
     ) -> None:
         """`notes` gets sentences for the user. `store` holds the streamed weights.
 
-        `hybrid` and `recorder`: as for Executor.
+        `hybrid`, `recorder` and `most_tokens`: as for Executor. `trace` is the device's own.
         """
         self._choice, self._options, self._notes = choice, options, notes
         self._store, self._hybrid, self._recorder = store, hybrid, recorder
+        self._trace, self._most_tokens = trace, most_tokens
         rings = hybrid is not None and hybrid.ways.now.rings
         if rings and (why_not := try_bell(choice.device)):
             words = f"{choice.name}: the host waits for the GPU in each split layer: {why_not}"
@@ -78,7 +84,7 @@ class ExecutorBuilder:
             copier = self._copier(stream) if copies else NoCopier()
             return Executor(
                 stream, host, plan.layout, self._options, copier, self._hybrid, self._recorder,
-                compute,
+                compute, trace=self._trace, most_tokens=self._most_tokens,
             )  # fmt: skip
 
         return PlannedSlots(plan, make, takes_all=not copies)
@@ -87,16 +93,16 @@ class ExecutorBuilder:
         options, sim = self._options, self._choice.sim
         if not stream.device.has_async_and_events:
             link = Link() if sim is None else Link(sim.bandwidth_bytes_per_s, sim.latency_s)
-            return ThreadCopier(link, options.trace)
+            return ThreadCopier(link, self._trace)
         ring = None
         if options.bounce and (self._store is None or not self._store.is_pinned):
             ring = stream.device.pinned_memory(RING_BYTES)
         if ring is None:
-            return DeviceCopier(stream, options.trace)
+            return DeviceCopier(stream, self._trace)
         # Executors are made anew when slots are sized.
         if not any(kind_of(note) is NoteKind.COPIES for note in self._notes):
             self._notes.append(_BOUNCING)
-        return BounceCopier(stream, ring, options.trace)
+        return BounceCopier(stream, ring, self._trace)
 
     def use_few(self, plan: Plan, device: StreamingDevice) -> None:
         """Give the device few slots, and executors that copy nothing, for a warm-up.
@@ -124,19 +130,20 @@ class ExecutorBuilder:
             )
         return sized
 
-    def warmed_up(self, plan: Plan, device: StreamingDevice, free_before: int) -> WarmedUp:
+    def warmed_up(self, plan: Plan, device: StreamingDevice, planned: DevicePlan) -> WarmedUp:
         """Free all slots, and return the device's memory then.
 
         Call it after `use_few` and a computation of the largest ubatch. `size_slots` must follow.
-        `free_before`: bytes that were free on the device before the model was loaded.
+        `planned` says what was free on the device before the model was loaded.
         """
-        options = self._options
         working_bytes = sum(executor.working_bytes for executor in device.executors.values())
+        # A projector is open before slots are sized, and a draft model is not.
+        others_bytes = planned.reserve_bytes - planned.request.projector_bytes
         device.release_slots()
         free_now = self._choice.device.memory_bytes()[0]
         return WarmedUp(
-            self._choice.name, plan, free_before - free_now, options.reserve_bytes + working_bytes,
-            free_now, options.device_bytes,
+            self._choice.name, plan, planned.device.free_bytes - free_now,
+            others_bytes + working_bytes, free_now, planned.room.asked_bytes,
         )  # fmt: skip
 
     def size_slots(self, warmed: WarmedUp, device: StreamingDevice) -> Plan:

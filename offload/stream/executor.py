@@ -77,7 +77,7 @@ from offload.stream.split_measuring import SplitSides
 from offload.stream.split_path import Hybrid, SplitPath
 from offload.stream.stream_parts import RoutingParts, StreamParts
 from offload.stream.ubatches import Ubatches
-from offload.trace.trace import COMPUTE
+from offload.trace.trace import COMPUTE, NO_TRACE, Trace
 
 _GUESSES = 20  # most guessed experts under way (docs/log.md)
 # Copies begin before a prompt's graph is built, for the first cut and as many cuts after it. Few,
@@ -99,15 +99,19 @@ class Executor:
         hybrid: Hybrid | None = None,
         recorder: RoutingRecorder | None = None,
         compute: ComputeBuffer | None = None,
+        *,
+        trace: Trace = NO_TRACE,
+        most_tokens: int = 0,
     ) -> None:
         """`host` holds the weights that stream through the slots of `layout`.
 
         With `hybrid`, layers are split in the batches that `hybrid.ways` names. While `recorder`
         is on, it records the experts that routers choose for small batches. `compute` is the
-        buffer in which the stream's graphs are computed, if slots may continue in it.
+        buffer in which the stream's graphs are computed, if slots may continue in it. `most_tokens`
+        has the largest batch, for which memory is taken at once; 0: it is unknown.
         """
         self._stream, self._host, self._layout = stream, host, layout
-        self._prefetch, self._trace = options.prefetch, options.trace
+        self._prefetch, self._trace = options.prefetch, trace
         pools = layout.pools
         most = max((pool.n_experts for pool in pools), default=0)
         n_used = max((pool.n_used for pool in pools), default=1)
@@ -135,7 +139,7 @@ class Executor:
         cpu = None
         if hybrid is not None and host.experts is None:
             cpu = PromptSide(hybrid, stream.device, self.counters)
-        self._passes = PassRunner(parts, layout, self.ids, options.most_tokens, cpu)
+        self._passes = PassRunner(parts, layout, self.ids, most_tokens, cpu)
         routing = RoutingParts(self.guess, self._recorder, likeliest, most, n_used)
         self.player = GraphPlayer(parts, routing, self._split)
         self._last_split: tuple[Graph, CutStep, SplitLayer] | None = None

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from offload.device import DeviceChoice
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.memory import HasAddress
+from offload.plan.devices import DevicePlan
 from offload.plan.placement import Plan
 from offload.plan.warm_up import WarmedUp
 from offload.stream.building import ExecutorBuilder
 from offload.stream.device import StreamingDevice
-from offload.stream.options import StreamingOptions, is_counted
 from offload.units import plural
 
 
@@ -25,11 +25,11 @@ class Part:
     """One device of a model, and the plan of its layers."""
 
     choice: DeviceChoice
-    plan: Plan
+    planned: DevicePlan
+    plan: Plan  # the plan with the slots that the device has
     host: HostBufferType
     builder: ExecutorBuilder
     device: StreamingDevice
-    free_before_bytes: int  # free device memory before the model was loaded
 
     @property
     def overrides(self) -> tuple[tuple[str, HasAddress], ...]:
@@ -42,11 +42,7 @@ class Part:
 
 
 def warm_up(
-    parts: Sequence[Part],
-    options: StreamingOptions,
-    compute: Callable[[], None],
-    *,
-    on_workers: bool,
+    parts: Sequence[Part], compute: Callable[[], None], *, on_workers: bool
 ) -> tuple[WarmedUp | None, ...]:
     """Compute with few slots, and return the memory of each part's device then.
 
@@ -54,15 +50,13 @@ def warm_up(
     all devices. With `on_workers` it is called even if no slots are sized, so that workers allocate
     their memory now. `size_slots` must follow. Raises DoesNotFit.
     """
-    sized = [p for p in parts if p.plan.layout.pools and is_counted(p.choice, options)]
+    sized = [p for p in parts if p.plan.layout.pools and p.planned.room.is_counted]
     for part in sized:
         part.builder.use_few(part.plan, part.device)
     if sized or on_workers:
         compute()
     return tuple(
-        part.builder.warmed_up(part.plan, part.device, part.free_before_bytes)
-        if part in sized
-        else None
+        part.builder.warmed_up(part.plan, part.device, part.planned) if part in sized else None
         for part in parts
     )
 

@@ -30,6 +30,7 @@ from offload.opening.start import Start
 from offload.options import EngineOptions
 from offload.plan.decision import decide_part
 from offload.plan.found import Found
+from offload.plan.wanted import Wanted
 from offload.probe import Here, found_device
 from offload.remote.hello import Admit, Count, LayersAsked, WorkerState
 from offload.schedule.division import DeviceCosts
@@ -69,6 +70,7 @@ class WorkerOptions:
 
     path: Path
     device: str = "auto"
+    wanted: Wanted = Wanted()
     streaming: StreamingOptions = StreamingOptions()
     store: StoreOptions = StoreOptions()
     n_threads: int = 1
@@ -227,13 +229,13 @@ _UNCHECKED = (
 def _decide(options: WorkerOptions, choice: DeviceChoice, asked: LayersAsked) -> Start:
     """Decide where the client's layers lie. Raises DoesNotFit or BadModel."""
     facts = asked.of(read_facts(options.path))
-    streaming = replace(options.streaming, reserve_bytes=asked.reserve_bytes)
-    found = Found((found_device(choice, streaming.machine),), ram_bytes=room_now().available_bytes)
-    wanted = EngineOptions(streaming=streaming, store=options.store)
-    layout = decide_part(facts, found, wanted.wanted)
+    wanted = replace(options.wanted, reserve_bytes=asked.reserve_bytes)
+    found = Found((found_device(choice, wanted.machine),), ram_bytes=room_now().available_bytes)
+    layout = decide_part(facts, found, wanted)
     crossover = chosen_crossover(None, facts, choice.device, token_major=True)
     here = Here(found, (choice,))
-    return Start(facts, wanted, wanted.opened_as(layout), here, layout, crossovers=(crossover,))
+    opened = EngineOptions(wanted=wanted, streaming=options.streaming, store=options.store)
+    return Start(facts, opened, here, layout, crossovers=(crossover,))
 
 
 def _open(
@@ -248,7 +250,7 @@ def _open(
     plan = start.layout.plan
     pending, notes = Pending(), list(plan.reasons)
     pin_for = choice.device if choice.on_gpu else None
-    store = Store(facts, plan.streamed, replace(start.options.store, pin_for=pin_for))
+    store = Store(facts, plan.streamed, replace(start.store, pin_for=pin_for))
     host = HostBufferType(_HOST_NAME, store, pending, home=store)
     weights = NamedWeights(facts, plan, choice.device, host, store)
     weights.load(pending, on_progress)
@@ -259,7 +261,7 @@ def _open(
     ways = WaysInUse(
         Ways(
             MinBatch(1, 1),
-            may_split=splitter is not None and bool(plan.streamed),
+            may_split=start.options.wanted.hybrid and bool(plan.streamed),
             splitter=splitter or stay,
             rings=streaming.doorbell,
         )

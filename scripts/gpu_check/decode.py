@@ -20,15 +20,15 @@ from numpy.typing import NDArray
 from setting import Setting
 from timed_parts import LeftOut
 
+from lab.options import Streaming, engine_options
 from lab.synth.routing import drawn_text
-from offload.engine import Engine, EngineOptions, open_engine
+from offload.engine import Engine, open_engine
 from offload.errors import OffloadError
 from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
 from offload.schedule.splitter import stay
 from offload.stream import doorbell
-from offload.stream.options import StreamingOptions
 from offload.times.min_batch import NEVER, MinBatch
 from specoffload.bench.paths import Llama
 
@@ -91,9 +91,9 @@ def ways_of(facts: ModelFacts) -> dict[str, dict[str, Any] | None]:
     """The options of each way by its name, in order of importance. None: plain llama.cpp."""
     plan = make_plan(facts, PlanRequest(n_cpu_moe=999))
 
-    def slots(share: float, **changes: Any) -> StreamingOptions:
+    def slots(share: float, **changes: Any) -> Streaming:
         vram_bytes = plan.resident_bytes + int(share * plan.slot_bytes)
-        return StreamingOptions(vram_bytes=vram_bytes, n_cpu_moe=999, **changes)
+        return Streaming(vram_bytes=vram_bytes, n_cpu_moe=999, **changes)
 
     streamed, split = MinBatch(1, 1), MinBatch(NEVER, NEVER)
     found: dict[str, dict[str, Any] | None] = {
@@ -130,7 +130,7 @@ def _way(
                 at += len(tokens)
         return {"token_s": statistics.median(times)}, None
     began_s = time.monotonic()
-    with patch.object(doorbell, "FIRST_TRIAL", 1 << 30), open_engine(path, EngineOptions(
+    with patch.object(doorbell, "FIRST_TRIAL", 1 << 30), open_engine(path, engine_options(
         device=setting.choice.name, n_ctx=N_CTX, n_ubatch=N_UBATCH, n_outputs=N_UBATCH,
         n_threads=threads, n_threads_batch=threads, flash_attn=flash_attn, **options,
     )) as engine:  # fmt: skip

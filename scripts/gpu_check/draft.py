@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from setting import Setting
 
+from lab.options import engine_options
 from lab.synth import write_preset
-from offload.engine import EngineOptions, open_engine
+from offload.engine import open_engine
 from offload.model_file import read_facts
 from offload.times.steadiness import if_steady
 from offload.times.table import entry_of
@@ -127,7 +128,7 @@ def measure_speeds(
     """
     n_ctx = -(-(depth + (repetitions + 3) * (max(k) + 4)) // 256) * 256
     options = replace(options, n_ctx=n_ctx)
-    llama = EngineOptions(
+    llama = engine_options(
         device=ggml_device, wrapped=False, stream_experts=False, n_ctx=n_ctx,
         n_threads=options.n_threads, n_threads_batch=options.n_threads,
     )  # fmt: skip

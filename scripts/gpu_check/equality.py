@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 from setting import Setting
 from timed_parts import LeftOut
 
+from lab.options import Streaming, engine_options
 from offload.backends import CUDA
-from offload.engine import EngineOptions, open_engine
+from offload.engine import open_engine
 from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
 from offload.schedule.splitter import stay
 from offload.stream import play
-from offload.stream.options import StreamingOptions
 from offload.times.min_batch import NEVER, MinBatch
 
 SIZES = (1, 4, 9, 16)  # tokens of a batch
@@ -61,7 +61,7 @@ def rows_of(setting: Setting, path: Path, streamed: Path) -> Iterator[dict[str, 
     """Yields the rows of one type of experts. `streamed` is the file that is streamed and split:
     the same as `path`, except in a test."""
     n_texts = N_TEXTS_CHECKED if setting.args.inside else N_TEXTS
-    resident = {"streaming": StreamingOptions(), "stream_experts": False, "wrapped": False}
+    resident = {"streaming": Streaming(), "stream_experts": False, "wrapped": False}
     expected, _ = _computed(setting, path, n_texts, resident)
     ways: dict[str, tuple[Path, dict[str, Any]]] = {
         "streamed": (streamed, {"streaming": half(path), "min_batch": MinBatch(1, 1)}),
@@ -92,11 +92,11 @@ def _was_ahead(setting: Setting, way: str, counted: dict[str, int]) -> bool:
     return way == "CPU" or counted["n_repairs"] > 0
 
 
-def half(path: Path, **changes: Any) -> StreamingOptions:
+def half(path: Path, **changes: Any) -> Streaming:
     """Streaming with slots for half of the experts, and for none of them a layer of its own."""
     plan = make_plan(read_facts(path), PlanRequest(n_cpu_moe=999))
     vram_bytes = plan.resident_bytes + plan.slot_bytes // 2
-    return StreamingOptions(vram_bytes=vram_bytes, n_cpu_moe=999, **changes)
+    return Streaming(vram_bytes=vram_bytes, n_cpu_moe=999, **changes)
 
 
 def _computed(
@@ -110,7 +110,7 @@ def _computed(
     }  # fmt: skip
     rows: dict[int, list[Logits]] = {n: [] for n in SIZES}
     counted = {n: dict.fromkeys(_COUNTED, 0) for n in SIZES}
-    with open_engine(path, EngineOptions(**{**settings, **changes})) as engine:
+    with open_engine(path, engine_options(**{**settings, **changes})) as engine:
         for text in range(n_texts):
             for n in SIZES:
                 before = engine.counters()

@@ -18,9 +18,10 @@ from logits import divergences, judged
 from numpy.typing import NDArray
 from setting import Setting
 
+from lab.options import engine_options
 from lab.synth import plan_shape, write, write_preset
 from lab.synth.shape import Shape
-from offload.engine import Engine, EngineOptions, open_engine
+from offload.engine import Engine, open_engine
 from offload.model_file import read_facts
 from offload.times.min_batch import MinBatch
 
@@ -93,7 +94,7 @@ def _followed(
         "flash_attn": "off" if setting.args.small else "auto",
         "min_batch": MinBatch(experts=1, dense=1),  # the device computes all batches
     }  # fmt: skip
-    with open_engine(path, EngineOptions(**{**options, **changes})) as engine:
+    with open_engine(path, engine_options(**{**options, **changes})) as engine:
         rows = [row for turn in range(_TIMES) for row in _turn(engine, turn)]
         counters, sequences = engine.counters(), engine.sequences
         way = "checkpoint" if sequences.goes_back_by_checkpoints else "cut"

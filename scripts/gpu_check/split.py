@@ -33,6 +33,7 @@ from offload.ggml.native_build import may_repack
 from offload.model import ModelFacts, layer_of
 from offload.model_file import read_facts
 from offload.plan.weights import device_bytes
+from offload.times.context import ContextOptions, context_memory
 from offload.times.steadiness import if_steady
 from offload.times.table import entry_of
 from specoffload.bench.llama_server import TunedLlama, combined_ways, followed_s, tune_for, ways_of
@@ -321,7 +322,7 @@ def _peer_options(setting: Setting, facts: ModelFacts, tuned: TunedLlama) -> dic
 
 
 def _session(setting: Setting, path: Path, hybrid: str, vram_bytes: int, profiles: Path) -> Session:
-    """A session as the command line opens it, except that the budget is for weights alone.
+    """A session as the command line opens it. Its memory has room for the weights and a context.
 
     `profiles`: an empty folder, so that everything is measured now.
     """
@@ -338,9 +339,10 @@ def _session(setting: Setting, path: Path, hybrid: str, vram_bytes: int, profile
     )
     line = read_command_line("run", words, Environment(variables={}))
     config = resolve(line.options, read_host())
+    context = context_memory(read_facts(path), ContextOptions(N_CTX, N_UBATCH))
     config = replace(
         config,
-        streaming=replace(config.streaming, vram_bytes=vram_bytes, device_bytes=None),
+        device_bytes=vram_bytes + (context.total_bytes if setting.choice.on_gpu else 0),
         spec=replace(config.spec, profile_dir=profiles),
     )
     return Session(config)

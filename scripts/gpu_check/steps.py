@@ -15,10 +15,10 @@ from logits import divergences, judged
 from numpy.typing import NDArray
 from setting import Setting
 
-from offload.engine import Engine, EngineOptions, open_engine
+from lab.options import Streaming, engine_options
+from offload.engine import Engine, open_engine
 from offload.errors import DeviceFailed
 from offload.model_file import read_facts
-from offload.stream.options import StreamingOptions
 from offload.times.min_batch import MinBatch
 from offload.times.steadiness import if_steady
 from offload.times.table import entry_of
@@ -87,11 +87,11 @@ def measure_ways(
     setting: Setting, path: Path, vram_bytes: int, batches: list[int]
 ) -> tuple[dict[str, Steps], str]:
     """Returns the times of resident, serial and overlapped, and a line on where the weights are."""
-    serial = StreamingOptions(vram_bytes=vram_bytes, depth=0, prefetch=False)
-    overlapped = StreamingOptions(vram_bytes=vram_bytes)
+    serial = Streaming(vram_bytes=vram_bytes, depth=0, prefetch=False)
+    overlapped = Streaming(vram_bytes=vram_bytes)
     ways, line = {}, ""
     for name, streaming in (("resident", serial), ("serial", serial), ("overlapped", overlapped)):
-        options = EngineOptions(
+        options = engine_options(
             device=setting.choice.name,
             streaming=streaming,
             stream_experts=name != "resident",

@@ -11,7 +11,6 @@ import argparse
 import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lab import ROOT, filled
+from lab.options import Streaming, engine_options
 from lab.synth.mixtures import (
     ARCHITECTURES,
     MODELS,
@@ -35,7 +35,6 @@ from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.row_draft import MTP_ARCHITECTURES
 from offload.schedule.division import SplitCosts
 from offload.schedule.splitter import ByCosts, Splitter
-from offload.stream.options import StreamingOptions
 from offload.times.min_batch import NEVER, MinBatch
 
 ON_GPU = 999  # for `n_gpu_layers`: the dense weights of all layers stay resident
@@ -57,28 +56,26 @@ def ways(path: Path) -> Mapping[str, EngineOptions]:
     two tokens.
     """
     whole = make_plan(read_facts(path), PlanRequest())
-    streaming = StreamingOptions(vram_bytes=whole.resident_bytes + whole.slot_bytes // 2)
+    streaming = Streaming(vram_bytes=whole.resident_bytes + whole.slot_bytes // 2)
     few_bytes = sum(2 * pool.n_used * pool.slot_bytes for pool in whole.layout.pools)
-    few = StreamingOptions(
-        vram_bytes=whole.resident_bytes + few_bytes, n_gpu_layers=ON_GPU, passes="on"
-    )
-    common = EngineOptions(
+    few = Streaming(vram_bytes=whole.resident_bytes + few_bytes, n_gpu_layers=ON_GPU, passes="on")
+    common = engine_options(
         device="sim", min_batch=MinBatch(1, 1), n_ctx=512, n_ubatch=128, n_outputs=256,
         n_threads=1, n_threads_batch=1,
     )  # fmt: skip
     never = MinBatch(NEVER, NEVER)
     return {
-        "alone": replace(common, device="cpu", stream_experts=False),
-        "resident": replace(common, stream_experts=False),
-        "streamed": replace(common, streaming=streaming),
-        "split": replace(
-            common, min_batch=never, streaming=replace(streaming, hybrid=True, splitter=halves())
+        "alone": engine_options(common, device="cpu", stream_experts=False),
+        "resident": engine_options(common, stream_experts=False),
+        "streamed": engine_options(common, streaming=streaming),
+        "split": engine_options(
+            common, min_batch=never, streaming=streaming | Streaming(hybrid=True, splitter=halves())
         ),
-        "passes": replace(common, streaming=few),
-        "shared passes": replace(
-            common, min_batch=never, streaming=replace(few, hybrid=True, splitter=halves())
+        "passes": engine_options(common, streaming=few),
+        "shared passes": engine_options(
+            common, min_batch=never, streaming=few | Streaming(hybrid=True, splitter=halves())
         ),
-        "two devices": replace(common, device="sim,sim", tensor_split=(1, 1)),
+        "two devices": engine_options(common, device="sim,sim", tensor_split=(1, 1)),
     }
 
 

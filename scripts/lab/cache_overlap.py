@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lab.options import engine_options
 from lab.virtual_gpu import CARDS, again_on_standin, has_clock, use_card, use_virtual_time
 
 N_TOKENS, N_UBATCH = 3584, 512
@@ -45,9 +46,9 @@ class Row:
 
 def measured(card: str, folder: Path) -> list[Row]:
     import offload.plan.devices
+    from lab.options import Streaming
     from lab.synth import write_preset
-    from offload.engine import EngineOptions, open_engine
-    from offload.stream.options import StreamingOptions
+    from offload.engine import open_engine
     from offload.times.min_batch import MinBatch
 
     setattr(offload.plan.devices, "attention_crossover", lambda *_: 1)  # noqa: B010
@@ -58,8 +59,8 @@ def measured(card: str, folder: Path) -> list[Row]:
     found: dict[str, dict[int, float]] = {}
     cache_bytes = 0
     for name, depth, kv_offload in (("gpu", 2, True), ("waiting", 0, False), ("ahead", 2, False)):
-        options = EngineOptions(
-            device="CUDA0", streaming=StreamingOptions(depth=depth), min_batch=MinBatch(1, 1),
+        options = engine_options(
+            device="CUDA0", streaming=Streaming(depth=depth), min_batch=MinBatch(1, 1),
             n_ctx=N_TOKENS + 1024, n_batch=N_UBATCH, n_ubatch=N_UBATCH, n_outputs=64, n_threads=1,
             n_threads_batch=1, flash_attn="on", kv_offload=kv_offload,
         )  # fmt: skip

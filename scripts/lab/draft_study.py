@@ -29,7 +29,8 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
-from offload.engine import Engine, EngineOptions, open_engine
+from lab.options import engine_options
+from offload.engine import Engine, open_engine
 from specdec.costs.draft_quality import TextCompared, block_lengths, compared
 from specdec.costs.profile import CostProfile
 from specdec.decoding.acceptance import Greedy, MatchAcceptance
@@ -246,7 +247,7 @@ def ranks_agree(measure: Sequence[float], rates: Sequence[float]) -> float:
 
 def study(n_turns: int, folder: Path, variants: Sequence[Variant] = VARIANTS) -> list[Measured]:
     """Measure all variants, by turns."""
-    options = EngineOptions(device="cpu", n_ctx=1024, n_threads=1, n_threads_batch=1)
+    options = engine_options(device="cpu", n_ctx=1024, n_threads=1, n_threads_batch=1)
     code, prose = demo_prompts("code"), demo_prompts("prose")
     half = N_TEXTS // 2
     first = [*code[:half], *prose[:half]]

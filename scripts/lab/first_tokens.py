@@ -13,9 +13,9 @@ from collections.abc import Iterable
 import typer
 
 from lab import ROOT, filled
-from offload.engine import Engine, EngineOptions, open_engine
+from lab.options import Streaming, engine_options
+from offload.engine import Engine, open_engine
 from offload.routing.routing import counted_unions, expected_union
-from offload.stream.options import StreamingOptions
 from offload.times.min_batch import MinBatch
 from specoffload.config.resolution import demo_file
 from specoffload.opening.draft_model import real_text
@@ -39,12 +39,12 @@ def counted(engine: Engine, tokens: Iterable[int], *, first: bool) -> dict[int, 
 
 def table() -> str:
     path = demo_file("target.gguf")
-    options = EngineOptions(device="sim", min_batch=MinBatch(1, 1), n_ctx=N_TOKENS + 64)
+    options = engine_options(device="sim", min_batch=MinBatch(1, 1), n_ctx=N_TOKENS + 64)
     with open_engine(path, options) as whole:
         assert whole.plan is not None
         vram = whole.plan.resident_bytes + whole.plan.slot_bytes // 2
-    streaming = StreamingOptions(vram_bytes=vram, record_routing=True)
-    options = EngineOptions(
+    streaming = Streaming(vram_bytes=vram, record_routing=True)
+    options = engine_options(
         device="sim", min_batch=MinBatch(1, 1), n_ctx=N_TOKENS + 64, streaming=streaming
     )
     rng = random.Random(1)

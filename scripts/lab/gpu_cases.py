@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from lab.options import Streaming, engine_options
 from lab.synth import write_preset
 from lab.synth.routing import drawn_text
 from offload.engine import Engine, EngineOptions
 from offload.model import ModelFacts, layer_of
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.search import overlap_s
-from offload.stream.options import StreamingOptions
 from offload.times.context import ContextOptions
 from offload.times.decodes import streamed_s
 from offload.times.hits import Sharing
@@ -113,16 +113,14 @@ def options_of(
     facts: ModelFacts, setup: Setup, devices: Sequence[str], n_threads: int
 ) -> EngineOptions:
     """Options of a setup's engine on the first of `devices`, which computes all batches."""
-    streaming = StreamingOptions()
+    streaming = Streaming()
     if setup.share is not None:
         plan = make_plan(facts, PlanRequest(n_cpu_moe=999))
         one_token_bytes = sum(pool.n_used * pool.slot_bytes for pool in plan.layout.pools)
         slot_bytes = max(int(setup.share * plan.slot_bytes), one_token_bytes * setup.n_devices)
         n_bytes = plan.resident_bytes + slot_bytes
-        streaming = StreamingOptions(
-            vram_bytes=n_bytes // setup.n_devices, n_cpu_moe=999, passes="on"
-        )
-    return EngineOptions(
+        streaming = Streaming(vram_bytes=n_bytes // setup.n_devices, n_cpu_moe=999, passes="on")
+    return engine_options(
         device=",".join(devices[: setup.n_devices]), streaming=streaming,
         stream_experts=setup.share is not None, min_batch=MinBatch(1, 1), n_ctx=_N_CTX,
         n_batch=_N_CTX, n_ubatch=setup.n_ubatch, n_outputs=64, n_threads=n_threads,

@@ -35,12 +35,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lab.disk import lab_model
+from lab.options import Streaming, engine_options
 from lab.synth.routing import drawn_text
-from offload.engine import Engine, EngineOptions, open_engine
+from offload.engine import Engine, open_engine
 from offload.model_file import read_facts
 from offload.store.expert_memory import ExpertMemory
 from offload.store.store import StoreOptions
-from offload.stream.options import StreamingOptions
 from offload.times.min_batch import NEVER, MinBatch
 
 _WARM_TOKENS = 48  # tokens decoded before the first measured one, which fill memory
@@ -88,18 +88,16 @@ def run(args: argparse.Namespace, rate: float | None, *, is_whole: bool = False)
     text = drawn_text(args.n_vocab, _WARM_TOKENS + args.tokens)
     warm, new = text[:_WARM_TOKENS], dict.fromkeys(text[_WARM_TOKENS:])
     facts, share = args.facts, args.share
-    streaming, device = StreamingOptions(), args.device
+    streaming, device = Streaming(), args.device
     if device == "sim" and not is_whole:
         dense_bytes = facts.size_bytes - facts.expert_bytes
         vram_bytes = int(dense_bytes + share / 2 * facts.expert_bytes) + _CONTEXT_BYTES
-        streaming, device = StreamingOptions(vram_bytes=vram_bytes), f"sim:bw={_LINK / 1e9}GB/s"
-    options = EngineOptions(
+        streaming, device = Streaming(vram_bytes=vram_bytes), f"sim:bw={_LINK / 1e9}GB/s"
+    options = engine_options(
         device=device, streaming=streaming, n_ctx=1024, n_ubatch=64, most_ubatch=64,
         n_threads=args.threads, n_threads_batch=args.threads, min_batch=MinBatch(NEVER, NEVER),
-        store=StoreOptions(
-            ram_bytes=int((_WHOLE if is_whole else share) * facts.expert_bytes),
-            disk_bytes_per_s=rate,
-        ),
+        ram_bytes=int((_WHOLE if is_whole else share) * facts.expert_bytes),
+        store=StoreOptions(disk_bytes_per_s=rate),
     )  # fmt: skip
     with open_engine(args.model, options) as engine:
         decode(engine, warm)

@@ -22,15 +22,15 @@ from typing import Any
 
 import numpy as np
 
+from lab.options import Streaming, engine_options
 from lab.synth import write_preset
-from offload.engine import Engine, EngineOptions, open_engine
+from offload.engine import Engine, open_engine
 from offload.ggml.graph import Graph
 from offload.ggml.library.lib import library
 from offload.ggml.pydevice import WrappedStream
 from offload.schedule.division import SplitCosts
 from offload.schedule.splitter import ByCosts, all_on_device
 from offload.stream.device import StreamingDevice
-from offload.stream.options import StreamingOptions
 from offload.stream.play import GraphPlayer, calls
 from offload.times.min_batch import MinBatch
 
@@ -121,7 +121,7 @@ class Clock:
 
 
 def measure(
-    clock: Clock, path: Path, n_tokens: int, streaming: StreamingOptions, n: int, most_warm: int,
+    clock: Clock, path: Path, n_tokens: int, streaming: Streaming, n: int, most_warm: int,
     filled: tuple[int, int],
 ) -> dict[str, Any]:  # fmt: skip
     """Return minima of `n` decodes of the same `n_tokens` tokens.
@@ -129,7 +129,7 @@ def measure(
     Up to `most_warm` decodes fill the slots first. If it is 0, experts are copied into slots
     instead: of each two neighbours those for which `filled` has a 1.
     """
-    options = EngineOptions(
+    options = engine_options(
         device="sim",
         streaming=streaming,
         min_batch=MinBatch(1, 1),
@@ -142,7 +142,7 @@ def measure(
     with open_engine(path, options) as engine:
         assert engine.device is not None
         clock.watch(engine.device)
-        engine.routing.is_on = streaming.record_routing
+        engine.routing.is_on = bool(streaming.get("record_routing"))
         tokens = [(13 * i + 5) % engine.n_vocab for i in range(n_tokens)]
         if most_warm:
             _fill(engine, tokens, most_warm)
@@ -194,7 +194,7 @@ def main() -> None:
             for name, (preset, changes) in MODELS.items()
         }
         for title, model, n_tokens, streaming in CASES:
-            options = StreamingOptions(hybrid="splitter" in streaming, **streaming)
+            options = Streaming(hybrid="splitter" in streaming, **streaming)
             filled = (1, 1) if "each" in title else (1, 0)
             most_warm = 0 if "half" in title or "each" in title else MOST_WARM
             n_timed = min(n, MOST_PROMOTING) if title.endswith("promoting") else n

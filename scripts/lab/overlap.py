@@ -19,17 +19,17 @@ import argparse
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from lab.options import Streaming, engine_options
 from lab.synth import write_preset
-from offload.engine import EngineOptions, open_engine
+from offload.engine import open_engine
 from offload.measuring import decode_s
 from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
 from offload.schedule.slots import StreamCounters
-from offload.stream.options import StreamingOptions
 from offload.times.min_batch import MinBatch
 from specoffload import report
 from specoffload.bench.load import warn_of_load
@@ -178,14 +178,14 @@ def measure(case: Case, folder: Path, repetitions: int) -> Overlap:
     whole = make_plan(read_facts(path), PlanRequest(n_gpu_layers=case.n_gpu_layers))
     vram = whole.resident_bytes + int(whole.slot_bytes * case.slots)
     # The buffer of so small a model would hold all experts, so that nothing would be copied.
-    streaming = StreamingOptions(vram_bytes=vram, n_gpu_layers=case.n_gpu_layers, lend=False)
+    streaming = Streaming(vram_bytes=vram, n_gpu_layers=case.n_gpu_layers, lend=False)
     resident = _step(path, "sim", None, case, repetitions)
     free = _step(path, "sim", streaming, case, 2)
     bandwidth = free.copied_bytes / (resident.median_s * case.copy_share)
     device = f"sim:bw={bandwidth:.0f}B/s"
     turns = (True, False) if case.n_tokens > case.n_ubatch else (True,)
     overlapped, *late = _steps_in_turns(path, device, streaming, case, repetitions, turns)
-    one_by_one = replace(streaming, depth=0, prefetch=False)
+    one_by_one = streaming | Streaming(depth=0, prefetch=False)
     serial = _step(path, device, one_by_one, case, max(3, repetitions // 2))
     again = _step(path, "sim", None, case, repetitions)
     compute_s = statistics.median([*resident.times, *again.times])
@@ -224,7 +224,7 @@ class _Steps:
 
 
 def _step(
-    path: Path, device: str, streaming: StreamingOptions | None, case: Case, repetitions: int
+    path: Path, device: str, streaming: Streaming | None, case: Case, repetitions: int
 ) -> _Steps:
     """Time `repetitions` steps of new tokens."""
     (steps,) = _steps_in_turns(path, device, streaming, case, repetitions, (True,))
@@ -234,7 +234,7 @@ def _step(
 def _steps_in_turns(
     path: Path,
     device: str,
-    streaming: StreamingOptions | None,
+    streaming: Streaming | None,
     case: Case,
     repetitions: int,
     turns: Sequence[bool],
@@ -244,10 +244,10 @@ def _steps_in_turns(
     The turns alternate, and every second round goes through them backwards. A turn that is False
     starts no copy of a next ubatch early.
     """
-    options = EngineOptions(
+    options = engine_options(
         device=device,
         stream_experts=streaming is not None,
-        streaming=streaming or StreamingOptions(),
+        streaming=streaming or Streaming(),
         min_batch=MinBatch(1, 1),
         n_ctx=max(1024, 2 * case.n_tokens),
         n_ubatch=case.n_ubatch,

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lab.options import Streaming, engine_options
 from lab.virtual_gpu import CARDS, again_on_standin, has_clock, use_card, use_virtual_time
 
 SIZES = (128, 256, 512, 1024, 2048, 4096, 8192)
@@ -43,20 +44,19 @@ class Priced:
 def measure(path: Path, model: str, sizes: Sequence[int], n_steps: int) -> Iterator[Priced]:
     """Time batches of all sizes on all cards, first as whole layers and then in passes."""
     from offload.device import devices
-    from offload.engine import EngineOptions, open_engine
+    from offload.engine import open_engine
     from offload.model_file import read_facts
     from offload.plan.placement import PlanRequest, make_plan
     from offload.plan.slot_layout import SlotPool
     from offload.stream import passes
-    from offload.stream.options import StreamingOptions
     from offload.times.min_batch import MinBatch
 
     gpu = next(device.name for device in devices() if device.on_gpu)
     plan = make_plan(read_facts(path), PlanRequest(n_cpu_moe=999))
     n_bytes = plan.resident_bytes + plan.slot_bytes // 2
     n = max(sizes)
-    options = EngineOptions(
-        device=gpu, streaming=StreamingOptions(vram_bytes=n_bytes, n_cpu_moe=999, passes="on"),
+    options = engine_options(
+        device=gpu, streaming=Streaming(vram_bytes=n_bytes, n_cpu_moe=999, passes="on"),
         stream_experts=True, min_batch=MinBatch(1, 1), n_ctx=n + 256, n_batch=n, n_ubatch=n,
         n_outputs=64, n_threads=1, n_threads_batch=1, flash_attn="auto",
     )  # fmt: skip

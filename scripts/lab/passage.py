@@ -26,8 +26,9 @@ from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
+from lab.options import engine_options
 from lab.synth import write_preset
-from offload.engine import EngineOptions, open_engine
+from offload.engine import open_engine
 from offload.remote.address import Address, RemoteOptions, parse_address
 from offload.remote.secret import Secret
 from offload.times.min_batch import MinBatch
@@ -61,7 +62,7 @@ def working(model: Path, secret: str) -> Iterator[Address]:
 
 def speeds_of(model: Path, worker: Address, n_tokens: int) -> Speeds:
     """Open the model on this machine and the worker, and return the speeds of decodes."""
-    options = EngineOptions(
+    options = engine_options(
         device="sim", remote=RemoteOptions((worker,)), min_batch=MinBatch(1, 1),
         tensor_split=(1.0, 1.0), n_ctx=1024, n_ubatch=_UBATCH, n_outputs=_UBATCH, n_threads=1,
         n_threads_batch=1,

@@ -18,10 +18,11 @@ from offload.model import ModelFacts
 from offload.plan.cache_place import full_context_s
 from offload.plan.context_choice import RequestSeconds, choose_context
 from offload.plan.decision import decide
-from offload.plan.found import Found, FoundDevice, Kind, Wanted
+from offload.plan.found import Found, FoundDevice, Kind
 from offload.plan.layout import Layout
 from offload.plan.placement import MARGIN_BYTES, PlanRequest, make_plan
 from offload.plan.sharing import UBATCHES
+from offload.plan.wanted import Wanted
 from offload.store.store import Room
 from offload.times.context import ContextOptions, context_memory
 from offload.units import size_words
@@ -123,7 +124,7 @@ def _with_cache(facts: ModelFacts, *, kv_offload: bool, chooses: bool) -> Layout
     card = FoundDevice("GPU0", Kind.GPU, CACHE_CARD_GIB * GIB)
     wanted = Wanted(
         ContextOptions(CACHE_TOKENS, kv_offload=kv_offload),
-        PlanRequest(n_cpu_moe="fit", plan_for_splits=True), splits=True,
+        n_cpu_moe="fit", plan_for_splits=True, hybrid=True,
         most_ubatch=UBATCHES[-1], chooses_cache=chooses,
     )  # fmt: skip
     found = Found((card,), ram_bytes=(CACHE_RAM_GIB - SYSTEM_GIB) * GIB)

@@ -18,20 +18,19 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lab.options import Streaming, engine_options
 from lab.synth import write_preset
 from offload.device import devices
-from offload.engine import EngineOptions, open_engine
+from offload.engine import open_engine
 from offload.ggml.library.callback import calls_into_python
 from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
 from offload.schedule.splitter import stay
-from offload.stream.options import StreamingOptions
 from offload.times.min_batch import NEVER, MinBatch
 
 SIZES = (1, 2, 3, 5, 9)
@@ -42,9 +41,9 @@ N_CHANGING = 60  # decodes of changing sizes in a round
 N_SAME = 12  # decodes of each size in a round, of which the first two are not timed
 IN_PLACE = MinBatch(NEVER, NEVER)
 STREAMED = MinBatch(1, 1)
-ALL = StreamingOptions(bounce=False)  # on `sim` and on the stand-in all experts get slots
-HALF = StreamingOptions(bounce=False, n_cpu_moe=999)  # half of the experts do
-SPLIT = replace(HALF, hybrid=True, splitter=stay)  # the CPU computes the others
+ALL = Streaming(bounce=False)  # on `sim` and on the stand-in all experts get slots
+HALF = Streaming(bounce=False, n_cpu_moe=999)  # half of the experts do
+SPLIT = HALF | Streaming(hybrid=True, splitter=stay)  # the CPU computes the others
 
 Times = dict[int, list[float]]  # seconds by batch size
 
@@ -82,7 +81,7 @@ class Measured:
         settings |= options
         if settings["streaming"] is not ALL:
             settings["streaming"] = _with_half(path, settings["streaming"])
-        self.engine = open_engine(path, EngineOptions(**settings))
+        self.engine = open_engine(path, engine_options(**settings))
         self.engine.sequences.extend(
             0, [i % self.engine.n_vocab for i in range(N_TEXT)], n_logits=1
         )
@@ -143,10 +142,10 @@ class Measured:
         }
 
 
-def _with_half(path: Path, streaming: StreamingOptions) -> StreamingOptions:
+def _with_half(path: Path, streaming: Streaming) -> Streaming:
     """Return the options with slots for half of the experts."""
-    plan = make_plan(read_facts(path), PlanRequest(n_cpu_moe=streaming.n_cpu_moe))
-    return replace(streaming, vram_bytes=plan.resident_bytes + plan.slot_bytes // 2)
+    plan = make_plan(read_facts(path), PlanRequest(n_cpu_moe=streaming.get("n_cpu_moe")))
+    return streaming | Streaming(vram_bytes=plan.resident_bytes + plan.slot_bytes // 2)
 
 
 def measure(path: Path, names: Sequence[str], n_rounds: int) -> dict[str, Any]:

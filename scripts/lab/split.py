@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from lab.options import engine_options
 from lab.split_price import use_experts_time
 from lab.virtual_gpu import again_on_standin, has_clock, set_rate, use_virtual_time
 
@@ -88,14 +89,14 @@ CASES = (*ANSWERS, *PROMPTS)
 
 def measure(case: Case, folder: Path, repetitions: int) -> Shared:
     """Run one case: `repetitions` steps of new tokens in each way, after two for warm-up."""
+    from lab.options import Streaming
     from lab.synth import write_preset
     from offload.device import devices
-    from offload.engine import EngineOptions, open_engine
+    from offload.engine import open_engine
     from offload.model_file import read_facts
     from offload.plan.placement import PlanRequest, make_plan
     from offload.schedule.division import SplitCosts
     from offload.schedule.splitter import ByCosts, Splitter, all_on_device
-    from offload.stream.options import StreamingOptions
     from offload.times.min_batch import NEVER, MinBatch
 
     path = folder / f"split-{case.n_used}.gguf"
@@ -113,9 +114,9 @@ def measure(case: Case, folder: Path, repetitions: int) -> Shared:
         "step": ByCosts(costs),
     }
     gpu = next(device.name for device in devices() if device.on_gpu)
-    options = EngineOptions(
+    options = engine_options(
         device=gpu,
-        streaming=StreamingOptions(
+        streaming=Streaming(
             vram_bytes=whole.resident_bytes + int(whole.slot_bytes * _SLOTS),
             n_cpu_moe=999, hybrid=True, splitter=all_on_device, lend=False,
         ),

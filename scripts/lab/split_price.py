@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from lab import ROOT, filled
+from lab.options import engine_options
 from lab.virtual_gpu import (
     CARDS,
     again_on_standin,
@@ -212,13 +213,13 @@ class Today:
     TOKEN = 17
 
     def __init__(self, shape: Shape, folder: Path, timeline: Timeline) -> None:
+        from lab.options import Streaming
         from lab.synth import write_preset
         from offload.device import devices
-        from offload.engine import EngineOptions, open_engine
+        from offload.engine import open_engine
         from offload.model_file import read_facts
         from offload.plan.placement import PlanRequest, make_plan
         from offload.schedule.splitter import stay
-        from offload.stream.options import StreamingOptions
         from offload.times.min_batch import NEVER, MinBatch
 
         path = folder / "price.gguf"
@@ -228,12 +229,12 @@ class Today:
         )  # fmt: skip
         facts = read_facts(path)
         plan = make_plan(facts, PlanRequest(n_cpu_moe=999))
-        streaming = StreamingOptions(
+        streaming = Streaming(
             vram_bytes=plan.resident_bytes + int(0.75 * plan.slot_bytes), n_cpu_moe=999,
             hybrid=True, splitter=stay, prefetch=False,
         )  # fmt: skip
         gpu = next(device.name for device in devices() if device.on_gpu)
-        self._engine = open_engine(path, EngineOptions(
+        self._engine = open_engine(path, engine_options(
             device=gpu, streaming=streaming, stream_experts=True, n_ctx=4096, n_threads=1,
             min_batch=MinBatch(NEVER, NEVER), n_threads_batch=1, flash_attn="auto",
         ))  # fmt: skip

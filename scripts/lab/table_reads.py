@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
+from lab.options import engine_options
 from lab.synth.tables import table_shape
 from lab.synth.write import plan_shape, write
 from offload.engine import Engine, EngineOptions, open_engine
-from offload.store.store import StoreOptions
 from offload.store.table_rows import TableRows
 
 N_VOCAB = 1 << 18
@@ -28,8 +28,8 @@ N_PROMPT, N_TOKENS, N_TRIES = 512, 64, 5
 
 
 def options(ram_bytes: int | None) -> EngineOptions:
-    return EngineOptions(
-        device="cpu", store=StoreOptions(ram_bytes=ram_bytes), n_ctx=2048, n_batch=N_PROMPT,
+    return engine_options(
+        device="cpu", ram_bytes=ram_bytes, n_ctx=2048, n_batch=N_PROMPT,
         n_ubatch=128, n_outputs=16, n_threads=1, n_threads_batch=1,
     )  # fmt: skip
 

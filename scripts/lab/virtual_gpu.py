@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from lab import ROOT, filled
+from lab.options import engine_options
 
 CARDS = {"RTX 4090": "rtx-4090-ddr5", "RTX 3060": "rtx-3060-ddr4", "H100": "h100"}
 PAGE = ROOT / "docs" / "gpu.md"
@@ -301,20 +302,20 @@ def measure_overlap(folder: Path, repetitions: int = 9) -> Iterator[Overlap]:
 
 def _steps(path: Path, case: OverlapCase, way: str, n: int) -> tuple[float, float]:
     """Return the median seconds of `n` steps after warm-up, and a step's copied bytes."""
-    from offload.engine import EngineOptions, open_engine
+    from lab.options import Streaming
+    from offload.engine import open_engine
     from offload.model_file import read_facts
     from offload.plan.placement import PlanRequest, make_plan
-    from offload.stream.options import StreamingOptions
     from offload.times.min_batch import MinBatch
 
     layers: dict[str, Any] = {"n_gpu_layers": 0} if case.is_dense else {"n_cpu_moe": 999}
     whole = make_plan(read_facts(path), PlanRequest(**layers))
     ahead: dict[str, Any] = {"depth": 0, "prefetch": False} if way == "serial" else {}
-    streaming = StreamingOptions(
+    streaming = Streaming(
         vram_bytes=whole.resident_bytes + int(whole.slot_bytes * case.slots), **layers, **ahead
     )
-    options = EngineOptions(
-        device="CUDA0", streaming=StreamingOptions() if way == "resident" else streaming,
+    options = engine_options(
+        device="CUDA0", streaming=Streaming() if way == "resident" else streaming,
         stream_experts=way != "resident", min_batch=MinBatch(1, 1), n_ctx=case.n_tokens + 256,
         n_batch=case.n_tokens, n_ubatch=case.n_ubatch, n_outputs=64, n_threads=1,
         n_threads_batch=1, flash_attn="auto",

@@ -20,13 +20,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from lab import ROOT
+from lab.options import engine_options
 from lab.synth import eagle, mtp, write_preset
 from lab.synth.mixtures import ARCHITECTURES, write_mixture
 from offload.engine import EngineOptions, open_engine
@@ -129,7 +130,7 @@ def reading(found: Operations) -> Iterator[None]:
 
 
 def _options(flash_attn: str, n_sequences: int, cache: str) -> EngineOptions:
-    return EngineOptions(
+    return engine_options(
         device="sim", stream_experts=False, min_batch=MinBatch(1, 1), n_ctx=512, n_ubatch=64,
         n_outputs=128, n_threads=1, n_threads_batch=1, flash_attn=flash_attn,
         n_sequences=n_sequences, type_k=cache, type_v=cache if flash_attn == "on" else "f16",
@@ -152,9 +153,9 @@ def operations_of(path: Path, way: Way, options: EngineOptions | None = None) ->
 
 def _decode(path: Path, options: EngineOptions) -> None:
     with open_engine(path, options) as engine:
-        if (options.mtp or options.eagle) and engine.row_draft is None:
+        if (options.wanted.mtp or options.eagle) and engine.row_draft is None:
             raise BadModel(engine.row_complaint)
-        texts: list[list[int]] = [[] for _ in range(options.n_sequences)]
+        texts: list[list[int]] = [[] for _ in range(options.wanted.context.n_sequences)]
         for n in BATCHES:
             tokens = [(13 * i + 5 * n) % min(engine.n_vocab, eagle.N_MAPPED) for i in range(n)]
             if len(texts) == 1:
@@ -190,14 +191,16 @@ def tried(name: str, way: Way) -> Operations:
     with tempfile.TemporaryDirectory() as its:
         folder = Path(its)
         if kind == "mtp":
-            return operations_of(mtp.write_mtp(folder, of), way, replace(options, mtp=True))
+            return operations_of(mtp.write_mtp(folder, of), way, engine_options(options, mtp=True))
         if kind == "eagle":
             target = eagle.write_target(folder, of)
             files = [
                 eagle.write_eagle(folder, target, mapped=own, own_embeddings=own)
                 for own in (False, True)
             ]
-            found = [operations_of(target, way, replace(options, eagle=file)) for file in files]
+            found = [
+                operations_of(target, way, engine_options(options, eagle=file)) for file in files
+            ]
             return together(found)
         return operations_of(written(name, folder / f"{name}.gguf"), way)
 

@@ -65,7 +65,7 @@ class _Walk:
     def __init__(self, engine: Engine) -> None:
         self._sequences, self._text = engine.sequences, itertools.cycle(real_text(engine))
         self._span = min(_SPAN, engine.n_ctx)
-        self.most = min(self._span - _DEPTH, engine.options.n_outputs)  # tokens of a batch
+        self.most = min(self._span - _DEPTH, engine.layout.context.n_outputs)  # tokens of a batch
         self._begin()
 
     def _begin(self) -> None:

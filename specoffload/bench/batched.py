@@ -129,7 +129,7 @@ def bench_batched(config: Config, sweep: Sweep, form: str | None) -> None:
 
 
 def _conditions(session: Session, sweep: Sweep) -> dict[str, Any]:
-    o = session.target.options
+    o = session.target.layout.context
     return {
         "n_kv_max": session.target.n_ctx, "n_batch": session.config.batch_size,
         "n_ubatch": o.n_ubatch, "flash_attn": FLASH_ATTN[o.flash_attn],

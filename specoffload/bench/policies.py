@@ -185,7 +185,7 @@ def warm_up(
 def _cut(session: Session, text: str, n_predict: int) -> list[int]:
     """The last tokens of `text` that leave room for the answer and its drafts."""
     tokens = session.tokenize(text, add_special=True, parse_special=False)
-    room = max(1, session.target.n_ctx - n_predict - session.target.options.n_outputs)
+    room = max(1, session.target.n_ctx - n_predict - session.target.layout.context.n_outputs)
     return tokens[-room:]
 
 

@@ -28,8 +28,7 @@ from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.notes import NoteKind, kind_of
 from offload.plan.context_choice import LEAST_CTX
-from offload.plan.placement import LEAST_FREE_BYTES
-from offload.stream.options import free_bytes
+from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES
 from offload.times.context import DEFAULT_UBATCH, ContextOptions, context_memory
 from offload.times.table import CostTable
 from specdec.options import DrafterName
@@ -243,11 +242,7 @@ def _side_by_side(
     if config.has_steps:
         ours["spec"] = config
     choice = choose_device(config.device)
-    if (
-        choice.sim is not None
-        and choice.sim.vram_bytes is None
-        and not config.streaming.device_bytes
-    ):
+    if choice.sim is not None and choice.sim.vram_bytes is None and not config.device_bytes:
         # Compare the same loop with and without the wrapped device, while nothing streams.
         ours["unwrapped"] = replace(config.without_drafts, device="cpu", gpu_flags=())
         ours["wrapped"] = replace(ours["wrapped"], stream_experts=False)
@@ -293,9 +288,9 @@ def _tuned_peers(config: Config) -> dict[str, TunedLlama]:
     n_ctx = _n_ctx(config, facts)
     vram = None
     if choice.on_gpu:
-        asked = config.streaming.device_bytes
-        most = choice.device.memory_bytes()[0] - LEAST_FREE_BYTES  # free as in our plan
-        vram = free_bytes(choice) if asked is None else min(asked, most)
+        asked = config.device_bytes
+        free = choice.device.memory_bytes()[0]  # as much is left free as by our plan
+        vram = max(0, free - MARGIN_BYTES) if asked is None else min(asked, free - LEAST_FREE_BYTES)
     ubatches = UBATCHES if choice.on_gpu else UBATCHES[:1]
     peers = {}
     for n in ubatches:

@@ -159,7 +159,7 @@ def _measure_all(session: Session, own: BenchOptions, found: _Found, rows: _Rows
 
 
 def _about_device(session: Session) -> str:
-    threads = session.target.options.n_threads
+    threads = session.target.layout.context.n_threads
     return f"{session.target.choice.name}, {report.plural(threads or 0, 'thread')}"
 
 
@@ -379,11 +379,11 @@ class _Rows:
         """Write what comes before the first row."""
         if self._own.output is None:
             return
-        config, options = self._config, session.target.options
+        config, context = self._config, session.target.layout.context
         self._conditions = row_conditions(config) | {
             "n_batch": config.batch_size,
-            "n_ubatch": options.n_ubatch or DEFAULT_UBATCH,
-            "n_threads": options.n_threads or config.threads,
+            "n_ubatch": context.n_ubatch or DEFAULT_UBATCH,
+            "n_threads": context.n_threads or config.threads,
         }
         test = {"n_prompt": 0, "n_gen": self._own.n_predict, "n_depth": 0, "path": "spec"}
         widest = {"n_drafted": 99999, "n_accepted": 99999, "accepted_share": 0.0, "median_ts": 0.0}

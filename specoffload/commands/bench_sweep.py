@@ -93,14 +93,14 @@ def _write(own: BenchOptions, text: str) -> None:
 
 def _conditions(config: Config) -> dict[str, Any]:
     sizes = {"n_batch": config.batch_size, "n_ubatch": config.ubatch_size or DEFAULT_UBATCH}
-    layers = {"n_gpu_layers": config.streaming.n_gpu_layers, "n_cpu_moe": _n_cpu_moe(config)}
+    layers = {"n_gpu_layers": config.n_gpu_layers, "n_cpu_moe": _n_cpu_moe(config)}
     chosen = {key: value for key, value in layers.items() if value is not None}
     return row_conditions(config) | {"n_cpu_moe": 0} | sizes | chosen
 
 
 def _n_cpu_moe(config: Config) -> int | str | None:
     """The value of --n-cpu-moe as it is written; None if none was given."""
-    asked = config.streaming.n_cpu_moe
+    asked = config.n_cpu_moe
     if isinstance(asked, frozenset):
         return f"not:{','.join(map(str, sorted(asked)))}"
     return asked if isinstance(asked, int) else None
@@ -118,7 +118,7 @@ def _about(row: dict[str, Any]) -> str:
 
 
 def _setting_words(config: Config) -> str:
-    layers = {"-ngl": config.streaming.n_gpu_layers, "-ncmoe": _n_cpu_moe(config)}
+    layers = {"-ngl": config.n_gpu_layers, "-ncmoe": _n_cpu_moe(config)}
     asked = "".join(f" {name} {value}" for name, value in layers.items() if value is not None)
     return (
         f"-b {config.batch_size} -ub {config.ubatch_size or 'auto'} -ctk {config.type_k} "
@@ -133,8 +133,8 @@ def _measured(
     with Session(config, keeps_hits=False) as session:
         target = session.target
         conditions = conditions | {
-            "n_ubatch": target.options.n_ubatch,
-            "n_threads": target.options.n_threads or conditions["n_threads"],
+            "n_ubatch": target.layout.context.n_ubatch,
+            "n_threads": target.layout.context.n_threads or conditions["n_threads"],
         }
         text = itertools.cycle(real_text(target))
         for test in tests:

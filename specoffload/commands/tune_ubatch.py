@@ -55,12 +55,12 @@ def tuned_ubatch(config: Config, *, time_limit_s: float) -> tuple[Config, Row]:
     chosen = search.kept.n_ubatch
     if why_not:
         return config, (_NAME, "planned", why_not)
-    config = replace(config, streaming=replace(config.streaming, tuned_ubatch=chosen))
+    config = replace(config, tuned_ubatch=chosen)
     return config, (_NAME, str(chosen), search.words)
 
 
 def _workload(config: Config) -> PlannedWork:
-    mix = config.streaming.mix or kept_for_plan(config).mix
+    mix = config.mix or kept_for_plan(config).mix
     n_ctx = config.ctx_size or read_facts(config.model).n_ctx_train
     return workload_of(n_ctx, mix)
 
@@ -130,15 +130,12 @@ class _Search:
 
         Returns None if no weights stream. Raises DoesNotFit.
         """
-        config = measuring_config(self._config)
-        streaming = replace(config.streaming, tuned_ubatch=n or None)
-        with Session(
-            replace(config, streaming=streaming), keeps_hits=False, prices=True
-        ) as session:
+        config = replace(measuring_config(self._config), tuned_ubatch=n or None)
+        with Session(config, keeps_hits=False, prices=True) as session:
             target = session.target
             if target.plan is None or not target.plan.streamed or target.reads_experts:
                 return None
-            used = target.options.n_ubatch
+            used = target.layout.context.n_ubatch
             if used not in self.kept.trials:
                 self.kept.trials[used] = self._measured(session)
             return used
@@ -146,7 +143,7 @@ class _Search:
     def _measured(self, session: Session) -> UbatchTrial:
         """Time prompts, of which the fastest counts. T(1) was measured when opening."""
         target = session.target
-        n_ubatch = target.options.n_ubatch
+        n_ubatch = target.layout.context.n_ubatch
         most = min(target.n_ctx - _ROOM, max(self._work.n_prompt, n_ubatch))
         n = max(1, min(most, _N_UBATCHES * n_ubatch))
         prompt = _tokens(target, n)

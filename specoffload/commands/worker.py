@@ -16,7 +16,6 @@ from offload.remote.hello import WorkerFacts
 from offload.remote.secret import FLAG, VARIABLE, Secret
 from offload.schedule.division import DeviceCosts
 from offload.schedule.splitter import stay
-from offload.store.store import StoreOptions
 from offload.worker.serving import WorkerOptions
 from specoffload import report
 from specoffload.config.options import Toggle, WorkerFlags
@@ -25,6 +24,7 @@ from specoffload.config.rpc_secret import read_secret
 from specoffload.ctrl_c import EXIT_CODE
 from specoffload.errors import UsageError
 from specoffload.kept import KeptFile
+from specoffload.opening.target import wanted_of
 from specoffload.server.worker import Worker
 from specoffload.server.worker_gate import Gate
 
@@ -44,15 +44,9 @@ def run_worker(config: Config, flags: WorkerFlags) -> None:
     options = WorkerOptions(
         facts.path,
         config.device,
-        replace(
-            config.streaming,
-            hybrid=splits,
-            splitter=stay if splits else None,
-            plan_for_splits=splits,
-            warmup=False,
-        ),
-        StoreOptions(keep_page_cache=config.mmap, ram_bytes=config.ram_bytes),
-        config.threads,
+        replace(wanted_of(config), hybrid=splits, plan_for_splits=splits),
+        replace(config.streaming, splitter=stay if splits else None, warmup=False),
+        n_threads=config.threads,
         kept_splits=file.load()[0].split_costs() if splits and file is not None else (),
         measures_splits=toggle is Toggle.AUTO,
     )

@@ -78,8 +78,11 @@ def left_to_the_plan(options: Options, without: frozenset[str]) -> dict[str, Any
         "min_batch": asked if isinstance(asked, MinBatch) else None,
         "ubatch_size": options.ubatch_size and min(options.ubatch_size, options.batch_size),
         "most_ubatch": _most_ubatch(options),
-        "streaming": _streaming(options, hybrid, without),
         "hybrid": hybrid,
+        "n_gpu_layers": options.n_gpu_layers,
+        "n_cpu_moe": "fit" if options.n_cpu_moe is None else options.n_cpu_moe,
+        "passes": _passes(options),
+        "plan_for_splits": _may_split(options, hybrid, without),
     }
 
 
@@ -113,20 +116,10 @@ def _passes(options: Options) -> Passes:
     return "on" if is_asked else "auto"
 
 
-def _streaming(options: Options, hybrid: HybridChoice, without: frozenset[str]) -> StreamingOptions:
-    vram = options.vram_bytes
-    several = vram if isinstance(vram, tuple) else ()
+def streaming_of(options: Options, without: frozenset[str]) -> StreamingOptions:
+    """Return the switches of a run."""
     chosen = StreamingOptions(
-        device_bytes=None if isinstance(vram, tuple) else vram,
-        each_device_bytes=several,
-        n_cpu_moe="fit" if options.n_cpu_moe is None else options.n_cpu_moe,
-        n_gpu_layers=options.n_gpu_layers,
-        mix=options.plan_for,
-        passes=_passes(options),
-        warmup=options.warmup,
-        hybrid=hybrid.toggle is not Toggle.OFF,
-        plan_for_splits=_may_split(options, hybrid, without),
-        trace=Trace() if options.trace is not None else NO_TRACE,
+        warmup=options.warmup, trace=Trace() if options.trace is not None else NO_TRACE
     )
     return replace(chosen, **switched_off(StreamingOptions, without))
 

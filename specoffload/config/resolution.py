@@ -14,6 +14,8 @@ from importlib import resources
 from pathlib import Path
 
 from offload.device import device_names
+from offload.plan.placement import NCpuMoe, Passes
+from offload.plan.workload import TokenMix
 from offload.regular_file import open_regular
 from offload.remote.address import RemoteOptions, named_remotely
 from offload.remote.probe import reach
@@ -42,6 +44,7 @@ from specoffload.config.placing import (
     PlacingFlags,
     left_to_the_plan,
     parts_of,
+    streaming_of,
     switched_off,
 )
 from specoffload.config.rpc_secret import read_secret
@@ -85,9 +88,18 @@ class Config(Opening):
     threads: int
     threads_batch: int
     spec: SpecConfig
-    streaming: StreamingOptions
+    streaming: StreamingOptions  # switches of the run, which no plan depends on
     reasons: tuple[str, ...]
     stream_experts: bool = True
+    device_bytes: int | None = None  # --vram: the whole budget on a GPU; None: what is free
+    each_device_bytes: tuple[int, ...] = ()  # --vram with a size for each device
+    n_gpu_layers: int | None = None
+    n_cpu_moe: NCpuMoe = "fit"
+    passes: Passes = "auto"
+    plan_for_splits: bool = False  # a start may split layers
+    lend: bool = True
+    mix: TokenMix | None = None  # --plan-for
+    tuned_ubatch: int | None = None  # a ubatch that is tried; None: the kept one
     hybrid: HybridChoice = HybridChoice()
     placing: PlacingFlags | None = None  # None: no flag restricts the plan
     gpu_flags: tuple[str, ...] = ()  # flags that were given and change nothing without a GPU
@@ -198,7 +210,7 @@ def resolve(options: Options, host: Host) -> Config:
             reasons.append(said)
     idle = inactive((*reasons, *spec.reasons))
     options = replace(options, remarks=tuple(dict.fromkeys((*options.remarks, *idle))))
-    placing = PlacingFlags(options, without)
+    placing, vram = PlacingFlags(options, without), options.vram_bytes
     plain = {field.name: getattr(options, field.name) for field in fields(Opening)}
     if model == demo_file("target.gguf"):
         plain["alias"] = options.alias or _DEMO_NAME
@@ -210,6 +222,11 @@ def resolve(options: Options, host: Host) -> Config:
         threads_batch=threads.n_batch,
         spec=spec,
         placing=placing if placing.fields else None,
+        streaming=streaming_of(options, without),
+        device_bytes=None if isinstance(vram, tuple) else vram,
+        each_device_bytes=vram if isinstance(vram, tuple) else (),
+        lend="lend" not in without,
+        mix=options.plan_for,
         gpu_flags=_gpu_flags(options),
         reasons=tuple(dict.fromkeys(reasons)),
         remote=remote,
@@ -320,7 +337,7 @@ def _without(options: Options, without: frozenset[str], reasons: list[str]) -> O
     if not without:
         return options
     sections = (StreamingOptions, DraftOptions)
-    known = {"profile"}.union(*map(parts_of, sections))
+    known = {"profile", "lend"}.union(*map(parts_of, sections))
     known = {name.replace("_", "-") for name in known}
     if unknown := sorted(without - known):
         raise UsageError(

@@ -29,13 +29,12 @@ NO_DRAFTS = SpecOptions(drafters=(DrafterName.NONE,))
 
 _SNAPSHOTS = 8  # most tokens that snapshots let a recurrent memory rewind
 
-_ENGINE_NAMES = {
+_CONTEXT_NAMES = {
     "batch_size": "n_batch",
     "ubatch_size": "n_ubatch",
     "ctx_size": "n_ctx",
     "threads": "n_threads",
     "threads_batch": "n_threads_batch",
-    "device": "device",
     "flash_attn": "flash_attn",
     "type_k": "type_k",
     "type_v": "type_v",
@@ -71,8 +70,8 @@ class SpecConfig:
 
     @property
     def draft_options(self) -> dict[str, Any]:
-        """The options given for the draft, under the names of EngineOptions."""
-        said = {name: getattr(self.of_draft, field) for field, name in _ENGINE_NAMES.items()}
+        """The options given for the draft's context, under the names of ContextOptions."""
+        said = {name: getattr(self.of_draft, field) for field, name in _CONTEXT_NAMES.items()}
         return {name: value for name, value in said.items() if value is not None}
 
     @property

@@ -184,10 +184,10 @@ class _InRam:
 
     def request_s(self, n_ctx: int) -> RequestSeconds | None:
         facts, config = self._facts, replace(self._config, ctx_size=n_ctx)
-        options = target_options(config)
-        options = replace(options, kv_offload=True)  # all of it is in RAM
-        taken_bytes = context_memory(facts, options).total_bytes + options.streaming.reserve_bytes
-        taken_bytes += mtp_context_bytes(facts, options) if options.mtp else 0
+        wanted = target_options(config).wanted
+        context = replace(wanted.context, kv_offload=True)  # all of it is in RAM
+        taken_bytes = context_memory(facts, context).total_bytes + wanted.reserve_bytes
+        taken_bytes += mtp_context_bytes(facts, context) if wanted.mtp else 0
         machine = TYPICAL
         compute_s = float(cpu_s(machine, self._work, Sharing(), 1))
         left_bytes = self._available_bytes - facts.size_bytes

@@ -15,7 +15,7 @@ from typing import Any
 
 from offload.backends import backend_of, number_of
 from offload.device import DeviceChoice, choose_device
-from offload.engine import Engine, EngineOptions, open_engine
+from offload.engine import Engine, open_engine
 from offload.errors import BadModel, DeviceFailed, DeviceUnavailable, DoesNotFit
 from offload.ggml.library.log import spare_cells
 from offload.ggml.native_build import library_build
@@ -83,10 +83,10 @@ def draft_bytes(config: Config) -> int:
     if config.eagle is not None:
         return eagle_bytes(facts, _context_of_target(config))
     n_ctx = config.ctx_size or _DEFAULT_CTX
-    options = _of_draft(
-        config, EngineOptions(n_ctx=_llama_ctx(config, n_ctx), n_sequences=config.parallel)
+    context = _context_of_draft(
+        config, ContextOptions(n_ctx=_llama_ctx(config, n_ctx), n_sequences=config.parallel)
     )
-    by_llama = device_bytes(facts) + context_memory(facts, options).total_bytes
+    by_llama = device_bytes(facts) + context_memory(facts, context).total_bytes
     may_be_torch = config.spec.of_draft.engine is not DraftEngine.LLAMA
     if not may_be_torch or importlib.util.find_spec("torch") is None:
         return by_llama
@@ -123,16 +123,16 @@ def _llama_ctx(config: Config, n_ctx: int) -> int:
     return n_ctx + MOST_DRAFTED * (config.parallel - 1)
 
 
-def _of_draft(config: Config, options: EngineOptions) -> EngineOptions:
-    """The options of the draft model, from `options` of the target."""
-    options = replace(
-        options,
+def _context_of_draft(config: Config, context: ContextOptions) -> ContextOptions:
+    """The options of the draft's context, from those of the target's."""
+    context = replace(
+        context,
         n_ubatch=min(config.ubatch_size or _DRAFT_UBATCH, _DRAFT_UBATCH),
         n_rs_seq=0,  # no snapshots, which decoding token by token cannot make
         type_k="f16",
         type_v="f16",
     )
-    return replace(options, **config.spec.draft_options)
+    return replace(context, **config.spec.draft_options)
 
 
 def open_draft(config: Config, target: Engine) -> OpenedDraft | None:
@@ -203,27 +203,37 @@ def _llama_because(why: str, config: Config, path: Path, target: Engine) -> Open
 
 def _open_llama(config: Config, path: Path, target: Engine) -> Engine:
     spec, place = config.spec, target.draft_choice or target.choice
-    options = replace(
-        target.options,
-        device=place.name if place.on_gpu else "cpu",
+    facts = read_facts(path)
+    context = replace(target.layout.context, n_ctx=_llama_ctx(config, target.n_ctx))
+    if facts.recurrent_layers or forgetting_window(facts):
+        context = replace(context, n_tree_leaves=0)
+    device, remote = target.options.remote.of(
+        spec.of_draft.device or (place.name if place.on_gpu else "cpu"), "--device-draft"
+    )
+    wanted = replace(
+        target.options.wanted,
+        context=_context_of_draft(config, context),
         tensor_split=(),
         wrapped=False,
         stream_experts=False,
+        mtp=False,
+    )
+    options = replace(
+        target.options,
+        device=device,
+        remote=remote,
+        wanted=replace(wanted, order=remote.order),
+        projector=None,
+        pooling=None,
         measure_layouts=None,  # a draft decodes more than it prefills, for which repacked is faster
-        n_ctx=_llama_ctx(config, target.n_ctx),
         # Threads are not bound if the user set the draft's number of threads.
         numa=None
         if config.numa is None or "n_threads" in spec.draft_options
         else config.numa.for_draft(),
     )
-    facts = read_facts(path)
-    if facts.recurrent_layers or forgetting_window(facts):
-        options = replace(options, n_tree_leaves=0)
-    options = _of_draft(config, options)
-    device, remote = options.remote.of(options.device, "--device-draft")
     # The texts of all requests fit the target's context; the other cells are for drafted tokens.
     with spare_cells(target.n_ctx, facts.n_ctx_train):
-        return open_engine(path, replace(options, device=device, remote=remote))
+        return open_engine(path, options)
 
 
 def _place(config: Config, target: Engine) -> DeviceChoice:
@@ -251,7 +261,7 @@ def _torch_options(
     return TorchDraftOptions(
         device=device,
         n_ctx=n_ctx or n_ctx_train,
-        n_sequences=target.options.n_sequences,
+        n_sequences=target.layout.context.n_sequences,
         n_vocab=target.n_vocab if spec.options.replacements is None else 0,
         kept=() if of_draft.vocab is None else read_kept(of_draft.vocab),
         samples=spec.options.accept is AcceptRule.REJECT,
@@ -301,9 +311,10 @@ def _settings(options: TorchDraftOptions, target: Engine) -> str:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         torch = "none"
+    n_threads = target.layout.context.n_threads
     return (
         f"context {options.n_ctx}, {options.dtype}, {len(options.kept)} tokens kept, "
-        f"samples {options.samples}, graphs {options.graphs}, {target.options.n_threads} threads, "
+        f"samples {options.samples}, graphs {options.graphs}, {n_threads} threads, "
         f"{library_build()}, torch {torch}"
     )
 

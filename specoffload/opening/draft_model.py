@@ -121,9 +121,11 @@ def _block_step_s(draft: BlockModel, text: Sequence[int], n_steps: int, clock: C
 
 def draft_key(draft: DraftModel) -> str:
     """The settings that the time of a draft model's step depends on, as text."""
-    o = draft.options
-    place = draft.place if isinstance(draft, Engine) else f"torch {draft.options.device}"
-    words = [model_hash(draft.facts), place, f"threads {o.n_threads}"]
+    if isinstance(draft, Engine):
+        place, n_threads = draft.place, draft.layout.context.n_threads
+    else:
+        place, n_threads = f"torch {draft.options.device}", draft.options.n_threads
+    words = [model_hash(draft.facts), place, f"threads {n_threads}"]
     if not isinstance(draft, Engine):
         t = draft.options
         words += [t.dtype, f"graphs {t.graphs}", f"kept {len(t.kept)}"]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from offload.device import choose_device, choose_devices
+from offload.device import MeasureLinks, choose_device, choose_devices
 from offload.ggml.native_build import library_build
 from offload.model_file import read_facts
 from offload.plan.objective import MeasuredDecode
 from offload.plan.workload import TokenMix
-from offload.probe import MeasureLinks
 from offload.routing.routing import HitCurve, UnionCurve
 from offload.times.machine import TYPICAL
 from specoffload.config.resolution import Config
@@ -46,7 +45,7 @@ def kept_for_plan(config: Config) -> KeptForPlan:
     tuned = kept.ubatch(ubatch_settings(config)) if kept.ubatches else None
     n_ubatch = None if tuned is None else tuned.n_ubatch or None
     unions = None if kept.hits is None else kept.hits.union_curve
-    if kept.hits is None or not config.streaming.plan_for_splits:
+    if kept.hits is None or not config.plan_for_splits:
         return KeptForPlan(mix=mix, complaint=complaint, n_ubatch=n_ubatch, unions=unions)
     decodes = _decodes(kept, config)
     return KeptForPlan(kept.hits.curve, decodes, mix, complaint, n_ubatch, unions)
@@ -55,13 +54,12 @@ def kept_for_plan(config: Config) -> KeptForPlan:
 def ubatch_settings(config: Config) -> dict[str, str]:
     """The settings on which the fastest ubatch depends, as kept with it."""
     choices = choose_devices(config.device, all_gpus=len(config.tensor_split) > 1)
-    streaming = config.streaming
-    memory = streaming.vram_bytes or streaming.device_bytes or streaming.each_device_bytes
+    memory = config.device_bytes or config.each_device_bytes
     return {
         "device": place_words(choices),
         "memory": str(memory or "what is free"),
         "context": str(config.ctx_size) + (", in RAM" if config.kv_offload is False else ""),
-        "mix": "usual" if streaming.mix is None else str(streaming.mix),
+        "mix": "usual" if config.mix is None else str(config.mix),
         "build": library_build(),
     }
 

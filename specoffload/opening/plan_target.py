@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from offload.device import choose_device
 from offload.errors import DoesNotFit
@@ -18,42 +17,45 @@ from specoffload.config.hardware import Hardware
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
 from specoffload.errors import UsageError
-from specoffload.opening.kept_plan import disk_rate, link_rates
+from specoffload.opening.kept_plan import disk_rate
 
 
 @dataclass(frozen=True)
 class PlanTarget:
-    """The devices to plan for, and what differs from a start's options for them."""
+    """The machine to plan for: its devices, its rates, and words on the sizes of their memory."""
 
     found: Found
-    wanted: dict[str, Any]
+    machine: Machine
+    why_vram: str
+    each_device_bytes: tuple[int, ...] = ()  # memory of described GPUs; (): these are the machine's
 
 
-def target_of(
-    facts: ModelFacts, config: Config, options: EngineOptions, hardware: Hardware | None,
-    own: PlanOptions,
-) -> tuple[PlanTarget, Machine, str]:  # fmt: skip
-    """Return the devices of this machine or those described, rates, and words on the memory sizes.
-
-    --vram and --link have a value for each device or one for all. Raises UsageError or DoesNotFit.
-    """
+def machine_of(config: Config, hardware: Hardware | None, own: PlanOptions) -> Machine:
+    """Return the rates of this machine, or of the one that is described."""
     there = TYPICAL if hardware is None else hardware.machine
-    machine = replace(
+    return replace(
         there,
         ram_bytes_per_s=own.ram.bytes_per_s or there.ram_bytes_per_s,
         disk_bytes_per_s=own.disk_bytes_per_s
         or (disk_rate(config) if hardware is None else hardware.disk_rate),
     )
-    asked = replace(
-        options.asked,
-        machine=machine,
-        measure_links=None if own.link_bytes_per_s else link_rates(config),
-    )
-    vram, link = config.streaming.each_device_bytes, own.link_bytes_per_s
+
+
+def target_of(
+    facts: ModelFacts, config: Config, options: EngineOptions, hardware: Hardware | None,
+    own: PlanOptions,
+) -> PlanTarget:  # fmt: skip
+    """Return the devices of this machine or those described.
+
+    `options` have the rates of `machine_of`. --vram and --link have a value for each device or one
+    for all. Raises UsageError or DoesNotFit.
+    """
+    machine = options.wanted.machine
+    vram, link = config.each_device_bytes, own.link_bytes_per_s
     n = max(len(vram), len(link))
     choice = choose_device(config.device)
     has_more_ram = (own.ram.size_bytes or 0) > room_now().available_bytes
-    has_memory = bool(vram) or config.streaming.device_bytes is not None
+    has_memory = bool(vram) or config.device_bytes is not None
     if link and not (has_memory or choice.wrapped or hardware is not None):
         raise UsageError(
             "--link describes a GPU, and this machine has none: give its memory too, as in "
@@ -65,11 +67,11 @@ def target_of(
         or (has_memory and not choice.wrapped)
     )
     if not is_described:
-        here = probe(facts, asked).found
+        here = probe(facts, options).found
         if not here.devices[0].kind.streams:
-            return PlanTarget(here, {}), machine, "no GPU here"
+            return PlanTarget(here, machine, "no GPU here")
         if n in (0, 1, len(here.devices)):
-            return _here(here, config, link, machine)
+            return _here(here, config, link)
     size, why = _vram_there(config, hardware)
     n = max(1, n)
     vram = vram if len(vram) > 1 else (size,) * n
@@ -88,16 +90,12 @@ def target_of(
         )
         for i, (its_bytes, rate) in enumerate(zip(vram, links, strict=True))
     )
-    workers = workers_of(facts, asked)
+    workers = workers_of(facts, options)
     takes_all = config.device.lower() != "auto"
-    found = Found(devices, takes_all=takes_all, workers=workers)
-    each = vram if n > 1 else ()
-    return PlanTarget(found, {"device_bytes": vram[0], "each_device_bytes": each}), machine, why
+    return PlanTarget(Found(devices, takes_all=takes_all, workers=workers), machine, why, vram)
 
 
-def _here(
-    found: Found, config: Config, link: tuple[float, ...], machine: Machine
-) -> tuple[PlanTarget, Machine, str]:
+def _here(found: Found, config: Config, link: tuple[float, ...]) -> PlanTarget:
     """Return this machine's devices, with links as fast as --link says."""
     devices = found.devices
     if link:
@@ -106,17 +104,17 @@ def _here(
             replace(device, machine=replace(device.machine, link_bytes_per_s=rate))
             for device, rate in zip(devices, rates, strict=True)
         )
-    is_asked = config.streaming.device_bytes is not None or config.streaming.each_device_bytes
+    is_asked = config.device_bytes is not None or config.each_device_bytes
     what = f"what {devices[0].name} has free" if len(devices) == 1 else "what is free"
     why = "as asked for" if is_asked or devices[0].sim_bytes else f"{what}, less 1 GiB"
     if devices[0].kind is Kind.SIM and why != "as asked for":
         why = "sim:vram=SIZE sets one"
-    return PlanTarget(replace(found, devices=devices), {}), devices[0].machine, why
+    return PlanTarget(replace(found, devices=devices), devices[0].machine, why)
 
 
 def _vram_there(config: Config, hardware: Hardware | None) -> tuple[int, str]:
     """Memory of a device that is not here, and where the number comes from. Raises DoesNotFit."""
-    asked = config.streaming.device_bytes
+    asked = config.device_bytes
     if asked is not None:
         return asked, "as asked for"
     if hardware is None:

@@ -11,7 +11,7 @@ from offload.model_file import read_facts
 from offload.opening.start import Start, start_of
 from offload.options import EngineOptions
 from offload.plan.decision import decide
-from offload.plan.found import Found, Kind, Wanted
+from offload.plan.found import Found, Kind
 from offload.plan.layout import Layout
 from offload.probe import Here, probe
 from offload.remote.watch import watching
@@ -22,9 +22,9 @@ from specoffload.config.hardware import hardware_of
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
 from specoffload.opening.kept_plan import kept_for_plan
-from specoffload.opening.plan_target import PlanTarget, host_room, target_of
+from specoffload.opening.plan_target import PlanTarget, host_room, machine_of, target_of
 from specoffload.opening.planning import Planned, shown, shown_on_cpu
-from specoffload.opening.target import target_options, with_projector_there
+from specoffload.opening.target import There, target_options
 
 
 class Planner:
@@ -43,15 +43,18 @@ class Planner:
         self._hardware = None if self._own.hardware is None else hardware_of(self._own.hardware)
         self._ram = host_room(self._own, self._hardware)
         self.kept = kept_for_plan(self._config)
-        options = target_options(self._config, self.kept)
         self._here: Here | None = None  # None: `own` may describe another machine
         with watching(config.remote):
             if own is None:
-                self._here = probe(self.facts, options.asked)
+                self._here = probe(self.facts, target_options(config, self.kept))
                 found = self._here.found
-                self._machine = PlanTarget(found, {}), found.devices[0].machine, "what is free"
+                self._machine = PlanTarget(found, found.devices[0].machine, "what is free")
             else:
-                self._machine = target_of(self.facts, self._config, options, self._hardware, own)
+                there = There(
+                    machine_of(config, self._hardware, own), has_links=bool(own.link_bytes_per_s)
+                )
+                options = target_options(config, self.kept, there)
+                self._machine = target_of(self.facts, config, options, self._hardware, own)
         self._decided: dict[tuple[int | None, bool], tuple[EngineOptions, Layout]] = {}
         self._planned: dict[tuple[int | None, bool], Planned] = {}
         self._complaints = (*self.kept.complaints, *complaints)
@@ -74,7 +77,7 @@ class Planner:
 
         With `for_kept_mix`, the plan is made for the mix of earlier runs, whatever --plan-for says.
         """
-        for_kept_mix &= self._config.streaming.mix is not None  # else it is the kept one anyway
+        for_kept_mix &= self._config.mix is not None  # else it is the kept one anyway
         key = n_ctx, for_kept_mix
         if key not in self._planned:
             _, layout = self._decide(n_ctx, for_kept_mix=for_kept_mix)
@@ -88,15 +91,13 @@ class Planner:
         key = n_ctx, for_kept_mix
         if key not in self._decided:
             if for_kept_mix:
-                config = replace(config, streaming=replace(config.streaming, mix=None))
+                config = replace(config, mix=None)
             # A context that the user did not ask for is one that the GPU has room for.
             if config.ctx_size is None and config.kv_offload is None:
                 config = replace(config, kv_offload=True)
-            options = target_options(replace(config, ctx_size=n_ctx), self.kept)
-            wanted, found = options.wanted, self._machine[0].found
-            if self._here is None:
-                wanted, found = self._described(wanted, self._room)
-            self._decided[key] = options, decide(self.facts, found, wanted)
+            there = None if self._here is not None else self._there(self._machine)
+            options = target_options(replace(config, ctx_size=n_ctx), self.kept, there)
+            self._decided[key] = options, decide(self.facts, self._found, options.wanted)
         return self._decided[key]
 
     @property
@@ -106,7 +107,7 @@ class Planner:
 
     def _shown(self, layout: Layout) -> Planned:
         room = self._room
-        _, machine, why = self._machine
+        machine, why = self._machine.machine, self._machine.why_vram
         if layout.devices[0].kind is Kind.CPU and not layout.remote:
             machine = replace(machine, cpu_flops=self._config.threads_batch * CORE_FLOPS)
             return shown_on_cpu(layout, machine, self._complaints, room)
@@ -116,42 +117,44 @@ class Planner:
             room = replace(room, available_bytes=max(0, room.available_bytes - taken_bytes))
         return shown(layout, why, self._complaints, room, self._own.hardware)
 
-    def _described(self, wanted: Wanted, room: Room | None) -> tuple[Wanted, Found]:
-        """Return `wanted` and what is found with what the options of `plan` say of the machine."""
-        own, hardware = self._own, self._hardware
-        here, machine, _ = self._machine
-        is_here = replace(machine, disk_bytes_per_s=TYPICAL.disk_bytes_per_s) == TYPICAL
-        request = replace(
-            wanted.request,
-            machine=machine,
-            decodes=self.kept.decodes if is_here else (),  # decode times of this machine
-            tuned_ubatch=wanted.request.tuned_ubatch if is_here and hardware is None else None,
+    def _there(self, target: PlanTarget) -> There:
+        """The machine that `own` describes."""
+        own, hardware, machine = self._own, self._hardware, target.machine
+        each = target.each_device_bytes
+        gpu_bytes = each[0] if each else 0
+        if hardware is not None and self._config.device_bytes is None:
+            gpu_bytes = hardware.vram
+        return There(
+            machine,
+            is_typical=replace(machine, disk_bytes_per_s=TYPICAL.disk_bytes_per_s) == TYPICAL,
+            is_this=hardware is None,
+            has_links=bool(own.link_bytes_per_s),
+            ram_bytes=own.ram.size_bytes,
+            each_device_bytes=each,
+            gpu_bytes=gpu_bytes,
         )
-        if here.wanted:
-            device_bytes = here.wanted["device_bytes"]
-            if hardware is not None and self._config.streaming.device_bytes is None:
-                device_bytes = hardware.vram
-            n = len(here.found.devices)
-            request = with_projector_there(request, self._config, device_bytes, n)
-        wanted = replace(wanted, **here.wanted, request=request, ram_bytes=own.ram.size_bytes)
-        if room is None:
-            return wanted, here.found
+
+    @property
+    def _found(self) -> Found:
+        """What is found on the machine to plan for, with as much RAM as `own` says."""
+        own, found, room = self._own, self._machine.found, self._room
+        if self._here is not None or room is None:
+            return found
         # --ram may name more memory than this machine has.
         most_bytes = max(room_now().available_bytes, room.available_bytes)
-        is_there = hardware is not None and own.ram.size_bytes is None
-        ram_bytes = room.available_bytes if is_there else most_bytes
-        return wanted, replace(here.found, ram_bytes=ram_bytes)
+        is_there = self._hardware is not None and own.ram.size_bytes is None
+        return replace(found, ram_bytes=room.available_bytes if is_there else most_bytes)
 
     @property
     def on_cpu(self) -> bool:
         """True if the plan is for this machine's CPU alone."""
-        found = self._machine[0].found
+        found = self._machine.found
         return not (found.devices[0].kind.streams or found.workers)
 
     @property
     def in_ram(self) -> bool:
         """True if a context is in this machine's RAM, as a simulated device has it too."""
-        found = self._machine[0].found
+        found = self._machine.found
         return found.devices[0].kind is not Kind.GPU and not found.workers
 
     @property

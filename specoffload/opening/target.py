@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 from offload.device import choose_device, choose_devices
 from offload.engine import EngineOptions
@@ -14,27 +13,25 @@ from offload.images.place import projector_bytes, why_on_cpu
 from offload.model_file import read_facts
 from offload.options import ProjectorOptions
 from offload.plan.context_choice import LEAST_CTX
-from offload.plan.placement import PlanRequest
+from offload.plan.wanted import Wanted
 from offload.regular_file import check_regular
-from offload.store.store import StoreOptions
 from offload.times.context import (
     DEFAULT_UBATCH,
+    ContextOptions,
     RopeOptions,
     forgetting_window,
     type_of_values,
 )
-from offload.times.machine import TYPICAL
+from offload.times.machine import TYPICAL, Machine
 from offload.times.min_batch import MinBatch
 from specdec.options import AcceptRule, DrafterName, PolicyName
-from specoffload.config.options import DraftEngine
+from specoffload.config.options import DraftEngine, Toggle
 from specoffload.config.resolution import Config
 from specoffload.kept_machine import layouts_of
 from specoffload.opening.draft import draft_bytes
 from specoffload.opening.kept_plan import NOTHING_KEPT, KeptForPlan, disk_rate, link_rates
 
 log = logging.getLogger("specoffload.session")
-
-_Request = TypeVar("_Request", bound=PlanRequest)
 
 _MOST_SEQUENCES = 64  # most sequences of a context that can hold trees, requests included
 
@@ -87,7 +84,7 @@ def projector_of(config: Config) -> ProjectorOptions | None:
     choices = choose_devices(config.device, all_gpus=len(config.tensor_split) > 1)
     device_bytes = 0
     if choices[0].on_gpu:
-        asked_bytes = config.streaming.device_bytes
+        asked_bytes = config.device_bytes
         device_bytes = choices[0].device.memory_bytes()[1] if asked_bytes is None else asked_bytes
     why = why_on_cpu(
         file_bytes, device_bytes, n_devices=len(choices), offload=config.mmproj_offload
@@ -95,57 +92,110 @@ def projector_of(config: Config) -> ProjectorOptions | None:
     return ProjectorOptions(config.mmproj, why, config.image_min_tokens, config.image_max_tokens)
 
 
-def _with_projector(
-    request: _Request, projector: ProjectorOptions | None, *, wrapped: bool
-) -> _Request:
-    """Return `request`, which has none, with the memory that the projector takes.
+@dataclass(frozen=True)
+class There:
+    """What `specoffload plan` says of the machine that it plans for."""
 
-    `wrapped`: the model's device has memory of its own, so the CPU's is elsewhere.
-    """
-    if projector is None:
-        return request
-    n_bytes = projector_bytes(projector.path.stat().st_size)
-    if projector.why_on_cpu and wrapped:
-        return replace(request, host_projector_bytes=n_bytes)
-    return replace(request, reserve_bytes=request.reserve_bytes + n_bytes, projector_bytes=n_bytes)
+    machine: Machine  # its rates
+    is_typical: bool = False  # no rate was said, so that kept times of this machine count
+    is_this: bool = True  # False: --hardware names another machine
+    has_links: bool = False  # --link says how fast links are
+    ram_bytes: int | None = None
+    each_device_bytes: tuple[int, ...] = ()  # memory of described GPUs; (): these are the machine's
+    gpu_bytes: int = 0  # whole memory of one of them
 
 
-def with_projector_there(
-    request: PlanRequest, config: Config, device_bytes: int, n_devices: int
-) -> PlanRequest:
-    """Return `request` with the projector where it would compute beside described GPUs.
-
-    `device_bytes`: memory of one of them.
-    """
-    projector = projector_of(config)
-    if projector is None:
-        return request
-    why = why_on_cpu(
-        projector.path.stat().st_size, device_bytes, n_devices=n_devices,
-        offload=config.mmproj_offload,
-    )  # fmt: skip
-    without = replace(
-        request, reserve_bytes=request.reserve_bytes - request.projector_bytes,
-        projector_bytes=0, host_projector_bytes=0,
-    )  # fmt: skip
-    return _with_projector(without, replace(projector, why_on_cpu=why), wrapped=True)
-
-
-def target_options(config: Config, kept: KeptForPlan = NOTHING_KEPT) -> EngineOptions:
-    """The options of the target's engine."""
-    spec, projector, folder = config.spec, projector_of(config), config.spec.kept_folder
+def target_options(
+    config: Config, kept: KeptForPlan = NOTHING_KEPT, there: There | None = None
+) -> EngineOptions:
+    """The options of the target's engine; `there`: on another machine than this one."""
+    spec, folder = config.spec, config.spec.kept_folder
     return EngineOptions(
         device=config.device,
-        tensor_split=config.tensor_split,
         remote=config.remote,
+        wanted=wanted_of(config, kept, there),
+        streaming=replace(config.streaming, record_routing=folder is not None),
+        eagle=config.eagle,
+        projector=projector_of(config),
+        pooling=config.pooling,
+        numa=config.numa,
+        measure_links=None if there is not None and there.has_links else link_rates(config),
+        trial_folder=spec.profile_dir,
+        measure_layouts=None if folder is None else partial(layouts_of, folder),
+    )
+
+
+def _projector_bytes(config: Config, there: There | None) -> tuple[int, int]:
+    """Return the bytes that a projector takes of the model's device, and those of other RAM."""
+    projector = projector_of(config)
+    if projector is None:
+        return 0, 0
+    file_bytes = projector.path.stat().st_size
+    n_bytes, why, wrapped = projector_bytes(file_bytes), projector.why_on_cpu, True
+    if there is not None and there.each_device_bytes:
+        why = why_on_cpu(
+            file_bytes, there.gpu_bytes, n_devices=len(there.each_device_bytes),
+            offload=config.mmproj_offload,
+        )  # fmt: skip
+    else:
+        wrapped = choose_device(config.device).wrapped  # else the CPU's memory is the device's
+    return (0, n_bytes) if why and wrapped else (n_bytes, 0)
+
+
+def wanted_of(
+    config: Config, kept: KeptForPlan = NOTHING_KEPT, there: There | None = None
+) -> Wanted:
+    """What the configuration asks of the target's plan."""
+    spec = config.spec
+    tuned = None if config.ubatch_size else config.tuned_ubatch or kept.n_ubatch
+    is_timed = there is None or there.is_typical  # kept times are of this machine
+    vram = () if there is None else there.each_device_bytes
+    of_device, of_host = _projector_bytes(config, there)
+    return Wanted(
+        context=_context_of(config),
+        tensor_split=config.tensor_split,
         min_batch=config.min_batch or MinBatch(),
-        n_ctx=LEAST_CTX if config.ctx_size is None else config.ctx_size,
-        n_batch=config.batch_size,
-        n_ubatch=config.ubatch_size or DEFAULT_UBATCH,
+        device_bytes=vram[0] if vram else config.device_bytes,
+        each_device_bytes=(vram if len(vram) > 1 else ()) if vram else config.each_device_bytes,
+        ram_bytes=config.ram_bytes if there is None else there.ram_bytes,
+        keep_page_cache=config.mmap,
+        draft_device=spec.of_draft.device,
+        order=config.remote.order,
+        stream_experts=config.stream_experts,
+        n_gpu_layers=config.n_gpu_layers,
+        n_cpu_moe=config.n_cpu_moe,
+        passes=config.passes,
         most_ubatch=None if config.ubatch_size else config.most_ubatch,
+        tuned_ubatch=tuned if is_timed and (there is None or there.is_this) else None,
+        chooses_cache=config.kv_offload is None and config.ctx_size is not None,
+        hybrid=config.hybrid.toggle is not Toggle.OFF,
+        plan_for_splits=config.plan_for_splits,
+        lend=config.lend,
+        prefetch=config.streaming.prefetch,
+        mtp=DrafterName.MTP in spec.options.drafters,
+        repack=config.repack,
+        reserve_bytes=draft_bytes(config) + of_device,
+        projector_bytes=of_device,
+        host_projector_bytes=of_host,
+        hits=kept.hits,
+        unions=kept.unions,
+        decodes=kept.decodes if is_timed else (),
+        mix=config.mix or kept.mix,
+        machine=replace(TYPICAL, disk_bytes_per_s=disk_rate(config))
+        if there is None
+        else there.machine,
+    )
+
+
+def _context_of(config: Config) -> ContextOptions:
+    spec = config.spec
+    return ContextOptions(
+        n_ctx=LEAST_CTX if config.ctx_size is None else config.ctx_size,
+        n_ubatch=config.ubatch_size or DEFAULT_UBATCH,
+        n_batch=config.batch_size,
         n_sequences=config.parallel,
-        n_tree_leaves=tree_leaves(config),
         n_outputs=max(1 + spec.longest, 64) + config.parallel - 1,
+        n_tree_leaves=tree_leaves(config),
         n_rs_seq=spec.n_rs_seq,
         n_threads=config.threads,
         n_threads_batch=config.threads_batch,
@@ -155,35 +205,6 @@ def target_options(config: Config, kept: KeptForPlan = NOTHING_KEPT) -> EngineOp
         rope=rope_of(config),
         swa_full=config.swa_full,
         kv_offload=config.kv_offload is not False,
-        chooses_cache=config.kv_offload is None and config.ctx_size is not None,
-        pooling=config.pooling,
-        projector=projector,
-        mtp=DrafterName.MTP in spec.options.drafters,
-        eagle=config.eagle,
-        streaming=replace(
-            _with_projector(
-                replace(config.streaming, reserve_bytes=draft_bytes(config)),
-                projector,
-                wrapped=choose_device(config.device).wrapped,
-            ),
-            hits=kept.hits,
-            unions=kept.unions,
-            decodes=kept.decodes,
-            mix=config.streaming.mix or kept.mix,
-            tuned_ubatch=(
-                None if config.ubatch_size else config.streaming.tuned_ubatch or kept.n_ubatch
-            ),
-            machine=replace(TYPICAL, disk_bytes_per_s=disk_rate(config)),
-            draft_device=spec.of_draft.device,
-            record_routing=spec.kept_folder is not None,
-        ),
-        measure_links=link_rates(config),
-        measure_layouts=None if folder is None else partial(layouts_of, folder),
-        stream_experts=config.stream_experts,
-        store=StoreOptions(keep_page_cache=config.mmap, ram_bytes=config.ram_bytes),
-        numa=config.numa,
-        trial_folder=spec.profile_dir,
-        repack=config.repack,
     )
 
 

@@ -82,7 +82,7 @@ def _made_by(target: Engine) -> dict[str, str]:
     return {
         **target.sequences.made_by,
         "library": library_build(),
-        "whole windows": str(target.options.swa_full),
+        "whole windows": str(target.layout.context.swa_full),
         "drafting layers": _drafting_layers(target),
     }
 

@@ -72,7 +72,7 @@ class Batcher:
         self.on_step: list[Callable[[float, float, Step], None]] = []  # (start, end in s, step)
         self._loop = DecodingLoop(self._sequences) if speculation is None else speculation.loop()
         self._share = PromptShare(
-            target.options.n_ubatch,
+            target.layout.context.n_ubatch,
             self._sequences.n_batch,
             rides_along=self._sequences.can_rewind,
             keeps_ubatches=self._sequences.keeps_ubatches,

@@ -98,7 +98,7 @@ class SessionCosts:
         self._file = None if spec.kept_folder is None else KeptFile(spec.kept_folder, target.facts)
         self._prices = drafts and (spec.needs_profile or not spec.options.is_on)
         # Experts that are read from the disk are read for the device alone.
-        self._fixed = target.options.min_batch if target.reads_experts else config.min_batch
+        self._fixed = target.layout.min_batch if target.reads_experts else config.min_batch
         self._kinds = streamed_kinds(target)
         self._toggle = config.hybrid.toggle
         self.notes: list[str] = []
@@ -241,7 +241,7 @@ class SessionCosts:
     @property
     def _n_verify(self) -> int:
         """Tokens of the largest verification batch that this session can decode."""
-        return min(SMALL_BATCH, self._target.n_ctx - 1, self._target.options.n_outputs)
+        return min(SMALL_BATCH, self._target.n_ctx - 1, self._target.layout.context.n_outputs)
 
     def _is_short(self) -> bool:
         """True if the kept T(n) lacks batch sizes that this session may draft and can measure."""

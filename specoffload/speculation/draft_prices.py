@@ -118,7 +118,7 @@ class DraftPrices:
             return [f"profile: {spec.costs_from}"]
         if learner is not None and usual is not None:
             n_max = run.n_verify
-            threads = self._target.options.n_threads
+            threads = self._target.layout.context.n_threads
             many = f", {threads} thread{'s' * (threads > 1)}" if threads else ""
             self.profile = CostProfile(
                 tuple(learner.times[:n_max]),

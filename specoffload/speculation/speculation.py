@@ -70,7 +70,7 @@ class Speculation:
         self.drafter: Drafter = self._built_drafter()
         self._cells: SurplusCells | None = None
         if self.logs_rounds:
-            self._cells = SurplusCells(target.sequences, target.options.n_sequences)
+            self._cells = SurplusCells(target.sequences, target.layout.context.n_sequences)
             for drafter in (self.drafter, *getattr(self.drafter, "every", ())):
                 if isinstance(drafter, ModelDrafter):
                     drafter.n_candidates = N_CANDIDATES

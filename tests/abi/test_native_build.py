@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from offload.engine import EngineOptions, open_engine
+from lab.options import engine_options
+from offload.engine import open_engine
 from offload.ggml import layout_speed, native_build
 from offload.ggml.backend import Stream
 from offload.ggml.extra_buffers import (
@@ -110,7 +111,7 @@ def test_the_real_trial_comes_back_with_an_answer() -> None:
 
 
 def test_a_batch_is_computed_whatever_the_trial_says(tiny_dense: Path, tmp_path: Path) -> None:
-    options = EngineOptions(device="cpu", n_ctx=256, trial_folder=tmp_path)
+    options = engine_options(device="cpu", n_ctx=256, trial_folder=tmp_path)
     with open_engine(tiny_dense, options) as engine:
         assert engine.sequences.extend(0, list(range(1, 20)), n_logits=1).shape == (
             1,

@@ -10,10 +10,10 @@ import numpy as np
 from budgets import limited
 from numpy.typing import NDArray
 
+from lab.options import Streaming, engine_options
 from offload.backends import CUDA
 from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions, open_engine
-from offload.stream.options import StreamingOptions
 from offload.times.min_batch import MinBatch
 
 Logits = NDArray[np.float32]
@@ -22,9 +22,7 @@ Logits = NDArray[np.float32]
 BATCHES = (1, 5, 24, 3, 12)
 
 
-def options(
-    gpu: DeviceChoice, streaming: StreamingOptions | None = None, **changes: Any
-) -> EngineOptions:
+def options(gpu: DeviceChoice, streaming: Streaming | None = None, **changes: Any) -> EngineOptions:
     """Options with which the device computes batches of every size.
 
     By default all streamed weights have slots. Flash attention is off, because a software Vulkan
@@ -42,16 +40,16 @@ def options(
         "flash_attn": "off",
         "mla_crossover": 0,
     }
-    streaming = StreamingOptions(bounce=False) if streaming is None else streaming
-    return EngineOptions(device=gpu.name, streaming=streaming, **{**settings, **changes})
+    streaming = Streaming(bounce=False) if streaming is None else streaming
+    return engine_options(device=gpu.name, streaming=streaming, **{**settings, **changes})
 
 
-def slots_for(path: Path, slots: str, **changes: Any) -> StreamingOptions:
+def slots_for(path: Path, slots: str, **changes: Any) -> Streaming:
     """Streaming options with slots for "all", "half" or the "least" of the streamed weights.
 
     Bounce buffers are off by default, because software drivers pin no memory and would get them.
     """
-    streaming = StreamingOptions(**{"bounce": False, **changes})
+    streaming = Streaming(**{"bounce": False, **changes})
     if slots == "all":
         return streaming
     return limited(path, streaming, slots)

@@ -6,7 +6,6 @@ whose kernel looks for each expert only once.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +57,7 @@ def test_layers_computed_ahead_without_all_experts_are_repaired(
     streaming = slots_for(path, "half", hybrid=True, splitter=splitter or stay, doorbell=False)
     first = NEVER if splitter else 1
     if splitter is None:
-        streaming = replace(streaming, hybrid=False, splitter=None)
+        streaming = {**streaming, "hybrid": False, "splitter": None}
     least = MinBatch(experts=first, dense=first)
     with open_engine(path, options(gpu, streaming, n_ubatch=32, min_batch=least)) as engine:
         got, n_repairs = changing(engine)

@@ -7,17 +7,16 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from on_gpu import assert_same, logits, options
 
+from lab.options import Streaming, engine_options
 from lab.synth import write_preset
 from offload.device import DeviceChoice, devices
 from offload.engine import open_engine
-from offload.stream.options import StreamingOptions
 
 
 def poses_of(gpu: DeviceChoice) -> tuple[str, str, str]:
@@ -82,10 +81,10 @@ def test_a_gpu_that_poses_as_two_computes_what_it_does_alone(
 def main(model: str, target: str) -> None:
     gpus = [choice for choice in devices() if choice.on_gpu]
     shares = (1.0,) * len(gpus) if len(gpus) > 1 else ()
-    streaming = StreamingOptions(bounce=False, vram_bytes=1 << 30, n_cpu_moe=99)
+    streaming = Streaming(bounce=False, vram_bytes=1 << 30, n_cpu_moe=99)
     opened = options(gpus[0], streaming, tensor_split=shares, n_ctx=512, n_ubatch=72)
     names = ",".join(choice.name for choice in gpus)
-    with open_engine(model, replace(opened, device=names)) as engine:
+    with open_engine(model, engine_options(opened, device=names)) as engine:
         np.save(target, logits(engine, (5, 1, 200, 3)))
         counters = engine.counters_by_device().values()
         print(json.dumps(([c.cuts for c in counters], [c.n_deferred for c in counters])))

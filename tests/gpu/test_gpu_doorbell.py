@@ -22,6 +22,7 @@ import pytest
 from on_gpu import Logits, assert_same, options, slots_for
 from own_layer_steps import steps_of
 
+from lab.options import Streaming
 from lab.synth import write_preset
 from lab.synth.shape import find_preset, resolve
 from lab.synth.write import plan_shape, write
@@ -35,14 +36,13 @@ from offload.measuring import measure_split
 from offload.schedule.splitter import ByCosts, all_on_device, stay
 from offload.stream import doorbell, play
 from offload.stream.bell_use import BELLS
-from offload.stream.options import StreamingOptions
 from offload.times.min_batch import NEVER, MinBatch
 
 SHAPE = {"n_embd": 256, "n_ff_exp": 256, "n_expert": 64}
 ROUNDS = 7  # the first ones are careful, and capture graphs
 
 
-def opened(gpu: DeviceChoice, streaming: StreamingOptions, **changes: object) -> EngineOptions:
+def opened(gpu: DeviceChoice, streaming: Streaming, **changes: object) -> EngineOptions:
     return options(gpu, streaming, **{
         "n_ctx": 2048, "n_outputs": 256, "min_batch": MinBatch(NEVER, NEVER),
         **changes,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from on_gpu import (
     slots_for,
 )
 
+from lab.options import Streaming, engine_options
 from lab.synth import write_preset
 from offload.device import DeviceChoice
 from offload.engine import EngineOptions, open_engine
@@ -33,7 +33,6 @@ from offload.plan.placement import PlanRequest, make_plan
 from offload.schedule.splitter import Splitter, all_on_device, stay
 from offload.store.store import StoreOptions
 from offload.stream.copying import BounceCopier
-from offload.stream.options import StreamingOptions
 from offload.times.min_batch import MinBatch
 from offload.trace.trace import NO_TRACE
 
@@ -52,7 +51,7 @@ def test_the_wrapped_gpu_computes_what_the_plain_one_and_the_cpu_compute(
         assert engine.device.n_graphs > 0, "the graphs must pass through our device"
         assert engine.counters().cuts == 0
     np.testing.assert_array_equal(got, resident)
-    expected = logits_of(path, replace(options(gpu), device="cpu"))
+    expected = logits_of(path, engine_options(options(gpu), device="cpu"))
     if is_standin(gpu):
         assert_same(gpu, got, expected)
     assert_close(got, expected)
@@ -102,13 +101,13 @@ def poison(pages: HostRange) -> None:
     pages.array()[:] = 0xFF
 
 
-def memory_for(gpu: DeviceChoice, path: Path, plan: StreamingOptions, share: float) -> StoreOptions:
-    """Memory for a share of the experts, or for those of one layer if that is more."""
+def memory_for(gpu: DeviceChoice, path: Path, plan: Streaming, share: float) -> dict[str, Any]:
+    """Options with memory for a share of the experts, or for those of one layer if that is more."""
     with pytest.raises(DoesNotFit, match="raise --ram") as refused:
-        open_engine(path, options(gpu, plan, store=StoreOptions(ram_bytes=1)))
+        open_engine(path, options(gpu, plan, ram_bytes=1))
     assert refused.value.least_bytes is not None
     ram_bytes = max(refused.value.least_bytes, int(share * read_facts(path).expert_bytes))
-    return StoreOptions(ram_bytes=ram_bytes, leave=poison)
+    return {"ram_bytes": ram_bytes, "store": StoreOptions(leave=poison)}
 
 
 @pytest.mark.parametrize("slots", ["all", "half"])
@@ -119,13 +118,12 @@ def test_experts_read_from_the_disk_are_resident(
 ) -> None:
     """Memory holds a share of the experts, or those of one layer. Copies may be late."""
     streaming = slots_for(moe, slots, bounce=bounce)
-    store = memory_for(gpu, moe, streaming, share)
-    with open_engine(moe, options(gpu, streaming, store=store)) as engine:
+    memory = memory_for(gpu, moe, streaming, share)
+    with open_engine(moe, options(gpu, streaming, **memory)) as engine:
         assert_same(gpu, logits(engine), resident_moe)
         assert engine.store is not None
         assert engine.store.experts is not None
-        assert store.ram_bytes is not None
-        assert engine.store.experts.used_bytes <= store.ram_bytes
+        assert engine.store.experts.used_bytes <= memory["ram_bytes"]
         assert engine.disk_counters()["experts_read"] > 0
 
 
@@ -146,12 +144,12 @@ def test_split_layers_from_the_disk_give_the_bits_of_those_in_memory(
             return np.concatenate([first, logits(engine)]), engine.disk_counters()
 
     # Without guesses no expert is promoted, so both runs have the same experts in slots.
-    in_memory, _ = run(options(gpu, replace(plan, prefetch=False)))
-    store = memory_for(gpu, moe, plan, 0.6)
-    from_disk, counters = run(options(gpu, replace(plan, prefetch=False), store=store))
+    in_memory, _ = run(options(gpu, plan | Streaming(prefetch=False)))
+    memory = memory_for(gpu, moe, plan, 0.6)
+    from_disk, counters = run(options(gpu, plan | Streaming(prefetch=False), **memory))
     assert_same(gpu, from_disk, in_memory)
     assert counters["experts_read"] > 0
-    guessed, counters = run(options(gpu, plan, store=store))
+    guessed, counters = run(options(gpu, plan, **memory))
     assert counters["experts_read_ahead"] > 0
     assert_close(guessed, in_memory, 0.08)
 
@@ -212,7 +210,7 @@ def test_slots_that_layers_of_different_types_share_are_resident(
     for n_slots in (pool.n_experts, 3 * pool.n_experts // 2, 2 * pool.n_experts, pool.n_slots):
         vram = plan.resident_bytes + n_slots * pool.slot_bytes
         assert_same(
-            gpu, logits_of(path, options(gpu, StreamingOptions(vram_bytes=vram)), batches), resident
+            gpu, logits_of(path, options(gpu, Streaming(vram_bytes=vram)), batches), resident
         )
 
 
@@ -236,7 +234,7 @@ def test_the_mla_switch_rounds_differently_and_streaming_does_not_change_its_bit
 def test_the_threshold_holds_for_whole_decodes_kind_by_kind(
     gpu: DeviceChoice, moe: Path, native: bool
 ) -> None:
-    streaming = StreamingOptions(n_gpu_layers=1, bounce=False, native=native)
+    streaming = Streaming(n_gpu_layers=1, bounce=False, native=native)
     with open_engine(
         moe, options(gpu, streaming, min_batch=MinBatch(experts=8, dense=4))
     ) as engine:
@@ -287,9 +285,9 @@ def test_copies_through_the_pinned_ring_give_the_same(
 def test_slots_sized_after_a_warm_up_give_the_same(
     gpu: DeviceChoice, moe: Path, resident_moe: Logits, warmup: bool
 ) -> None:
-    opened = options(gpu, StreamingOptions(bounce=False, warmup=warmup))
+    opened = options(gpu, Streaming(bounce=False, warmup=warmup))
     facts = read_facts(moe)
-    plan = make_plan(facts, PlanRequest(budget_bytes=1 << 40, context=opened))
+    plan = make_plan(facts, PlanRequest(budget_bytes=1 << 40, context=opened.wanted.context))
     taken = plan.resident_bytes + plan.reserve_bytes
     if warmup:  # drivers and libraries take more memory than estimated from the header
         free_before = gpu.device.memory_bytes()[0]
@@ -299,8 +297,7 @@ def test_slots_sized_after_a_warm_up_give_the_same(
             used = free_before - gpu.device.memory_bytes()[0]
             taken = max(taken, used - engine.plan.slot_bytes)
     half = {"device_bytes": taken + plan.slot_bytes // 2, "n_gpu_layers": ON_GPU}
-    streaming = replace(opened.streaming, **half)
-    with open_engine(moe, replace(opened, streaming=streaming)) as engine:
+    with open_engine(moe, engine_options(opened, **half)) as engine:
         assert engine.plan is not None
         assert 0 < engine.plan.slot_bytes <= plan.slot_bytes // 2
         assert engine.counters().copies == 0, "a warm-up copies nothing"

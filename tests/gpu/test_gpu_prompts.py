@@ -14,13 +14,13 @@ from offload.device import DeviceChoice, devices
 
 _PROMPTS = """
 import sys
+from lab.options import Streaming, engine_options
 from offload.engine import Engine, EngineOptions, open_engine
 from offload.times.min_batch import MinBatch
-from offload.stream.options import StreamingOptions
 path, device, streams = sys.argv[1:]
-options = EngineOptions(
+options = engine_options(
     device=device, n_ctx=2048, n_batch=2048, n_ubatch=256, n_outputs=8, min_batch=MinBatch(1, 1),
-    stream_experts=bool(streams), streaming=StreamingOptions(warmup=False),
+    stream_experts=bool(streams), streaming=Streaming(warmup=False),
 )
 with open_engine(path, options) as engine:
     for n_logits in (1, 0, 3):

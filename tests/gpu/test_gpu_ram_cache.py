@@ -13,6 +13,7 @@ from on_gpu import Logits, assert_close, assert_same, is_standin, options, slots
 
 import offload.plan.devices
 import offload.stream.cache_ahead
+from lab.options import engine_options
 from lab.synth import write_preset
 from offload.backends import CUDA
 from offload.device import DeviceChoice
@@ -129,15 +130,15 @@ def test_a_state_is_loaded_in_the_other_place(gpu: DeviceChoice, path: Path) -> 
 def test_a_cache_in_ram_takes_no_device_memory(gpu: DeviceChoice, path: Path) -> None:
     if gpu.device.backend is not CUDA:
         pytest.skip("software Vulkan's memory is RAM, which other programs take too")
-    made = replace(opened(gpu, path, "streamed", kv_offload=False), n_ctx=1 << 16)
+    made = engine_options(opened(gpu, path, "streamed", kv_offload=False), n_ctx=1 << 16)
     before = gpu.device.memory_bytes()[0]
     free = {}
     for place in (True, False):
-        with open_engine(path, replace(made, kv_offload=place)):
+        with open_engine(path, engine_options(made, kv_offload=place)):
             free[place] = gpu.device.memory_bytes()[0]
     assert gpu.device.memory_bytes()[0] == before  # nothing is left behind
     there, here = (
-        context_memory(read_facts(path), replace(made.context, kv_offload=place))
+        context_memory(read_facts(path), replace(made.wanted.context, kv_offload=place))
         for place in (True, False)
     )
     # One layer's cache is copied to the compute buffer, which may have room for it anyway.

@@ -11,6 +11,7 @@ import pytest
 from on_gpu import BATCHES, Logits, assert_close, assert_same, logits, logits_of, options, slots_for
 from splits import all_host, at_random
 
+from lab.options import engine_options
 from lab.synth import write_preset
 from offload.device import DeviceChoice
 from offload.engine import EngineOptions, open_engine
@@ -105,7 +106,7 @@ def test_all_experts_on_the_cpu_give_the_bits_of_what_is_below_min_batch(
     if preset != "deepseek-v3":
         path = write_preset(preset, models / "gpu_biases.gguf", size="tiny", seed=1)
     opened = split(gpu, path, all_host)
-    below = replace(opened, streaming=replace(opened.streaming, hybrid=False))
+    below = engine_options(opened, hybrid=False)
     with open_engine(path, below) as engine:
         expected = logits(engine, BATCHES[:2])
         assert engine.counters().cuts == 0
@@ -125,7 +126,7 @@ def test_a_decode_without_logits_has_no_ids_to_read_in_its_last_layer(
     streaming = slots_for(path, "half", hybrid=hybrid, splitter=stay if hybrid else None)
     opened = options(gpu, streaming, min_batch=MinBatch(least, least))
     tokens = [5, 6, 7]
-    with open_engine(path, replace(opened, device="cpu")) as engine:
+    with open_engine(path, engine_options(opened, device="cpu")) as engine:
         expected = engine.sequences.extend(0, tokens)[-1:]
     with open_engine(path, opened) as engine:
         for token in tokens[:-1]:
@@ -145,7 +146,9 @@ def test_a_prompt_goes_around_the_experts_that_decodes_left(
     monkeypatch.setattr(PromptSide, "shares", lambda *_: False)
     deeper = models / "gpu_deeper.gguf"
     path = write_preset("deepseek-v3", deeper, size="tiny-vulkan", seed=1, n_layer=12)
-    opened = replace(split(gpu, path, all_on_device), min_batch=MinBatch(65, 65), n_ubatch=80)
+    opened = engine_options(
+        split(gpu, path, all_on_device), min_batch=MinBatch(65, 65), n_ubatch=80
+    )
 
     def run() -> tuple[Logits, int]:
         with open_engine(path, opened) as engine:

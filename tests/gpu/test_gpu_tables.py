@@ -19,7 +19,6 @@ from offload.plan.store_layout import PAGE_BYTES
 from offload.plan.tables import LookupTable, lookup_tables
 from offload.plan.weights import device_bytes
 from offload.store.reading import OpenFile
-from offload.store.store import StoreOptions
 
 _MODEL_BUFFER = re.compile(r"(\S+) +model buffer size = +([\d.]+) MiB")
 
@@ -41,7 +40,7 @@ def test_a_table_is_never_in_gpu_memory(gpu: DeviceChoice, models: Path, archite
     (table,) = lookup_tables(facts)
     found = []
     for ram_bytes in (None, facts.expert_bytes + 1):
-        opened = options(gpu, store=StoreOptions(ram_bytes=ram_bytes))
+        opened = options(gpu, ram_bytes=ram_bytes)
         with log_lines() as lines, open_engine(path, opened) as engine:
             assert bool(engine.layout.on_disk) == (ram_bytes is not None)
             rows = [engine.sequences.extend(0, list(range(n, 2 * n))) for n in (3, 24, 1, 5)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from on_gpu import assert_close, assert_same, is_standin, logits, logits_of, opt
 from our_worker import working
 from worker import has_rpc
 
+from lab.options import engine_options
 from lab.synth import write_preset
 from offload.backends import CUDA
 from offload.device import DeviceChoice
@@ -43,7 +43,9 @@ def test_streamed_on_a_worker_is_resident_here(
     with working(path, *flags) as running:
         remote = RemoteOptions((running.address,), order="only")
         for _ in range(2):  # a second client
-            with open_engine(path, replace(options(gpu), device="cpu", remote=remote)) as engine:
+            with open_engine(
+                path, engine_options(options(gpu), device="cpu", remote=remote)
+            ) as engine:
                 got = logits(engine)
         if is_standin(gpu) or hybrid == "off":
             assert_same(gpu, got, expected)

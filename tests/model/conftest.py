@@ -10,7 +10,8 @@ import pytest
 from lossless_parts import EXACT, N_CTX, Judge, let_batches_be_cheap, write_f32
 from sampler_parts import opened, without_drafts
 
-from offload.engine import EngineOptions, open_engine
+from lab.options import engine_options
+from offload.engine import open_engine
 from specoffload.session.session import Session
 
 
@@ -38,7 +39,7 @@ def exact(models: Path) -> Path:
 @pytest.fixture(scope="session")
 def judge(exact: Path) -> Iterator[Judge]:
     """The judge: the target without drafts, which chooses the right token for each prefix."""
-    with open_engine(exact, EngineOptions(device="cpu", n_ctx=N_CTX, **EXACT)) as engine:
+    with open_engine(exact, engine_options(device="cpu", n_ctx=N_CTX, **EXACT)) as engine:
         yield Judge(engine)
 
 

@@ -20,10 +20,10 @@ from budgets import ON_GPU, budget
 from numpy.typing import NDArray
 from resolved import config_of
 
+from lab.options import Streaming
 from offload.engine import Engine
 from offload.ggml.sampler import SamplerChain
 from offload.sampling.options import checked
-from offload.stream.options import StreamingOptions
 from offload.times.search import Wanted
 from offload.times.table import CostTable, Entry
 from specdec.costs.profile import CostProfile
@@ -116,7 +116,7 @@ def open_session(
     if "draft" in str(spec.get("--spec-type", "draft")):
         options["draft"] = demo_file("draft.gguf")
     if place == "split":
-        half = budget(model, StreamingOptions(), "half")
+        half = budget(model, Streaming(), "half")
         options |= {"n_gpu_layers": ON_GPU}
         options |= {"vram_bytes": half, "n_cpu_moe": 99, "min_batch": "1000", "hybrid": Toggle.ON}
     elif place != "resident":

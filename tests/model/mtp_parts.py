@@ -15,10 +15,10 @@ from lossless_parts import NEAR_TIE
 from own_layer_steps import steps_of
 from test_slots import open_slots
 
+from lab.options import Streaming
 from offload.engine import Engine
 from offload.model_file import read_facts
 from offload.plan.row_draft import plan_mtp
-from offload.stream.options import StreamingOptions
 from offload.times.context import ContextOptions
 from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
@@ -57,7 +57,7 @@ def check_each_draft(engine: Engine, fresh: Engine) -> None:
 
     Each sequence of `engine` has a text. If there are several, every third draft is compared.
     """
-    n_sequences = engine.options.n_sequences
+    n_sequences = engine.layout.context.n_sequences
     n_drafts = n_accepted = 0
     for _, before, drafted, n in steps_of(engine):
         n_drafts += 1
@@ -78,7 +78,7 @@ def prompts(n: int, seed: int = 0) -> list[list[int]]:
 def half_of(path: Path) -> int:
     """Device memory for half of the experts that stream, and for the layers that draft."""
     layers = plan_mtp(read_facts(path), ContextOptions(), None)
-    return budget(path, StreamingOptions(), "half") + layers.weight_bytes
+    return budget(path, Streaming(), "half") + layers.weight_bytes
 
 
 def open_mtp(path: Path, way: str, parallel: int = 1, **more: Any) -> Session:

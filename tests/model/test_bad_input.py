@@ -10,8 +10,9 @@ from pathlib import Path
 import in_process
 import pytest
 
+from lab.options import engine_options
 from lab.synth import write_preset
-from offload.engine import EngineOptions, open_engine
+from offload.engine import open_engine
 from offload.errors import BadModel, BadRequest, DoesNotFit, OffloadError
 
 N_CUTS = 4
@@ -125,21 +126,21 @@ def test_a_file_cut_anywhere_or_with_a_corrupted_tensor_table(
     path = tmp_path / "damaged.gguf"
     path.write_bytes(damaged)
     with pytest.raises(BadModel if damage == "cut" else OffloadError) as caught:
-        open_engine(path, EngineOptions(device="cpu", n_ctx=64))
+        open_engine(path, engine_options(device="cpu", n_ctx=64))
     assert "\n" not in str(caught.value)
 
 
 def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     path = write_preset("deepseek-v3", tmp_path / "mute.gguf", size="tiny", vocab="none")
     with (
-        open_engine(path, EngineOptions(device="cpu", n_ctx=64)) as engine,
+        open_engine(path, engine_options(device="cpu", n_ctx=64)) as engine,
         pytest.raises(BadModel, match="no tokenizer"),
     ):
         engine.tokenize("x")
 
 
 def test_the_context_ends_and_nothing_is_lost(tiny_moe: Path) -> None:
-    with open_engine(tiny_moe, EngineOptions(device="cpu", n_ctx=256)) as engine:
+    with open_engine(tiny_moe, engine_options(device="cpu", n_ctx=256)) as engine:
         n_ctx = engine.n_ctx
         engine.sequences.extend(0, [1] * (n_ctx - 1), n_logits=0)
         with pytest.raises(DoesNotFit):

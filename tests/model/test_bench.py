@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 from resolved import config_of
 
+from lab.options import engine_options
 from lab.synth import plan_preset, write_header_only, write_preset
-from offload.engine import EngineOptions, open_engine
+from offload.engine import open_engine
 from offload.errors import DeviceFailed, DeviceUnavailable
 from offload.model import ModelFacts
 from offload.model_file import read_facts
@@ -70,7 +71,7 @@ def test_the_child_writes_what_our_engine_writes() -> None:
         written = [token, *llama.decode(token, 20, start=len(prompt))[0]]
         again = [token, *llama.decode(token, 20, start=len(prompt))[0]]
     assert written == again
-    with open_engine(demo_file("target.gguf"), EngineOptions(device="cpu", n_ctx=512)) as engine:
+    with open_engine(demo_file("target.gguf"), engine_options(device="cpu", n_ctx=512)) as engine:
         assert engine.tokenize("def fibonacci(n):") == prompt
         row = engine.sequences.extend(0, prompt, 1)[0]
         ours = [int(np.argmax(row))]

@@ -7,15 +7,16 @@ These tests therefore set the number of layers per wait.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 
 import numpy as np
 import pytest
+from budgets import limited
 from player_calls import Compute, computing
 from test_hybrid import PRESETS, Rows, logits, options, split_by
 
+from lab.options import Streaming, engine_options
 from lab.synth import write_preset
 from offload.decode import SMALL_BATCH
 from offload.engine import Engine, open_engine
@@ -26,7 +27,6 @@ from offload.schedule.slots import StreamCounters
 from offload.schedule.splitter import Splitter, all_on_device, stay
 from offload.stream import play
 from offload.stream.layers_ahead import AheadEntry
-from offload.stream.options import StreamingOptions
 
 SPLITS = {"stay": stay, "all-device": all_on_device}
 
@@ -36,7 +36,7 @@ def model(request: pytest.FixtureRequest, models: Path) -> tuple[Path, Rows, boo
     """Return a random model, its logits with all weights resident, and whether repairs work."""
     path = models / f"ahead-{request.param}.gguf"
     write_preset(PRESETS[request.param], path, size="tiny", seed=1)
-    with open_engine(path, replace(options(StreamingOptions(), 1), stream_experts=False)) as engine:
+    with open_engine(path, engine_options(options(Streaming(), 1), stream_experts=False)) as engine:
         return path, repeated(engine), request.param != "qwen35moe"
 
 
@@ -86,7 +86,7 @@ def test_streamed_layers_are_repaired_too(
 ) -> None:
     path, expected, is_repeatable = model
     choose(monkeypatch, 99, 3, 2)
-    streaming = replace(split_by(stay, path, "half").streaming, hybrid=False, splitter=None)
+    streaming = limited(path, Streaming(), "half")
     with open_engine(path, options(streaming, 1)) as engine:
         assert np.array_equal(repeated(engine), expected)
         assert went_ahead(engine.counters()) == is_repeatable
@@ -103,7 +103,7 @@ def test_batches_of_every_size_are_repaired(
             yield engine.sequences.extend(0, [(11 * i + 3 * n) % engine.n_vocab for i in range(n)])
             engine.sequences.rewind(0, 0)
 
-    resident = replace(options(StreamingOptions(), 1), stream_experts=False)
+    resident = engine_options(options(Streaming(), 1), stream_experts=False)
     with (
         open_engine(path, resident) as whole,
         open_engine(path, split_by(stay, path, "half")) as split,
@@ -156,7 +156,7 @@ def test_a_decode_that_ends_anywhere_is_redone(
         return end
 
     with open_engine(
-        tiny_moe, replace(options(StreamingOptions(), 1), stream_experts=False)
+        tiny_moe, engine_options(options(Streaming(), 1), stream_experts=False)
     ) as one:
         expected = repeated(one)
     choose(monkeypatch, 99, 2)

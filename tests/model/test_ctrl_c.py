@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from offload.engine import EngineOptions, open_engine
+from lab.options import engine_options
+from offload.engine import open_engine
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending, guard, pending_around
 
@@ -143,7 +144,7 @@ def test_opening_an_engine_raises_what_came_inside_a_callback(
 
     monkeypatch.setattr(HostBufferType, "_on_alloc", press)
     with pytest.raises(KeyboardInterrupt):
-        open_engine(tiny_moe, EngineOptions(device="sim", n_ctx=256))
+        open_engine(tiny_moe, engine_options(device="sim", n_ctx=256))
 
 
 @pytest.mark.slow

@@ -8,16 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from lab.options import Streaming, engine_options
 from lab.synth import write_preset
 from lab.synth.mtp import write_mtp
-from offload.engine import EngineOptions
 from offload.model_file import read_facts
 from offload.plan.decision import decide
 from offload.plan.layout import Layout
 from offload.plan.weights import device_bytes
 from offload.probe import probe
-from offload.store.store import StoreOptions
-from offload.stream.options import StreamingOptions
 
 KIB = 1 << 10
 _FREE = re.compile(r"\bfree_bytes=\d+")  # changes with what other programs do
@@ -30,12 +28,12 @@ def layouts_of(on_one: str | Path, on_three: str | Path) -> list[Layout]:
         facts = read_facts(Path(path))
         size_bytes = device_bytes(facts)
         device = f"sim:vram={int(part * size_bytes / KIB)}KiB"
-        options = EngineOptions(
+        options = engine_options(
             device=",".join([device] * n_devices), n_ctx=256, n_threads=1, mtp=True,
-            streaming=StreamingOptions(hybrid=True),
-            store=StoreOptions(ram_bytes=int(0.7 * size_bytes)),
+            streaming=Streaming(hybrid=True),
+            ram_bytes=int(0.7 * size_bytes),
         )  # fmt: skip
-        layout = decide(facts, probe(facts, options.asked).found, options.wanted)
+        layout = decide(facts, probe(facts, options).found, options.wanted)
         assert len(layout.local) == n_devices
         found.append(layout)
     return found

@@ -50,7 +50,7 @@ def test_a_recurrent_model_takes_no_snapshots_for_drafts_that_nobody_asked_for(
 ) -> None:
     with opened(recurrent, "sim") as session:
         assert session.speculation is None
-        assert session.target.options.n_rs_seq == 0
+        assert session.target.layout.context.n_rs_seq == 0
         assert any("needs memory for snapshots of its state" in note for note in session.notes)
 
 

@@ -19,13 +19,12 @@ from test_hybrid import flat_costs
 from test_slots import SPECS, open_slots, together
 from test_threads import needs_two, plan_of, two_nodes
 
+from lab.options import Streaming, engine_options
 from lab.synth import write_preset
 from numa.place import Strategy
-from offload.engine import Engine, EngineOptions, open_engine
+from offload.engine import Engine, open_engine
 from offload.model_file import read_facts
 from offload.schedule.splitter import all_on_device
-from offload.store.store import StoreOptions
-from offload.stream.options import StreamingOptions
 from offload.times.min_batch import MinBatch
 from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
@@ -53,12 +52,12 @@ def used_by_each(engine: Engine, count: str) -> list[int]:
 @pytest.mark.parametrize("mode", ["streamed", "split"])
 def test_experts_from_the_disk(path: Path, mode: str) -> None:
     """Pages of experts that are not in memory hold NaN."""
-    streaming = StreamingOptions(hybrid=mode == "split", splitter=all_on_device)
+    streaming = Streaming(hybrid=mode == "split", splitter=all_on_device)
     ram_bytes = read_facts(path).expert_bytes // 3
     with open_engine(path, test_disk.options("sim", None, streaming)) as engine:
         expected = test_disk.logits(engine)
     with open_engine(
-        path, replace(test_disk.options("sim", ram_bytes, streaming), **TWO)
+        path, engine_options(test_disk.options("sim", ram_bytes, streaming), **TWO)
     ) as engine:
         assert len(engine.devices) == 2
         assert np.array_equal(test_disk.logits(engine), expected)
@@ -69,9 +68,7 @@ def test_experts_from_the_disk(path: Path, mode: str) -> None:
 
 
 def test_weights_in_the_page_cache(path: Path, expected: Rows) -> None:
-    mapped = replace(
-        options("sim,sim", tensor_split=(1, 1)), store=StoreOptions(keep_page_cache=True)
-    )
+    mapped = engine_options(options("sim,sim", tensor_split=(1, 1)), keep_page_cache=True)
     with open_engine(path, mapped) as engine:
         assert np.array_equal(logits(engine), expected)
         assert all(used_by_each(engine, "streamed_experts"))
@@ -88,8 +85,8 @@ def test_weights_on_memory_nodes(path: Path, expected: Rows) -> None:
 def test_embeddings(path: Path) -> None:
     found = []
     for device in ("sim", "sim,sim"):
-        asked = EngineOptions(device=device, n_ctx=256, n_ubatch=64, pooling="mean")
-        with open_engine(path, replace(asked, min_batch=MinBatch(1, 1))) as engine:
+        asked = engine_options(device=device, n_ctx=256, n_ubatch=64, pooling="mean")
+        with open_engine(path, engine_options(asked, min_batch=MinBatch(1, 1))) as engine:
             assert engine.embedder is not None
             engine.sequences.extend(0, [1, 2, 3])
             found.append(engine.embedder.embed(list(range(40)))[0])

@@ -13,6 +13,7 @@ from mtp_parts import check_each_draft
 from numpy.typing import NDArray
 from test_slots import answer_of, open_slots
 
+from lab.options import Streaming, engine_options
 from lab.synth import write_preset
 from lab.synth.eagle import write_eagle, write_target
 from lab.synth.mtp import write_mtp
@@ -26,7 +27,6 @@ from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.ranges import by_shares
 from offload.plan.weights import device_bytes
 from offload.schedule.splitter import ByCosts, all_on_device, stay
-from offload.stream.options import StreamingOptions
 from offload.times.min_batch import NEVER, MinBatch
 from offload.trace.trace import COPY, Trace
 from specoffload.generation.generation import GenerateOptions
@@ -67,8 +67,8 @@ def written(preset: str, models: Path) -> Path:
 
 def options(device: str, mode: str = "streamed", **changes: Any) -> EngineOptions:
     chosen = {**MODES[mode], **changes}
-    streaming = StreamingOptions(**{"passes": "on", **chosen.pop("streaming", {})})
-    return EngineOptions(
+    streaming = Streaming(**{"passes": "on", **chosen.pop("streaming", {})})
+    return engine_options(
         device=device, streaming=streaming, n_ctx=256, n_ubatch=64, n_outputs=128, n_threads=1,
         n_threads_batch=1, **chosen,
     )  # fmt: skip
@@ -153,11 +153,11 @@ def test_two_devices_hold_what_one_cannot(models: Path) -> None:
     path = written("qwen3moe", models)
     whole = make_plan(read_facts(path), PlanRequest(stream_experts=False)).resident_bytes
     small = f"sim:vram={round(whole * 0.7) // 1024}KiB"
-    fits = StreamingOptions(n_cpu_moe="fit", n_gpu_layers=99)
-    with open_engine(path, replace(options(small), streaming=fits)) as engine:
+    fits = Streaming(n_cpu_moe="fit", n_gpu_layers=99)
+    with open_engine(path, engine_options(options(small), streaming=fits)) as engine:
         assert engine.plan is not None
         assert engine.plan.streamed
-    with open_engine(path, replace(options(f"{small},{small}"), streaming=fits)) as engine:
+    with open_engine(path, engine_options(options(f"{small},{small}"), streaming=fits)) as engine:
         assert engine.plan is not None
         assert not engine.plan.streamed
 
@@ -275,12 +275,12 @@ def test_a_graph_that_was_expected_and_did_not_come_changes_nothing(models: Path
 def test_own_layers_draft_on_the_last_device(models: Path, architecture: str, way: str) -> None:
     path = write_mtp(models, architecture)
     least = NEVER if way == "split" else 1
-    chosen = EngineOptions(
+    chosen = engine_options(
         device="sim,sim", tensor_split=(1, 1), min_batch=MinBatch(least, least), n_ctx=2048,
         n_sequences=4, flash_attn="off", type_k="f32", type_v="f32", mtp=True,
-        stream_experts=way != "resident", streaming=StreamingOptions(hybrid=way == "split"),
+        stream_experts=way != "resident", streaming=Streaming(hybrid=way == "split"),
     )  # fmt: skip
-    fresh = replace(chosen, device="cpu", tensor_split=(), n_ctx=512, n_sequences=1)
+    fresh = engine_options(chosen, device="cpu", tensor_split=(), n_ctx=512, n_sequences=1)
     with open_engine(path, chosen) as engine, open_engine(path, fresh) as one:
         assert len(engine.devices) == 2
         check_each_draft(engine, one)
@@ -318,7 +318,7 @@ def test_the_plan_divides_by_room_and_says_so(models: Path) -> None:
     roomy, tight = 3 * layer + dense, layer + dense
     rates = {"sim0": 50e6, "sim1": 5e9}
     chosen = options(f"sim:vram={roomy}b,sim:vram={tight}b", streaming={"n_cpu_moe": "fit"})
-    chosen = replace(chosen, measure_links=lambda c: [rates[choice.name] for choice in c])
+    chosen = engine_options(chosen, measure_links=lambda c: [rates[choice.name] for choice in c])
     with open_engine(path, chosen) as engine:
         (first, second) = engine.parts
         assert [layers.first for _, layers in engine.choices] == [0, 4]
@@ -343,7 +343,7 @@ def test_a_start_makes_each_plan_once(models: Path, monkeypatch: pytest.MonkeyPa
     # The context counts on GPUs alone, and there is one ubatch to choose from where it does not.
     monkeypatch.setattr("offload.plan.found.FoundDevice.is_counted", lambda *_: True)
     sizes = {"n_cpu_moe": 2, "device_bytes": 8 << 20}
-    asked = replace(options("sim,sim", streaming=sizes), most_ubatch=512)
+    asked = engine_options(options("sim,sim", streaming=sizes), most_ubatch=512)
     with open_engine(written("qwen3moe", models), asked) as engine:
         assert len(engine.parts) == 2
         assert any(part.plan.streamed for part in engine.parts)
@@ -385,7 +385,7 @@ def test_between_both_thresholds_only_the_device_with_the_faster_link_streams(
 ) -> None:
     path = written("qwen3moe", models)
     device = "sim:vram=1MiB,bw=4GB/s,sim:vram=1MiB,bw=1GB/s"
-    options = EngineOptions(device=device, n_ctx=256, min_batch=MinBatch(NEVER, NEVER))
+    options = engine_options(device=device, n_ctx=256, min_batch=MinBatch(NEVER, NEVER))
     with open_engine(path, options) as engine:
         fast, slow = (part.choice.name for part in engine.parts)
         for part, n in zip(engine.parts, (100, 300), strict=True):

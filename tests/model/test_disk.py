@@ -21,6 +21,7 @@ from player_calls import Compute, computing, host_graphs
 from test_hybrid import BATCHES, PRESETS, Rows
 
 from lab.held import Decodes, compared, decode, slow_layers
+from lab.options import Streaming, engine_options
 from lab.synth import write_preset
 from lab.synth.routing import drawn_text
 from offload import probe as probing
@@ -46,7 +47,6 @@ from offload.store import expert_memory
 from offload.store import store as store_module
 from offload.store.expert_memory import ExpertMemory
 from offload.store.store import Room, StoreOptions
-from offload.stream.options import StreamingOptions
 from offload.stream.play import GraphPlayer
 from offload.times.context import context_memory
 from offload.times.min_batch import NEVER, MinBatch
@@ -80,12 +80,13 @@ def _moved_pages_are_nan() -> Iterator[None]:
 
 
 def options(
-    device: str, ram_bytes: int | None, streaming: StreamingOptions, n_ubatch: int = 64
+    device: str, ram_bytes: int | None, streaming: Streaming, n_ubatch: int = 64
 ) -> EngineOptions:
-    return EngineOptions(
+    return engine_options(
         device=device,
         streaming=streaming,
-        store=StoreOptions(ram_bytes=ram_bytes, leave=poison),
+        ram_bytes=ram_bytes,
+        store=StoreOptions(leave=poison),
         min_batch=MinBatch(NEVER, NEVER),
         n_ctx=512,
         n_ubatch=n_ubatch,
@@ -111,7 +112,7 @@ def experts_of(engine: Engine) -> ExpertMemory:
     return engine.store.experts
 
 
-def least_ram(path: Path, device: str, streaming: StreamingOptions) -> int:
+def least_ram(path: Path, device: str, streaming: Streaming) -> int:
     """The least bytes of memory with which the model opens."""
     with pytest.raises(DoesNotFit, match="raise --ram") as refused:
         open_engine(path, options(device, 1, streaming))
@@ -128,13 +129,13 @@ def model(request: pytest.FixtureRequest, models: Path) -> Path:
 @pytest.fixture(scope="module")
 def whole(model: Path) -> Rows:
     """Logits of the model wholly in memory."""
-    with open_engine(model, options("sim", None, StreamingOptions())) as engine:
+    with open_engine(model, options("sim", None, Streaming())) as engine:
         assert engine.store is not None
         assert engine.store.experts is None
         return logits(engine)
 
 
-def check(model: Path, whole: Rows, device: str, more: StreamingOptions) -> None:
+def check(model: Path, whole: Rows, device: str, more: Streaming) -> None:
     """Compare with memory for nearly all, 60 %, 30 % and the least share of the experts."""
     most, least = read_facts(model).expert_bytes, least_ram(model, device, more)
     for ram_bytes in dict.fromkeys(max(least, int(most * s)) for s in (0.99, 0.6, 0.3, 0.0)):
@@ -146,12 +147,12 @@ def check(model: Path, whole: Rows, device: str, more: StreamingOptions) -> None
 
 
 def test_libllamas_own_products(model: Path, whole: Rows) -> None:
-    check(model, whole, "cpu", StreamingOptions())
+    check(model, whole, "cpu", Streaming())
 
 
 @pytest.mark.parametrize("slots", ["all", "half", "least"])
 def test_streamed_layers(model: Path, whole: Rows, slots: str) -> None:
-    streaming = StreamingOptions()
+    streaming = Streaming()
     if slots != "all":
         streaming = limited(model, streaming, slots)
     check(model, whole, "sim", streaming)
@@ -172,7 +173,7 @@ def n_late(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("how", SPLITS)
 def test_split_layers(model: Path, whole: Rows, how: str, n_late: list[int]) -> None:
-    streaming = StreamingOptions(hybrid=True, splitter=SPLITS[how])
+    streaming = Streaming(hybrid=True, splitter=SPLITS[how])
     check(model, whole, "sim", limited(model, streaming, "half"))
     assert (n_late[0] > 0) == (how != "all-device")
 
@@ -181,11 +182,11 @@ def test_split_layers(model: Path, whole: Rows, how: str, n_late: list[int]) -> 
 def test_prompts_in_passes(model: Path, how: str) -> None:
     """Passes wait for experts from the disk. The CPU takes no part, whatever the splitter."""
     batches, n_ubatch = (100, 3, 1, 200), 128
-    with open_engine(model, options("sim", None, StreamingOptions(), n_ubatch)) as engine:
+    with open_engine(model, options("sim", None, Streaming(), n_ubatch)) as engine:
         whole = logits(engine, batches)
-    streaming = limited(model, StreamingOptions(passes="on", n_gpu_layers=ON_GPU), "least")
+    streaming = limited(model, Streaming(passes="on", n_gpu_layers=ON_GPU), "least")
     if how in SPLITS:
-        streaming = replace(streaming, hybrid=True, splitter=SPLITS[how])
+        streaming = streaming | Streaming(hybrid=True, splitter=SPLITS[how])
     least = least_ram(model, "sim", streaming)
     for ram_bytes in (least, max(least, half_of(model))):
         with open_engine(model, options("sim", ram_bytes, streaming, n_ubatch)) as engine:
@@ -220,7 +221,7 @@ def half_of(path: Path) -> int:
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_several_sequences(one: Path, device: str) -> None:
     def rows(ram_bytes: int | None) -> Rows:
-        chosen = replace(options(device, ram_bytes, StreamingOptions()), n_sequences=3)
+        chosen = engine_options(options(device, ram_bytes, Streaming()), n_sequences=3)
         found = []
         with open_engine(one, chosen) as engine:
             assert (ram_bytes is None) == (engine.store is None or engine.store.experts is None)
@@ -257,9 +258,9 @@ def test_a_model_larger_than_free_memory_opens_without_a_flag(
     # The margin of real machines is larger than this model.
     monkeypatch.setattr(host, "_LEAST_MARGIN_BYTES", 0)
     monkeypatch.setattr(host, "_MARGIN_PART", 1 << 20)
-    streaming = StreamingOptions(vram_bytes=budget(one, StreamingOptions(), "least"))
-    chosen = options(device, None, streaming if device == "sim" else StreamingOptions())
-    chosen = replace(chosen, n_ctx=256, n_outputs=64)
+    streaming = Streaming(vram_bytes=budget(one, Streaming(), "least"))
+    chosen = options(device, None, streaming if device == "sim" else Streaming())
+    chosen = engine_options(chosen, n_ctx=256, n_outputs=64)
     with open_engine(one, chosen) as engine:
         assert engine.store is None or engine.store.experts is None
         whole = engine.sequences.extend(0, [1, 2, 3])
@@ -274,24 +275,26 @@ def test_a_model_larger_than_free_memory_opens_without_a_flag(
 def test_memory_is_left_for_a_draft_model_and_for_large_batches(one: Path) -> None:
     later = []
     for reserve_bytes in (0, 8 << 20):
-        streaming = StreamingOptions(reserve_bytes=reserve_bytes)
-        chosen = replace(options("cpu", half_of(one), streaming), most_ubatch=2048, n_ctx=2048)
+        streaming = Streaming(reserve_bytes=reserve_bytes)
+        chosen = engine_options(
+            options("cpu", half_of(one), streaming), most_ubatch=2048, n_ctx=2048
+        )
         with open_engine(one, chosen) as engine:
-            limits = engine.options.store.expert_limits
+            limits = engine.start.store.expert_limits
             assert limits is not None
-            assert engine.options.n_ubatch == 2048
+            assert engine.layout.context.n_ubatch == 2048
             later.append([sum(limits.later_bytes(n).values()) for n in (512, 2048)])
     assert later[1] == [n_bytes + (8 << 20) for n_bytes in later[0]]
-    compute_bytes = context_memory(read_facts(one), chosen).compute_bytes
+    compute_bytes = context_memory(read_facts(one), chosen.wanted.context).compute_bytes
     assert later[0][1] - later[0][0] > compute_bytes
 
 
 def test_memory_is_left_for_routers_that_guess(one: Path) -> None:
     later_bytes = []
     for prefetch in (False, True):
-        streaming = StreamingOptions(prefetch=prefetch)
+        streaming = Streaming(prefetch=prefetch)
         with open_engine(one, options("cpu", half_of(one), streaming)) as engine:
-            limits = engine.options.store.expert_limits
+            limits = engine.start.store.expert_limits
             assert limits is not None
             later_bytes.append(sum(limits.later_bytes(512).values()))
     routers = read_routers(read_facts(one)).values()
@@ -305,8 +308,8 @@ def test_memory_is_left_for_routers_that_guess(one: Path) -> None:
 def test_a_draft_model_is_in_the_memory_of_its_own_device(
     one: Path, on_gpu: bool, draft_device: str | None, in_ram: bool
 ) -> None:
-    streaming = StreamingOptions(reserve_bytes=100, draft_device=draft_device)
-    wanted = EngineOptions(streaming=streaming).wanted
+    streaming = Streaming(reserve_bytes=100, draft_device=draft_device)
+    wanted = engine_options(streaming=streaming).wanted
     device = FoundDevice("one", Kind.GPU if on_gpu else Kind.CPU)
     found = Found((device,), draft_in_ram=draft_device == "cpu")
     later = later_bytes(read_facts(one), found, wanted, wanted.context, loads_mtp=False)
@@ -315,7 +318,7 @@ def test_a_draft_model_is_in_the_memory_of_its_own_device(
 
 @pytest.mark.parametrize("kind", [Kind.GPU, Kind.SIM])
 def test_pinned_memory_for_inputs_is_left_where_a_gpu_computes(one: Path, kind: Kind) -> None:
-    wanted = EngineOptions().wanted
+    wanted = engine_options().wanted
     found, taken = Found((FoundDevice("one", kind),)), []
     for n_ctx, n_ubatch in ((8192, 512), (8192, 1024), (16384, 1024)):
         context = replace(wanted.context, n_ctx=n_ctx, n_ubatch=n_ubatch)
@@ -331,9 +334,9 @@ def test_pinned_memory_for_inputs_is_left_where_a_gpu_computes(one: Path, kind: 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_memory_stays_within_the_limit(one: Path, device: str) -> None:
     """Through long prompts and many sequences. The pages are counted by the kernel."""
-    chosen = options(device, half_of(one), StreamingOptions())
+    chosen = options(device, half_of(one), Streaming())
     store = replace(chosen.store, leave=HostRange.give_back)
-    with open_engine(one, replace(chosen, store=store, n_sequences=8, n_ctx=2048)) as engine:
+    with open_engine(one, engine_options(chosen, store=store, n_sequences=8, n_ctx=2048)) as engine:
         assert engine.store is not None
         assert engine.store.memory is not None
         pages = HostRange.of_placed(engine.store.memory)
@@ -349,9 +352,9 @@ def test_experts_that_were_used_most_are_read_before_the_first_decode(
     one: Path, device: str
 ) -> None:
     tokens, uses = [(11 * i) % 50 for i in range(9)], {0: [5] * 64, 1: [3] * 20 + [0] * 44}
-    with open_engine(one, options(device, half_of(one), StreamingOptions())) as engine:
+    with open_engine(one, options(device, half_of(one), Streaming())) as engine:
         expected = engine.sequences.extend(0, tokens)
-    with open_engine(one, options(device, half_of(one), StreamingOptions())) as engine:
+    with open_engine(one, options(device, half_of(one), Streaming())) as engine:
         for _ in engine.fill_slots(uses):
             pass
         filled = engine.disk_counters()
@@ -367,12 +370,12 @@ def test_experts_that_a_token_chose_before_are_read_ahead(
     one: Path, guesses: bool, hybrid: bool | None
 ) -> None:
     """On the CPU alone (None), and on a device with and without split layers."""
-    streaming = StreamingOptions(prefetch=guesses, record_routing=True)
+    streaming = Streaming(prefetch=guesses, record_routing=True)
     tokens = [(17 * i) % 40 for i in range(40)]
     device = "cpu" if hybrid is None else "sim"
     if hybrid is not None:
         vram_bytes = budget(one, streaming, "least")
-        streaming = replace(streaming, hybrid=hybrid, vram_bytes=vram_bytes)
+        streaming = streaming | Streaming(hybrid=hybrid, vram_bytes=vram_bytes)
     with open_engine(one, options(device, half_of(one), streaming)) as engine:
         engine.routing.is_on = True
         for _ in range(2):
@@ -389,13 +392,13 @@ def test_experts_of_new_tokens_are_read_ahead_by_the_next_routers(
     skewed: Path, hybrid: bool | None
 ) -> None:
     """Most of them are used. The logits are those of the model wholly in memory."""
-    streaming = StreamingOptions(hybrid=bool(hybrid))
+    streaming = Streaming(hybrid=bool(hybrid))
     tokens = list(dict.fromkeys(drawn_text(600, 60)))
     device = "cpu" if hybrid is None else "sim"
-    with open_engine(skewed, options(device, None, StreamingOptions())) as engine:
+    with open_engine(skewed, options(device, None, Streaming())) as engine:
         whole = [engine.sequences.extend(0, [token]) for token in tokens]
     if hybrid is not None:
-        streaming = replace(streaming, vram_bytes=budget(skewed, streaming, "least"))
+        streaming = streaming | Streaming(vram_bytes=budget(skewed, streaming, "least"))
     with open_engine(skewed, options(device, half_of(skewed) // 2, streaming)) as engine:
         held = [engine.sequences.extend(0, [token]) for token in tokens]
         counters = engine.disk_counters()
@@ -406,7 +409,7 @@ def test_experts_of_new_tokens_are_read_ahead_by_the_next_routers(
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_a_model_that_fits_is_not_read_while_it_runs(one: Path, device: str) -> None:
-    with open_engine(one, options(device, 1 << 40, StreamingOptions())) as engine:
+    with open_engine(one, options(device, 1 << 40, Streaming())) as engine:
         assert engine.store is None or engine.store.experts is None
         assert engine.host is None or engine.host.experts is None
 
@@ -437,7 +440,7 @@ def test_a_read_error_ends_the_request_and_the_next_one_is_right(
         return real(descriptor, buffers, offset, flags)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    with open_engine(one, options(device, half_of(one), StreamingOptions())) as engine:
+    with open_engine(one, options(device, half_of(one), Streaming())) as engine:
         expected = engine.sequences.extend(0, tokens)
         engine.sequences.rewind(0, 0)
         for step in range(12):  # other experts take the place of those
@@ -453,7 +456,7 @@ def test_a_read_error_ends_the_request_and_the_next_one_is_right(
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_a_file_cut_short_while_the_model_runs_is_an_error(copied: Path, device: str) -> None:
-    with open_engine(copied, options(device, half_of(copied), StreamingOptions())) as engine:
+    with open_engine(copied, options(device, half_of(copied), Streaming())) as engine:
         engine.sequences.extend(0, [1, 2, 3])
         facts = read_facts(copied)
         end = max(p.entry.offset_bytes for p in facts.weights.values() if "_exps" in p.entry.name)
@@ -472,7 +475,7 @@ def test_no_decode_succeeds_after_another_program_wrote_to_the_file(
 ) -> None:
     """Even if its experts are in memory, because the kernel maps other weights from the file."""
     ram_bytes = int(0.99 * read_facts(copied).expert_bytes)
-    with open_engine(copied, options(device, ram_bytes, StreamingOptions())) as engine:
+    with open_engine(copied, options(device, ram_bytes, Streaming())) as engine:
         for _ in range(2):
             engine.sequences.extend(0, [1])
         os.utime(copied, ns=(1, 1))
@@ -487,16 +490,16 @@ DEVICES = ["cpu", "sim", "split"]
 
 def faulty(device: str, path: Path) -> EngineOptions:
     """Options with memory for half of the experts. `split`: sim with split layers."""
-    streaming = StreamingOptions()
+    streaming = Streaming()
     if device != "cpu":
-        streaming = replace(streaming, hybrid=device == "split")
-        streaming = replace(streaming, vram_bytes=budget(path, streaming, "least"))
+        streaming = streaming | Streaming(hybrid=device == "split")
+        streaming = streaming | Streaming(vram_bytes=budget(path, streaming, "least"))
     return options("cpu" if device == "cpu" else "sim", half_of(path), streaming)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_text_to_embed_evicts_no_more_than_a_prompt(one: Path, device: str) -> None:
-    chosen = replace(faulty(device, one), pooling="mean")
+    chosen = engine_options(faulty(device, one), pooling="mean")
     with open_engine(one, chosen) as engine:
         memory = experts_of(engine)
         for _ in range(3):
@@ -564,7 +567,7 @@ def test_memory_may_be_taken_away_at_any_time(
     """Another thread takes memory and gives it back, while tokens are decoded."""
     monkeypatch.setattr(expert_memory, "_WATCH_S", 0.002)
     free = [1 << 30]
-    with open_engine(one, options("sim", None, StreamingOptions())) as engine:
+    with open_engine(one, options("sim", None, Streaming())) as engine:
         whole = logits(engine)
     for module in (store_module, probing):
         monkeypatch.setattr(module, "room_now", lambda: Room(free[0], "free memory"))
@@ -622,10 +625,10 @@ def test_a_decode_takes_as_long_as_the_latest_of_disk_link_and_cpu(
         return compute
 
     computing(monkeypatch, made)
-    plain = StreamingOptions(prefetch=False, hybrid=hybrid)
+    plain = Streaming(prefetch=False, hybrid=hybrid)
     copy_s = read_facts(one).expert_bytes / (4 * 64) / parse_rate(bw)
     costs = SplitCosts(host_s * np.arange(3), 1e-6 * np.arange(3), 0.0, 0.0, copy_s)
-    streaming = replace(limited(one, plain, "half"), splitter=ByCosts(costs))
+    streaming = limited(one, plain, "half") | Streaming(splitter=ByCosts(costs))
     device = f"sim:disk={RATE:.0f}B/s,bw={bw}"
     ratios: list[float] = []
     while len(ratios) < 3 and min(ratios, default=9.9) > 1.1:  # other programs only delay
@@ -659,12 +662,15 @@ def test_reads_ahead_take_their_time_while_layers_are_computed(skewed: Path, dev
 
     def decodes(share: float, rate: float | None) -> dict[str, Decodes]:
         """Decode new tokens, and then the same text again, with memory for a share of experts."""
-        streaming = StreamingOptions()
+        streaming = Streaming()
         if device == "sim":
-            streaming = replace(streaming, vram_bytes=budget(skewed, streaming, "least"))
+            streaming = streaming | Streaming(vram_bytes=budget(skewed, streaming, "least"))
         chosen = options(device, int(share * read_facts(skewed).expert_bytes), streaming)
         store = replace(chosen.store, disk_bytes_per_s=rate)
-        with open_engine(skewed, replace(chosen, store=store)) as engine, slow_layers(LAYER_S):
+        with (
+            open_engine(skewed, engine_options(chosen, store=store)) as engine,
+            slow_layers(LAYER_S),
+        ):
             found = {"new": decode(engine, tokens)}
             engine.sequences.rewind(0, 0)
             return found | {"known": decode(engine, tokens)}

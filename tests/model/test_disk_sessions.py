@@ -15,11 +15,11 @@ from lossless_parts import let_batches_be_cheap
 from resolved import config_of
 from test_slots import FIVE, Answer, open_slots, together
 
+from lab.options import Streaming
 from lab.synth import write_preset
 from lab.synth.mtp import write_mtp
 from offload.ggml.memory import HostRange
 from offload.model_file import read_facts
-from offload.stream.options import StreamingOptions
 from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
 
@@ -47,7 +47,7 @@ def opened(
     if device == "sim":
         # The layers that draft stay on the device.
         drafting = read_facts(path).size_bytes // 4 if spec == "mtp" else 0
-        more["vram_bytes"] = budget(path, StreamingOptions(), "least") + drafting
+        more["vram_bytes"] = budget(path, Streaming(), "least") + drafting
     if spec == "draft":
         more["draft"] = path
     return open_slots(
@@ -118,7 +118,7 @@ def test_measured_costs_of_batches_hold_the_disks_price(mixture: Path, tmp_path:
     costs = []
     for disk in ("", ":disk=100MB/s"):
         ram_bytes = read_facts(mixture).expert_bytes // 2
-        vram_bytes = budget(mixture, StreamingOptions(), "least")
+        vram_bytes = budget(mixture, Streaming(), "least")
         config = config_of(
             model=mixture, device=f"sim{disk}", threads=1, ctx_size=512, ram_bytes=ram_bytes,
             vram_bytes=vram_bytes, spec_given={"--spec-type": "suffix"},

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from resolved import config_of
 
+from lab.options import engine_options
 from lab.synth.eagle import write_eagle, write_target
 from lab.synth.mtp import write_mtp
 from offload.decode import Batch
-from offload.engine import EngineOptions, open_engine
+from offload.engine import open_engine
 from offload.model_file import model_hash, read_facts
 from specdec.policies.throughput import Throughput
 from specdec.policies.walk import Source
@@ -39,7 +40,7 @@ def kept_steps(folder: Path) -> dict[str, float]:
 
 def test_a_measured_step_contains_the_rows_that_a_draft_takes_in(models: Path) -> None:
     """Four steps of one token, and two accepted tokens of the draft before: 6 tokens a draft."""
-    options = EngineOptions(device="cpu", n_ctx=256, mtp=True, n_threads=1)
+    options = engine_options(device="cpu", n_ctx=256, mtp=True, n_threads=1)
     with open_engine(write_mtp(models, "glm4moe"), options) as engine:
         layers = engine.row_draft
         assert layers is not None
@@ -116,7 +117,7 @@ def test_the_step_of_an_eagle_file_is_priced_and_kept(models: Path, kept_in: Pat
 
 
 def test_rows_of_a_long_text_without_drafts_cost_no_decode(models: Path) -> None:
-    options = EngineOptions(device="cpu", n_ctx=256, mtp=True, n_threads=1)
+    options = engine_options(device="cpu", n_ctx=256, mtp=True, n_threads=1)
     with open_engine(write_mtp(models, "glm4moe"), options) as engine:
         layers, text = engine.row_draft, [5 + i % 400 for i in range(80)]
         assert layers is not None

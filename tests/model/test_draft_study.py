@@ -10,10 +10,11 @@ from gguf import GGMLQuantizationType as Type
 
 from lab import draft_study
 from lab.draft_study import Variant, narrowed, ranks_agree, study, write_variant
-from offload.engine import EngineOptions, open_engine
+from lab.options import engine_options
+from offload.engine import open_engine
 from specoffload.config.resolution import demo_file
 
-OPTIONS = EngineOptions(device="cpu", n_ctx=256)
+OPTIONS = engine_options(device="cpu", n_ctx=256)
 TEXT = [5, 80, 300, 4000, 17, 256]
 
 

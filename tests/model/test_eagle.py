@@ -18,6 +18,7 @@ from resolved import config_of
 from test_mtp_matrix import EVENTS, N_CTX, SIZES, Case, Plainly, Player
 from test_slots import answer_of, open_slots
 
+from lab.options import Streaming, engine_options
 from lab.synth import plan_shape, write_header_only
 from lab.synth.eagle import TARGETS, eagle_shape, write_eagle, write_target
 from lab.synth.tensors import Fill, Tensor
@@ -26,7 +27,6 @@ from offload.ggml.library.lib import library
 from offload.model_file import read_facts
 from offload.plan import weights
 from offload.plan.row_draft import eagle_bytes, eagle_complaint
-from offload.stream.options import StreamingOptions
 from offload.times.context import ContextOptions
 from offload.times.min_batch import MinBatch
 from specdec.options import OF_TEXT
@@ -48,7 +48,7 @@ def pair(folder: Path, architecture: str) -> tuple[Path, Path]:
 
 def device_bytes(target: Path, eagle: Path) -> int:
     """Device memory for half of the experts that stream, and for the EAGLE-3 file."""
-    return budget(target, StreamingOptions(), "half") + eagle_bytes(
+    return budget(target, Streaming(), "half") + eagle_bytes(
         read_facts(eagle), ContextOptions(n_ctx=N_CTX)
     )
 
@@ -57,10 +57,10 @@ def options_of(way: str, target: Path, eagle: Path, n_sequences: int = 1) -> Eng
     is_split = way == "split"
     least = 1000 if is_split else 1
     bytes_ = device_bytes(target, eagle) if is_split else None
-    return EngineOptions(
+    return engine_options(
         device="cpu" if way == "resident" else "sim",
         min_batch=MinBatch(least, least),
-        streaming=StreamingOptions(
+        streaming=Streaming(
             hybrid=is_split, vram_bytes=bytes_, n_gpu_layers=ON_GPU if is_split else None
         ),
         n_ctx=512 * n_sequences,
@@ -116,7 +116,7 @@ def test_greedy_texts_are_those_of_plain_decoding(models: Path, architecture: st
 
 def test_more_texts_than_a_ubatch_has_tokens(models: Path) -> None:
     target, eagle = pair(models, "qwen3moe")
-    many = replace(options_of("resident", target, eagle, 5), n_ubatch=4, n_batch=4)
+    many = engine_options(options_of("resident", target, eagle, 5), n_ubatch=4, n_batch=4)
     with (
         open_engine(target, many) as engine,
         open_engine(target, options_of("resident", target, eagle)) as fresh,
@@ -130,7 +130,7 @@ def test_rows_of_the_first_and_the_last_layer_are_read(models: Path) -> None:
     options = options_of("streamed", target, eagle)
     with (
         open_engine(target, options) as engine,
-        open_engine(target, replace(options, device="cpu")) as cpu,
+        open_engine(target, engine_options(options, device="cpu")) as cpu,
     ):
         check_each_draft(engine, cpu)
 
@@ -266,7 +266,7 @@ def notes_of(target: Path, eagle: Path) -> list[str]:
         assert session.speculation is None
         assert written(session, [5, 6, 7], n=3)
         found = [*session.notes]
-    with open_engine(target, EngineOptions(device="cpu", n_ctx=256, eagle=eagle)) as engine:
+    with open_engine(target, engine_options(device="cpu", n_ctx=256, eagle=eagle)) as engine:
         assert engine.row_draft is None
         assert engine.row_complaint
     return found

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +16,17 @@ import pytest
 from budgets import budget
 from numpy.typing import NDArray
 
+from lab.options import Streaming, engine_options
 from offload.engine import EngineOptions, open_engine
 from offload.errors import BadRequest, DeviceUnavailable, DoesNotFit
 from offload.stream.device import StreamingDevice
-from offload.stream.options import StreamingOptions
 from offload.times.min_batch import MinBatch
 
 ALWAYS = MinBatch(experts=1, dense=1)
 
 
 def options(device: str, **changes: object) -> EngineOptions:
-    return EngineOptions(device=device, n_ctx=256, **changes)  # type: ignore[arg-type]
+    return engine_options(device=device, n_ctx=256, **changes)  # type: ignore[arg-type]
 
 
 def logits_of(path: Path, opened: EngineOptions, batches: Sequence[int]) -> NDArray[np.float32]:
@@ -157,7 +156,7 @@ def test_what_a_callback_raises_during_a_decode_comes_out_of_extend(
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_ctrl_c_ends_a_decode_and_the_engine_goes_on(tiny_moe: Path, device: str) -> None:
-    opened = EngineOptions(device=device, n_ctx=4096, min_batch=ALWAYS)
+    opened = engine_options(device=device, n_ctx=4096, min_batch=ALWAYS)
     tokens = [(7 * i) % 250 for i in range(4000)]
     with open_engine(tiny_moe, opened) as engine:
         start = time.perf_counter()
@@ -184,7 +183,7 @@ def test_a_signal_whose_handler_returns_does_not_lose_the_decode(tiny_moe: Path)
     previous = signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
     tokens = [(7 * i) % 250 for i in range(2000)]
     try:
-        with open_engine(tiny_moe, EngineOptions(device="cpu", n_ctx=2048)) as engine:
+        with open_engine(tiny_moe, engine_options(device="cpu", n_ctx=2048)) as engine:
             start = time.perf_counter()
             expected = engine.sequences.extend(0, tokens, n_logits=1)
             whole_s = time.perf_counter() - start
@@ -209,8 +208,8 @@ def test_a_signal_is_looked_at_before_each_part_of_a_graph(
         asked += 1
         return asked == 3
 
-    streaming = StreamingOptions(n_gpu_layers=0, depth=0, prefetch=False)
-    streaming = replace(streaming, vram_bytes=budget(tiny_moe, streaming, "half"))
+    streaming = Streaming(n_gpu_layers=0, depth=0, prefetch=False)
+    streaming = streaming | Streaming(vram_bytes=budget(tiny_moe, streaming, "half"))
     with open_engine(tiny_moe, options("sim", min_batch=ALWAYS, streaming=streaming)) as engine:
         expected = engine.sequences.extend(0, tokens)
         engine.sequences.rewind(0, 0)

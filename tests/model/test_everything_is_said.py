@@ -24,9 +24,9 @@ from offload.errors import DoesNotFit
 from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.plan.decision import decide
-from offload.plan.found import Found, FoundDevice, Kind, Wanted
+from offload.plan.found import Found, FoundDevice, Kind
 from offload.plan.layout import Layout
-from offload.plan.placement import PlanRequest
+from offload.plan.wanted import Wanted
 from offload.times.context import ContextOptions
 from specoffload.commands.plan import as_dict
 from specoffload.config.options import PlanOptions, Ram, Toggle
@@ -106,12 +106,10 @@ def test_every_reason_and_number_of_a_layout_is_printed(title: str, machine: Any
         has_mtp=machine["has_mtp"],
     )
     vram_gib, tuned = machine["vram_gib"], machine["tuned_ubatch"]
-    request = PlanRequest(
+    wanted = Wanted(
+        ContextOptions(8192, kv_offload=machine["kv_offload"]), hybrid=True,
         n_cpu_moe="fit", plan_for_splits=True, reserve_bytes=machine["draft_bytes"],
         tuned_ubatch=tuned,
-    )  # fmt: skip
-    wanted = Wanted(
-        ContextOptions(8192, kv_offload=machine["kv_offload"]), request, splits=True,
         device_bytes=None if vram_gib is None else vram_gib * GIB, mtp=machine["mtp"],
         most_ubatch=max(2048, tuned or 0),
     )  # fmt: skip
@@ -126,9 +124,9 @@ def test_every_reason_and_number_of_a_layout_is_printed(title: str, machine: Any
 
 def test_a_lowered_size_and_a_ubatch_that_no_longer_fits_are_printed() -> None:
     card = Found((FoundDevice("GPU0", Kind.GPU, 24 * GIB),), ram_bytes=1 << 42)
-    request = PlanRequest(n_cpu_moe="fit", tuned_ubatch=1 << 15)
     wanted = Wanted(
-        ContextOptions(32768), request, device_bytes=64 * GIB, most_ubatch=1 << 15
+        ContextOptions(32768), n_cpu_moe="fit", tuned_ubatch=1 << 15,
+        device_bytes=64 * GIB, most_ubatch=1 << 15,
     )  # fmt: skip
     layout = decide(header("GLM-4.6"), card, wanted)
     printed = as_dict(shown(layout, "", (), None, None))

@@ -13,8 +13,9 @@ import pytest
 from numpy.typing import NDArray
 from player_calls import Compute, computing
 
+from lab.options import Streaming, engine_options
 from lab.synth import write_preset
-from offload.engine import Engine, EngineOptions, open_engine
+from offload.engine import Engine, open_engine
 from offload.ggml.graph import GRAPH, Graph
 from offload.ggml.library import abi
 from offload.ggml.library.callback import calls_into_python
@@ -22,15 +23,14 @@ from offload.ggml.pydevice import WrappedStream
 from offload.ggml.tensor import TENSOR
 from offload.schedule.splitter import all_on_device, stay
 from offload.stream.device import StreamingDevice
-from offload.stream.options import StreamingOptions
 from offload.times.min_batch import NEVER, MinBatch
 
 SIZES = (1, 3, 5)
 WAYS = {
-    "streamed": StreamingOptions(),
-    "one after the other": StreamingOptions(depth=0, prefetch=False),
-    "stay": StreamingOptions(hybrid=True, splitter=stay),
-    "all on the device": StreamingOptions(hybrid=True, splitter=all_on_device),
+    "streamed": Streaming(),
+    "one after the other": Streaming(depth=0, prefetch=False),
+    "stay": Streaming(hybrid=True, splitter=stay),
+    "all on the device": Streaming(hybrid=True, splitter=all_on_device),
 }
 
 
@@ -39,7 +39,7 @@ def engine_of(
 ) -> Engine:
     options: dict[str, Any] = {"device": "sim", "n_ctx": 1024, "n_threads": 1}
     options |= {"min_batch": MinBatch(1, 1), "streaming": WAYS[way], "mla_crossover": crossover}
-    return open_engine(path, EngineOptions(**options | changes))
+    return open_engine(path, engine_options(**options | changes))
 
 
 def device_of(engine: Engine) -> StreamingDevice:

@@ -13,9 +13,10 @@ from resolved import config_of
 
 from lab.attack.plans_part import broken_sum
 from lab.changed_model import changed, split
+from lab.options import engine_options
 from lab.synth.eagle import write_eagle, write_target
 from lab.synth.mtp import write_mtp
-from offload.engine import EngineOptions, open_engine
+from offload.engine import open_engine
 from offload.errors import BadModel
 from offload.model import layer_of
 from offload.model_file import read_facts
@@ -31,7 +32,7 @@ def plan_says(path: Path) -> str:
 
 def start_says(path: Path) -> str:
     try:
-        open_engine(path, EngineOptions(device="cpu", n_ctx=64)).close()
+        open_engine(path, engine_options(device="cpu", n_ctx=64)).close()
     except BadModel as e:
         return str(e)
     return ""

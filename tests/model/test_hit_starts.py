@@ -14,9 +14,9 @@ import pytest
 import resolved
 from budgets import ON_GPU, budget
 
+from lab.options import Streaming
 from offload.model_file import read_facts
 from offload.plan.workload import TokenMix
-from offload.stream.options import StreamingOptions
 from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import NO_DRAFTS
@@ -40,7 +40,7 @@ def config_of(**changes: object) -> Config:
         "threads": 1,
         "ctx_size": 256,
         "device": "sim",
-        "vram_bytes": budget(TARGET, StreamingOptions(), "half"),
+        "vram_bytes": budget(TARGET, Streaming(), "half"),
         "n_gpu_layers": ON_GPU,
         "min_batch": "1000",
         "spec": NO_DRAFTS,
@@ -159,7 +159,7 @@ def test_tokens_of_runs_decide_what_the_next_plan_is_made_for(folder: Path, hybr
         (reason,) = [words for words in session.target.plan.reasons if "planned for" in words]
         assert reason == "planned for 64 generated tokens to each prompt token (--plan-for)"
     asked = config_of(hybrid=hybrid, plan_for=TokenMix(3, 1))
-    assert target_options(asked, kept_for_plan(asked)).streaming.mix == TokenMix(3, 1)
+    assert target_options(asked, kept_for_plan(asked)).wanted.mix == TokenMix(3, 1)
     assert kept_for_plan(config_of(hybrid=hybrid, use_profile=False)).mix is None
 
 
@@ -203,7 +203,7 @@ def test_a_warm_start_hits_more_and_changes_no_text(
 
 def test_those_that_were_used_most_are_there_and_a_request_ends_the_filling(folder: Path) -> None:
     config = config_of()  # without lent slots, which would hold all experts of so small a model
-    config = replace(config, streaming=replace(config.streaming, lend=False))
+    config = replace(config, lend=False)
     run(config, 100)
     kept = kept_in(folder).hits
     assert kept is not None

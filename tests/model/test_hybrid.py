@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from player_calls import Compute, computing, host_graphs, played_layers, uploading
 from splits import all_host, at_random, flat_costs, logits_of, sim_options, split_streaming
 
+from lab.options import Streaming, engine_options
 from lab.synth import write_preset
 from offload.decode import SMALL_BATCH
 from offload.engine import Engine, EngineOptions, open_engine
@@ -40,7 +41,6 @@ from offload.schedule.splitter import ByCosts, Splitter, all_on_device, stay
 from offload.stream import split_path as path_module
 from offload.stream.copying import ThreadCopier, Transfer
 from offload.stream.forms import NoForm
-from offload.stream.options import StreamingOptions
 from offload.stream.play import GraphPlayer
 from offload.stream.program import Program
 from offload.trace.trace import COUNTER, CPU, Trace
@@ -84,7 +84,7 @@ def model(request: pytest.FixtureRequest, models: Path) -> Iterator[tuple[Path, 
     """A random model of an architecture, and the logits of all of it resident."""
     path = models / f"hybrid-{request.param}.gguf"
     write_preset(PRESETS[request.param], path, size="tiny", seed=1)
-    with open_engine(path, replace(options(StreamingOptions(), 1), stream_experts=False)) as engine:
+    with open_engine(path, engine_options(options(Streaming(), 1), stream_experts=False)) as engine:
         yield path, logits(engine)
 
 
@@ -121,7 +121,7 @@ def test_every_size_of_a_batch_gives_the_resident_models_bits(model: tuple[Path,
             yield engine.sequences.extend(0, tokens)
             engine.sequences.rewind(0, 0)
 
-    resident = replace(options(StreamingOptions(), 1), stream_experts=False)
+    resident = engine_options(options(Streaming(), 1), stream_experts=False)
     with (
         open_engine(path, resident) as whole,
         open_engine(path, split_by(at_random(2), path, "half")) as split,
@@ -183,7 +183,7 @@ def test_no_token_is_shown_a_slot_twice(
 @pytest.fixture(scope="module")
 def expected(tiny_moe: Path) -> Rows:
     with open_engine(
-        tiny_moe, replace(options(StreamingOptions(), 1), stream_experts=False)
+        tiny_moe, engine_options(options(Streaming(), 1), stream_experts=False)
     ) as engine:
         return logits(engine)
 
@@ -195,7 +195,7 @@ def test_factors_of_experts_are_the_cpus_too(models: Path, preset: str) -> None:
     write_preset(preset, path, seed=1, expert_scales=True)
     names = {tensor.name for tensor in GGUFReader(path).tensors}
     assert {f"blk.1.ffn_{kind}_exps.scale" for kind in ("gate", "up", "down")} <= names
-    with open_engine(path, replace(options(StreamingOptions(), 1), stream_experts=False)) as engine:
+    with open_engine(path, engine_options(options(Streaming(), 1), stream_experts=False)) as engine:
         expected = logits(engine)
     for split in ("random", "all-host"):
         with open_engine(path, split_by(SPLITS[split](), path, "half")) as engine:
@@ -221,8 +221,7 @@ def test_nothing_is_promoted_over_a_busy_link_or_without_prefetch(
     tiny_moe: Path, expected: Rows, copy_s: float, prefetch: bool
 ) -> None:
     chosen = split_by(flat_costs(copy_s), tiny_moe, "half")
-    streaming = replace(chosen.streaming, prefetch=prefetch)
-    with open_engine(tiny_moe, replace(chosen, streaming=streaming)) as engine:
+    with open_engine(tiny_moe, engine_options(chosen, prefetch=prefetch)) as engine:
         assert np.array_equal(logits(engine), expected)
         assert engine.counters().n_promoted == 0
         assert engine.counters().n_pairs_host > 0
@@ -239,11 +238,11 @@ def around_prompts(path: Path) -> tuple[Rows, StreamCounters, tuple[int, int]]:
 
     Returns the logits, the counters, and (hits, uses) of the decodes after the prompts.
     """
-    streaming = StreamingOptions(hybrid=True, splitter=stay)
+    streaming = Streaming(hybrid=True, splitter=stay)
     half = limited(path, streaming, "half")
-    chosen = options(replace(half, vram_bytes=(half.vram_bytes or 0) + 120_000), 65)
+    chosen = options(half | Streaming(vram_bytes=half["vram_bytes"] + 120_000), 65)
     rows, hits, uses = [], 0, 0
-    with open_engine(path, replace(chosen, n_ubatch=80)) as engine:
+    with open_engine(path, engine_options(chosen, n_ubatch=80)) as engine:
         assert engine.plan is not None
         (pool,) = engine.plan.layout.pools
         assert 3 * pool.n_experts <= pool.n_slots < 5 * pool.n_experts
@@ -370,8 +369,7 @@ def test_layers_are_split_by_what_was_measured_of_them(
 ) -> None:
     """This also holds without prefetching, when no expert has a slot yet."""
     chosen = split_by(stay, tiny_moe, "half")
-    streaming = replace(chosen.streaming, prefetch=prefetch)
-    with open_engine(tiny_moe, replace(chosen, streaming=streaming)) as engine:
+    with open_engine(tiny_moe, engine_options(chosen, prefetch=prefetch)) as engine:
         (costs,) = measure_split(engine).values()
         assert engine.ways.now.splitter is stay
         assert engine.sequences.length(0) == 0
@@ -520,8 +518,7 @@ def test_a_copy_for_later_that_fails_is_told_by_the_next_decode_and_never_comput
 def test_a_trace_has_what_the_player_did_and_its_program(tiny_moe: Path, expected: Rows) -> None:
     trace = Trace()
     chosen = split_by(at_random(4), tiny_moe, "half")
-    streaming = replace(chosen.streaming, trace=trace)
-    with open_engine(tiny_moe, replace(chosen, streaming=streaming)) as engine:
+    with open_engine(tiny_moe, engine_options(chosen, trace=trace)) as engine:
         assert np.array_equal(logits(engine), expected)
         counters = engine.counters()
     names = [event.name.split(" ")[0] for event in trace.events() if event.lane != COUNTER]

@@ -216,7 +216,7 @@ def test_a_plan_for_splits_never_has_fewer_slots_and_on_some_machines_more(tmp_p
 
 
 def test_auto_plans_for_splits_as_on_does() -> None:
-    asked = {hybrid: config_of(hybrid=hybrid).streaming for hybrid in Toggle}
+    asked = {hybrid: config_of(hybrid=hybrid) for hybrid in Toggle}
     expected = {Toggle.OFF: False, Toggle.ON: True, Toggle.AUTO: True}
     assert {hybrid: its.plan_for_splits for hybrid, its in asked.items()} == expected
 

@@ -6,7 +6,6 @@ The fixture `ids_keep_the_law` (conftest.py) checks the uploads of all tests in 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +17,7 @@ from budgets import budget
 from id_law import broken_law
 from test_hybrid import logits, options, split_by
 
+from lab.options import Streaming
 from lab.synth import write_preset
 from offload.device import choose_device
 from offload.engine import EngineOptions, open_engine
@@ -26,7 +26,6 @@ from offload.ggml.tensor import new_tensor
 from offload.schedule.splitter import stay
 from offload.stream import play
 from offload.stream import split_path as split_path
-from offload.stream.options import StreamingOptions
 from offload.stream.slot_ids import IdExchange
 from offload.worker import split_costs
 
@@ -57,8 +56,8 @@ def path(models: Path) -> Path:
 
 def streamed(path: Path) -> EngineOptions:
     """Streams dense weights too, so that Python and not the player sends the experts' slots."""
-    streaming = StreamingOptions(hybrid=False, n_gpu_layers=0)
-    return options(replace(streaming, vram_bytes=budget(path, streaming, "half")), 1)
+    streaming = Streaming(hybrid=False, n_gpu_layers=0)
+    return options(streaming | Streaming(vram_bytes=budget(path, streaming, "half")), 1)
 
 
 def test_uploads_of_each_path_are_checked(

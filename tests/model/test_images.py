@@ -29,9 +29,10 @@ from numpy.typing import NDArray
 from resolved import config_of
 from typer.testing import CliRunner
 
+from lab.options import engine_options
 from lab.synth.mtp import write_mtp
 from lab.synth.projector import write_projector
-from offload.engine import Engine, EngineOptions, open_engine
+from offload.engine import Engine, open_engine
 from offload.errors import BadModel, BadRequest, DoesNotFit, NotSupported
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import library, mtmd_binding
@@ -71,7 +72,7 @@ def opened(kind: str, models: Path, device: str, **given: Any) -> Engine:
         **{"n_ctx": 1024, "n_batch": 256, "n_ubatch": 128, "n_threads": 1, "n_threads_batch": 1},
         **{"n_outputs": 8, "projector": ProjectorOptions(projector, "of a test"), **given},
     }
-    return open_engine(model, EngineOptions(device=device, **options))
+    return open_engine(model, engine_options(device=device, **options))
 
 
 def read(engine: Engine, prompt: Sequence[int], sequence: int = 0, start: int = 0) -> None:
@@ -312,7 +313,7 @@ def test_a_plan_counts_the_projector_where_a_start_puts_it(device: str, models: 
         options = session.target.options
         assert options.projector is not None
         assert options.projector.why_on_cpu == "no GPU computes"
-        own = options.streaming
+        own = options.wanted
         assert (own.projector_bytes, own.host_projector_bytes) == counted
         before_bytes = psutil.Process().memory_info().rss
         again = Projector(

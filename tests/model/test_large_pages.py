@@ -29,14 +29,14 @@ def checked(address, *arguments):
     return advise(address, *arguments)
 system.advise = checked
 
+from lab.options import Streaming, engine_options
 from offload.engine import Engine, EngineOptions, open_engine
 from offload.times.min_batch import MinBatch
 from offload.store.store import StoreOptions
-from offload.stream.options import StreamingOptions
 
 for ram_bytes in (None, int(sys.argv[3])):
-    options = EngineOptions(
-        device="sim", streaming=StreamingOptions(), store=StoreOptions(ram_bytes=ram_bytes),
+    options = engine_options(
+        device="sim", streaming=Streaming(), ram_bytes=ram_bytes,
         min_batch=MinBatch(1, 1), n_ctx=64, n_ubatch=16, n_outputs=16, n_threads=1,
         n_threads_batch=1,
     )

@@ -191,6 +191,6 @@ def test_the_usual_line_for_deepseek_means_what_it_means_there(
     line, config = configured(launch, models, tmp_path)
     assert (config.ctx_size, config.type_k, config.flash_attn) == (32768, "q8_0", Toggle.ON)
     assert config.alias == "r1"
-    assert config.streaming.n_cpu_moe == line.options.n_cpu_moe != 0
+    assert config.n_cpu_moe == line.options.n_cpu_moe != 0
     assert config.spec.options.n_max == 16
     assert not line.ignored

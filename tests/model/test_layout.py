@@ -17,9 +17,10 @@ from lab.synth.published import PUBLISHED, published_facts
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, is_experts
 from offload.plan.decision import decide, decide_part
-from offload.plan.found import Found, FoundDevice, Kind, Wanted
+from offload.plan.found import Found, FoundDevice, Kind
 from offload.plan.layout import Layout
-from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, PlanRequest
+from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES
+from offload.plan.wanted import Wanted
 from offload.times.context import ContextOptions, context_memory
 from offload.times.machine import TYPICAL
 
@@ -47,8 +48,9 @@ def gpus(sizes: list[tuple[int, float]]) -> tuple[FoundDevice, ...]:
 
 def wanted(n_ctx: int = 8192, draft_bytes: int = 0, **named: Any) -> Wanted:
     context = ContextOptions(n_ctx=n_ctx)
-    request = PlanRequest(n_cpu_moe="fit", reserve_bytes=draft_bytes)
-    return Wanted(context, request, most_ubatch=2048, **named)
+    return Wanted(
+        context, n_cpu_moe="fit", reserve_bytes=draft_bytes, **{"most_ubatch": 2048, **named}
+    )
 
 
 def decided(facts: ModelFacts, found: Found, asked: Wanted) -> Layout:
@@ -80,7 +82,7 @@ def check(layout: Layout, found: Found, asked: Wanted) -> None:
     names = [entry.name for entry in streamed]
     assert len(set(names)) == len(names)
     n_bytes = sum(entry.size_bytes for entry in streamed)
-    if layout.experts is None and not asked.keeps_page_cache and any(map(is_experts, streamed)):
+    if layout.experts is None and not asked.keep_page_cache and any(map(is_experts, streamed)):
         assert n_bytes <= found.ram_bytes
         assert asked.ram_bytes is None or n_bytes <= asked.ram_bytes
     if layout.reads_disk:
@@ -90,18 +92,17 @@ def check(layout: Layout, found: Found, asked: Wanted) -> None:
 
 def test_a_tuned_ubatch_is_used_while_it_fits() -> None:
     facts, asked = header("GLM-4.6"), wanted()
-    tuned = replace(asked, request=replace(asked.request, tuned_ubatch=256))
+    tuned = replace(asked, tuned_ubatch=256)
     for sizes, n in (([(24, 25e9)], 256), ([(24, 25e9), (16, 25e9)], 256)):
         layout = decide(facts, Found(gpus(sizes)), tuned)
         assert layout.context.n_ubatch == n
         assert any("256 tokens at once, which was the fastest" in r for r in words_of(layout))
         check(layout, Found(gpus(sizes)), tuned)
     larger = wanted(n_ctx=32768)
-    request = replace(larger.request, tuned_ubatch=1 << 15)
-    larger = replace(larger, request=request, most_ubatch=1 << 15)
+    larger = replace(larger, tuned_ubatch=1 << 15, most_ubatch=1 << 15)
     found = Found(gpus([(24, 25e9)]))
     layout = decide(facts, found, larger)
-    plain = decide(facts, found, replace(larger, request=replace(request, tuned_ubatch=None)))
+    plain = decide(facts, found, replace(larger, tuned_ubatch=None))
     assert layout.context == plain.context
     assert [its.plan.sharing for its in layout.devices] == [
         its.plan.sharing for its in plain.devices

@@ -57,7 +57,7 @@ def opens_as_planned(config: Config, own: PlanOptions) -> None:
         for name in names:
             assert getattr(layout, name) == getattr(planned, name), name
         assert layout == planned
-        assert engine.options.n_ubatch == layout.context.n_ubatch
+        assert engine.layout.context.n_ubatch == layout.context.n_ubatch
         assert [part.plan for part in engine.parts] == [its.plan for its in layout.local]
         streamed_bytes = sum(part.plan.streamed_bytes for part in engine.parts)
         report = None if engine.store is None else engine.store.report

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from own_layer_steps import steps_of
 from splits import at_random
 
+from lab.options import Streaming, engine_options
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions, open_engine
 from offload.ggml.compute_buffer import ComputeBuffer
@@ -29,7 +30,6 @@ from offload.plan.placement import make_plan
 from offload.plan.row_draft import plan_mtp
 from offload.schedule.slots import StreamCounters
 from offload.schedule.splitter import Splitter, all_on_device, stay
-from offload.stream.options import StreamingOptions
 from offload.stream.play import GraphPlayer
 from offload.times.context import ContextOptions
 from offload.times.min_batch import MinBatch
@@ -56,9 +56,9 @@ def options(path: Path, share: float = 0.3, **changes: object) -> EngineOptions:
     """Options with slots for this share of the experts."""
     plan = make_plan(read_facts(path))
     vram = plan.resident_bytes + int(share * plan.slot_bytes)
-    streaming = StreamingOptions(n_gpu_layers=99, passes="on", vram_bytes=vram)
-    return EngineOptions(
-        device="sim", streaming=replace(streaming, **changes),  # type: ignore[arg-type]
+    streaming = Streaming(n_gpu_layers=99, passes="on", vram_bytes=vram)
+    return engine_options(
+        device="sim", streaming=streaming | changes,
         min_batch=MinBatch(1, 1), n_ctx=8192, n_ubatch=256, n_batch=1024, n_outputs=64,
         n_sequences=N_SEQUENCES, n_threads=1, n_threads_batch=1,
     )  # fmt: skip
@@ -126,11 +126,11 @@ def test_the_player_reads_lent_slots(
 
 def mtp_options(path: Path, split: str, *, lend: bool) -> EngineOptions:
     opened = options(path, share=0.3, lend=lend)
-    hybrid = {"hybrid": True, "splitter": at_random(2)} if split == "random" else {}
+    hybrid = Streaming(hybrid=True, splitter=at_random(2)) if split == "random" else Streaming()
     layers = plan_mtp(read_facts(path), ContextOptions(), None)
-    vram = (opened.streaming.vram_bytes or 0) + layers.weight_bytes
-    return replace(
-        opened, streaming=replace(opened.streaming, vram_bytes=vram, **hybrid),  # type: ignore[arg-type]
+    vram = (opened.wanted.vram_bytes or 0) + layers.weight_bytes
+    return engine_options(
+        opened, vram_bytes=vram, streaming=hybrid,
         n_sequences=2, n_ctx=2048, mtp=True, flash_attn="off", type_k="f32", type_v="f32",
     )  # fmt: skip
 
@@ -254,7 +254,7 @@ def test_the_start_says_how_many_slots_the_buffer_has(path: Path) -> None:
 
 @pytest.mark.parametrize("share", [0.2, 0.3, 0.6])
 def test_the_plan_counts_the_slots_that_are_open_between_prompts(path: Path, share: float) -> None:
-    opened = replace(options(path, share), n_ctx=512, n_ubatch=512, n_sequences=1)
+    opened = engine_options(options(path, share), n_ctx=512, n_ubatch=512, n_sequences=1)
     with open_engine(path, opened) as engine:
         device, planned = engine.device, engine.layout.plan
         assert device is not None
@@ -283,7 +283,7 @@ def test_the_plan_counts_the_slots_that_are_open_between_prompts(path: Path, sha
 def test_the_start_says_why_it_lends_nothing(
     path: Path, why: str, device: str, changes: dict[str, object]
 ) -> None:
-    opened = replace(options(path, share=1.0, **changes), device=device, n_ctx=512)
+    opened = engine_options(options(path, share=1.0, **changes), device=device, n_ctx=512)
     with open_engine(path, opened) as engine:
         assert engine.devices[0].compute_buffer is None
         said = f"no experts in the compute buffer: {why}"

@@ -11,7 +11,8 @@ import pytest
 from lossless_parts import EXACT
 from test_slots import FIVE, SPECS, draft_of, model, open_slots, texts_of
 
-from offload.engine import EngineOptions, open_engine
+from lab.options import engine_options
+from offload.engine import open_engine
 from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
 from specoffload.slots.request import Request
@@ -174,7 +175,7 @@ def test_an_emptied_memory_begins_at_its_first_cell(models: Path) -> None:
         *((1, 1), (2, 64), (0, 64), (1, 1), (0, 64), (1, 1), (0, 64)),
         *((0, 1), (2, 20), (1, 1), (0, 64), (0, 200), (0, 64), (1, 200)),
     )
-    options = EngineOptions(
+    options = engine_options(
         device="cpu", n_ctx=4096, n_batch=64, n_ubatch=64, n_sequences=4, n_threads=1,
         n_threads_batch=1, **EXACT,
     )  # fmt: skip

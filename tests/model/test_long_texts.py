@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.engine import Engine, EngineOptions, open_engine
+from lab.options import engine_options
+from offload.engine import Engine, open_engine
 from offload.sequences.text import LONG_CHARS, cutter, parts_of
 from specoffload.config.resolution import demo_file
 
@@ -32,7 +33,7 @@ def test_tokens_that_may_overlap_cut_nothing() -> None:
 
 @pytest.fixture(scope="module")
 def target() -> Iterator[Engine]:
-    with open_engine(demo_file("target.gguf"), EngineOptions(device="cpu", n_ctx=256)) as engine:
+    with open_engine(demo_file("target.gguf"), engine_options(device="cpu", n_ctx=256)) as engine:
         yield engine
 
 

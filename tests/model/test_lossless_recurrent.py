@@ -32,9 +32,10 @@ from lossless_parts import (
 from numpy.typing import NDArray
 from speculation_parts import Sampler
 
+from lab.options import engine_options
 from lab.synth import Shape, plan_shape, write, write_preset
 from lab.synth.mtp import HEADS
-from offload.engine import Engine, EngineOptions, open_engine
+from offload.engine import Engine, open_engine
 from offload.ggml.context import PARTIAL_STATE
 from specdec.decoding.acceptance import Greedy, MatchAcceptance, Verdict
 from specdec.decoding.drafting import ChainDrafting
@@ -134,10 +135,10 @@ class Recurrent:
 def recurrent(request: pytest.FixtureRequest, models: Path) -> Iterator[Recurrent]:
     name, n_rs_seq = request.param
     path = write_model(models, name)
-    options = EngineOptions(device="cpu", n_ctx=128, **EXACT, n_rs_seq=n_rs_seq)
+    options = engine_options(device="cpu", n_ctx=128, **EXACT, n_rs_seq=n_rs_seq)
     with (
         open_engine(path, options) as target,
-        open_engine(path, replace(options, n_rs_seq=0)) as fresh,
+        open_engine(path, engine_options(options, n_rs_seq=0)) as fresh,
     ):
         assert not target.sequences.can_rewind
         assert target.sequences.n_rs_seq == n_rs_seq
@@ -283,7 +284,7 @@ class DraftedAfresh(ModelDrafter):
 def test_a_recurrent_draft_is_rolled_back_to_what_was_kept(models: Path, name: str) -> None:
     """The draft is the target's own model, then one of other weights."""
     target_path, other_path = write_model(models, name), write_model(models, name, 5)
-    options = EngineOptions(device="cpu", n_ctx=128, **EXACT)
+    options = engine_options(device="cpu", n_ctx=128, **EXACT)
     with open_engine(target_path, options) as target, open_engine(target_path, options) as fresh:
         pair = Recurrent(name, target, fresh)
         for path in (target_path, other_path):
@@ -338,7 +339,7 @@ def test_turns_with_rejected_drafts_leave_the_memory_of_a_fresh_evaluation(
         copied = opened.target.counters().streamed_bytes
     assert rejected > 0
     assert (copied > 0) == (place == "streamed")
-    with open_engine(path, EngineOptions(device="cpu", n_ctx=256, **EXACT)) as fresh:
+    with open_engine(path, engine_options(device="cpu", n_ctx=256, **EXACT)) as fresh:
         assert distance_from_fresh(fresh, history, 1, kept) < (
             BATCH_NOISE if name == "target" else NOISE
         )
@@ -355,7 +356,7 @@ def test_n_grams_of_an_agents_log_leave_a_recurrent_models_text_unchanged(
     texts = [text[-600:] for text in judged_prompts(WorkloadName.AGENT)]
     with (
         open_session(path, spec, draft=None) as opened,
-        open_engine(path, EngineOptions(device="cpu", n_ctx=1024, **EXACT)) as engine,
+        open_engine(path, engine_options(device="cpu", n_ctx=1024, **EXACT)) as engine,
     ):
         runs = judged(opened, Judge(engine), texts)
         rollbacks = opened.target.sequences.rollbacks

@@ -10,10 +10,10 @@ import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader
 from numpy.typing import NDArray
 
+from lab.options import engine_options
 from lab.synth import write_preset
 from lab.synth.library import quantize
-from offload.engine import EngineOptions, open_engine
-from offload.store.store import StoreOptions
+from offload.engine import open_engine
 
 _ALIGNED = 32
 TYPES = {
@@ -50,9 +50,9 @@ def mixed(path: Path, whole: Path) -> Path:
 
 
 def logits(path: Path, ram_bytes: int | None, *, repack: bool | None) -> NDArray[np.float32]:
-    options = EngineOptions(
+    options = engine_options(
         device="cpu", n_ctx=256, n_ubatch=64, n_outputs=64, n_threads=1, n_threads_batch=1,
-        repack=repack, store=StoreOptions(ram_bytes=ram_bytes),
+        repack=repack, ram_bytes=ram_bytes,
     )  # fmt: skip
     with open_engine(path, options) as engine:
         sizes = (40, 7, 1, 1, 3)

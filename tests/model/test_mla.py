@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 import offload.mla
 import offload.opening.placing
 import offload.stream.device
+from lab.options import engine_options
 from lab.synth import write_preset
 from offload.device import choose_device
-from offload.engine import Engine, EngineOptions, open_engine
+from offload.engine import Engine, open_engine
 from offload.errors import DoesNotFit
 from offload.ggml.backend import Device
 from offload.ggml.graph import Graph
@@ -67,8 +68,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Open:
     monkeypatch.setattr(offload.stream.device, "MlaSwitch", Recorded)
 
     def opened_with(path: Path, crossover: int | None, **changes: Any) -> Engine:
-        options = EngineOptions(device="sim", n_ctx=256, n_threads=1, mla_crossover=crossover)
-        return open_engine(path, replace(options, **changes))
+        options = engine_options(device="sim", n_ctx=256, n_threads=1, mla_crossover=crossover)
+        return open_engine(path, engine_options(options, **changes))
 
     return opened_with
 
@@ -145,7 +146,7 @@ def test_both_forms_of_a_projection_give_the_same_numbers(
 ) -> None:
     path = request.getfixturevalue(model)
     monkeypatch.setattr(offload.opening.placing, "StreamingDevice", Compared)
-    opened = EngineOptions(
+    opened = engine_options(
         device="sim", n_ctx=256, n_threads=1, flash_attn=flash_attn, stream_experts=False
     )
     with open_engine(path, opened) as engine:

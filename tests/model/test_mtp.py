@@ -7,7 +7,6 @@ import os
 import struct
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import llama_cpp.llama_cpp as native
@@ -28,13 +27,13 @@ from resolved import config_of
 from splits import at_random
 from test_sequences_elsewhere import in_file
 
+from lab.options import Streaming, engine_options
 from lab.synth.mtp import ARCHITECTURES, MIXTURES, SEVERAL, write_mtp
 from offload.engine import EngineOptions, open_engine
 from offload.errors import BadModel, BadRequest
 from offload.ggml.library.lib import library
 from offload.model_file import read_facts
 from offload.plan.row_draft import MTP_ARCHITECTURES, plan_mtp
-from offload.stream.options import StreamingOptions
 from offload.times.context import ContextOptions
 from offload.times.min_batch import MinBatch
 from specdec.options import OF_TEXT
@@ -47,10 +46,10 @@ from specoffload.slots.slot_files import read_sequence
 def options_of(way: str, path: Path, n_sequences: int = 1) -> EngineOptions:
     is_split = way == "split"
     least = 1000 if is_split else 1
-    return EngineOptions(
+    return engine_options(
         device="cpu" if way == "resident" else "sim",
         min_batch=MinBatch(least, least),
-        streaming=StreamingOptions(
+        streaming=Streaming(
             hybrid=is_split,
             vram_bytes=half_of(path) if is_split else None,
             n_gpu_layers=ON_GPU if is_split else None,
@@ -74,14 +73,14 @@ def test_texts_and_drafts_are_the_same_if_prompts_are_computed_in_passes(
     with open_engine(path, options_of("resident", path)) as engine:
         expected = [*steps_of(engine)]
     layers = plan_mtp(read_facts(path), ContextOptions(), None)
-    least = budget(path, StreamingOptions(n_gpu_layers=ON_GPU), "least")
+    least = budget(path, Streaming(n_gpu_layers=ON_GPU), "least")
     for way in ("streamed", "split"):
         opened = options_of(way, path)
-        streaming = replace(
-            opened.streaming, n_gpu_layers=ON_GPU, passes="on", splitter=at_random(1),
+        streaming = Streaming(
+            n_gpu_layers=ON_GPU, passes="on", splitter=at_random(1),
             vram_bytes=least + layers.weight_bytes,
         )  # fmt: skip
-        with open_engine(path, replace(opened, streaming=streaming)) as engine:
+        with open_engine(path, engine_options(opened, streaming=streaming)) as engine:
             assert [*steps_of(engine)] == expected
             counters = engine.counters()
         assert counters.passes > 0
@@ -119,8 +118,8 @@ def test_each_draft_is_that_of_a_fresh_evaluation(
 def test_layers_that_do_not_fit_are_left_out(models: Path) -> None:
     path = write_mtp(models, SEVERAL)
     options = options_of("split", path)
-    tight = budget(path, StreamingOptions(), "half")
-    options = replace(options, streaming=replace(options.streaming, vram_bytes=tight))
+    tight = budget(path, Streaming(), "half")
+    options = engine_options(options, vram_bytes=tight)
     with open_engine(path, options) as engine:
         assert engine.row_draft is None
         assert engine.plan is not None
@@ -170,7 +169,7 @@ def test_a_file_without_the_layers_of_its_header_runs_without_them(tmp_path: Pat
         why = "--spec-type mtp: its layers were left out of the file, so nothing drafts"
         assert why in session.notes
         assert written(session, [5, 6, 7], n=3)
-    with open_engine(path, EngineOptions(device="cpu", n_ctx=256, mtp=True)) as engine:
+    with open_engine(path, engine_options(device="cpu", n_ctx=256, mtp=True)) as engine:
         assert engine.row_draft is None
         assert "left out of the file" in engine.row_complaint
 
@@ -209,7 +208,7 @@ def test_a_count_that_the_tensors_do_not_bear_out_is_told(models: Path, tmp_path
     none = counting(path, tmp_path, 0)
     with (
         pytest.raises(BadModel, match="has blk.4.nextn.*, but its header counts no layers of"),
-        open_engine(none, EngineOptions(device="cpu", n_ctx=256)),
+        open_engine(none, engine_options(device="cpu", n_ctx=256)),
     ):
         pass
 
@@ -228,7 +227,7 @@ def test_a_layer_that_lacks_a_weight_is_told(
     why = rf"lacks blk\.{layer}\.{weight}\.weight of its layer for multi-token prediction"
     with (
         pytest.raises(BadModel, match=why),
-        open_engine(path, EngineOptions(device="cpu", n_ctx=256, mtp=mtp)),
+        open_engine(path, engine_options(device="cpu", n_ctx=256, mtp=mtp)),
     ):
         pass
 
@@ -305,7 +304,9 @@ def test_a_saved_text_drafts_what_a_fresh_one_does(
     with (
         open_engine(path, options_of("resident", path, 2)) as engine,
         open_engine(path, options_of("resident", path)) as fresh,
-        open_engine(path, replace(options_of("resident", path, n_plain), mtp=False)) as plain,
+        open_engine(
+            path, engine_options(options_of("resident", path, n_plain), mtp=False)
+        ) as plain,
     ):
         layers, sequences = engine.row_draft, engine.sequences
         assert layers is not None

@@ -16,6 +16,7 @@ from relay import Relay
 from remote_engine import logits, options
 from worker import has_rpc
 
+from lab.options import Streaming, engine_options
 from lab.synth import write_preset
 from offload import mla
 from offload.device import DeviceChoice, choose_device
@@ -28,7 +29,6 @@ from offload.mla import MlaTiming
 from offload.model_file import read_facts
 from offload.remote.address import RemoteOptions
 from offload.remote.hello import LayersAsked
-from offload.stream.options import StreamingOptions
 from offload.worker.device import WorkerDevice
 from offload.worker.serving import WorkerOptions, _decide, _open
 
@@ -70,10 +70,10 @@ def test_prompts_that_a_worker_computes_in_passes_give_the_logits_of_one_machine
     preset: str, hybrid: str, models: Path
 ) -> None:
     path = write_preset(preset, models / f"passing-{preset}.gguf", size="tiny", seed=4)
-    prompts = replace(options("cpu"), n_ubatch=256, most_ubatch=256, n_outputs=256)
+    prompts = engine_options(options("cpu"), n_ubatch=256, most_ubatch=256, n_outputs=256)
     with open_engine(path, prompts) as engine:
         expected = logits(engine, PROMPTS)
-    least = budget(path, StreamingOptions(n_gpu_layers=99), "least")
+    least = budget(path, Streaming(n_gpu_layers=99), "least")
     flags = (
         "--device",
         f"sim:vram={-(-least // 1024)}KiB",
@@ -84,7 +84,7 @@ def test_prompts_that_a_worker_computes_in_passes_give_the_logits_of_one_machine
     )
     with working(path, *flags, "--hybrid", hybrid) as running:
         remote = RemoteOptions((running.address,), order="only")
-        with open_engine(path, replace(prompts, remote=remote)) as engine:
+        with open_engine(path, engine_options(prompts, remote=remote)) as engine:
             np.testing.assert_array_equal(logits(engine, PROMPTS), expected)
         counters = running.counters()
         assert counters["passes"] > 0, running.text
@@ -125,12 +125,12 @@ def test_a_worker_with_another_file_is_refused(tiny_dense: Path, worker: Running
 
 
 def test_a_draft_model_on_a_worker_may_be_another_file(tiny_dense: Path, tiny_moe: Path) -> None:
-    draft = replace(options("cpu"), wrapped=False)
+    draft = engine_options(options("cpu"), wrapped=False)
     with open_engine(tiny_dense, draft) as engine:
         expected = logits(engine)
     with working(tiny_moe, "--device", "cpu") as running:
         remote = RemoteOptions((running.address,), order="only")
-        with open_engine(tiny_dense, replace(draft, remote=remote)) as engine:
+        with open_engine(tiny_dense, engine_options(draft, remote=remote)) as engine:
             np.testing.assert_allclose(logits(engine), expected, rtol=0, atol=1e-4)
 
 

@@ -8,7 +8,7 @@ a worker, with experts from the disk, and for the drafts of a model's own layers
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from splits import SPLITTERS
 from wide import examples
 
+from lab.options import Streaming, engine_options
 from lab.synth import write_preset
 from lab.synth.mixtures import ARCHITECTURES, write_mixture
 from offload.engine import Engine, EngineOptions, open_engine
@@ -30,7 +31,6 @@ from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.ranges import by_shares
 from offload.schedule.slots import StreamCounters
-from offload.stream.options import StreamingOptions
 from offload.times.min_batch import NEVER, MinBatch
 
 Rows = NDArray[np.float32]
@@ -38,12 +38,12 @@ MOST_TOKENS = 2048  # most tokens of a case's batches together
 PROMPTS = (100, 3, 1, 300)  # tokens of each batch; with ubatches of 128 the last one has three
 
 
-def options(streaming: StreamingOptions, n_ubatch: int, **changes: Any) -> EngineOptions:
+def options(streaming: Streaming, n_ubatch: int, **changes: Any) -> EngineOptions:
     settings_of: dict[str, Any] = {
         "device": "sim", "min_batch": MinBatch(1, 1), "n_ctx": MOST_TOKENS + 64,
         "n_batch": MOST_TOKENS, "n_outputs": MOST_TOKENS, "n_threads": 1, "n_threads_batch": 1,
     }  # fmt: skip
-    return EngineOptions(
+    return engine_options(
         streaming=streaming, n_ubatch=n_ubatch, most_ubatch=n_ubatch, **{**settings_of, **changes}
     )
 
@@ -60,15 +60,15 @@ def logits(engine: Engine, batches: Sequence[int]) -> Rows:
 def vram_bounds(path: Path) -> tuple[int, int]:
     """Device memory for the slots of one token's experts, and for all experts."""
     whole = make_plan(read_facts(path), PlanRequest(n_gpu_layers=ON_GPU))
-    least = budget(path, StreamingOptions(n_gpu_layers=ON_GPU), "least")
+    least = budget(path, Streaming(n_gpu_layers=ON_GPU), "least")
     return least, whole.resident_bytes + whole.slot_bytes
 
 
-def slots_for(path: Path, share: float, **changes: Any) -> StreamingOptions:
+def slots_for(path: Path, share: float, **changes: Any) -> Streaming:
     """Options with the fewest slots, and with `share` of the room that all others take."""
     least, most = vram_bounds(path)
     vram_bytes = least + round(share * (most - least))
-    return StreamingOptions(vram_bytes=vram_bytes, n_gpu_layers=ON_GPU, passes="on", **changes)
+    return Streaming(vram_bytes=vram_bytes, n_gpu_layers=ON_GPU, passes="on", **changes)
 
 
 def in_passes(path: Path, share: float, n_ubatch: int, **changes: Any) -> EngineOptions:
@@ -89,7 +89,7 @@ def computed(
 
 
 def resident(path: Path, batches: Sequence[int], n_ubatch: int) -> Rows:
-    opened = options(StreamingOptions(), n_ubatch, stream_experts=False)
+    opened = options(Streaming(), n_ubatch, stream_experts=False)
     return computed(path, opened, batches)[0]
 
 
@@ -175,7 +175,7 @@ def test_experts_of_every_type_have_the_resident_models_logits(
 
 def two_devices(path: Path) -> str:
     """Return `--device` for two simulated devices with the fewest slots for half of the layers."""
-    facts, streaming = read_facts(path), StreamingOptions(n_gpu_layers=ON_GPU)
+    facts, streaming = read_facts(path), Streaming(n_gpu_layers=ON_GPU)
     parts = [facts.part(layers.first, layers.end) for layers in by_shares(facts.n_layers, (1, 1))]
     least = [budget_of(part, streaming, "least") for part in parts]
     return ",".join(f"sim:vram={-(-vram // 1024)}KiB" for vram in least)
@@ -190,9 +190,8 @@ def test_passes_on_two_devices_have_the_resident_models_bits(
     expected = resident(path, PROMPTS, 128)
     device = two_devices(path)
     for opened in (in_passes(path, 0.0, 128), shared(path, 0.0, 128, "random")):
-        streaming = replace(opened.streaming, vram_bytes=None)
-        opened = replace(
-            opened, device=device, streaming=streaming, tensor_split=(1, 1),
+        opened = engine_options(
+            opened, device=device, vram_bytes=None, tensor_split=(1, 1),
             min_batch=MinBatch(1, 1),
         )  # fmt: skip
         with open_engine(path, opened) as engine:

@@ -13,7 +13,8 @@ from lossless_parts import EXACT
 from numpy.typing import NDArray
 from test_slots import SPECS, answer_of, draft_of, model, open_slots
 
-from offload.engine import EngineOptions, open_engine
+from lab.options import engine_options
+from offload.engine import open_engine
 from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
 from specoffload.slots.request import Request
@@ -26,7 +27,7 @@ LONG = [(i * i * 7 + i) % 250 for i in range(300)]  # prompt of several decodes 
 
 def _softmax_logs(file: Path, prompt: Sequence[int]) -> NDArray[np.float64]:
     """Log-probabilities of the token after each token of a prompt, [n, n_vocab]."""
-    with open_engine(file, EngineOptions(device="cpu", n_ctx=1024, **EXACT)) as engine:
+    with open_engine(file, engine_options(device="cpu", n_ctx=1024, **EXACT)) as engine:
         x = engine.sequences.extend(0, prompt).astype(np.float64)
     x -= x.max(1, keepdims=True)
     logs: NDArray[np.float64] = x - np.log(np.exp(x).sum(1, keepdims=True))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,13 @@ import pytest
 from numpy.typing import NDArray
 from splits import SPLITTERS, all_host, logits_of, sim_options, split_streaming
 
+from lab.options import Streaming, engine_options
 from lab.synth import write_preset
 from offload.engine import EngineOptions, open_engine
 from offload.errors import DeviceFailed
 from offload.schedule import pair_rows, passes
 from offload.schedule.splitter import Splitter, stay
 from offload.stream.cpu_side import HostGraph, LayerWeights
-from offload.stream.options import StreamingOptions
 from offload.stream.pass_runner import PassRunner
 
 Rows = NDArray[np.float32]
@@ -49,7 +48,7 @@ def model(request: pytest.FixtureRequest, models: Path) -> Iterator[tuple[Path, 
     """A random model of an architecture, and the logits of all of it resident."""
     path = models / f"prompts-{request.param}.gguf"
     write_preset(PRESETS[request.param], path, size="tiny", seed=1)
-    with open_engine(path, replace(options(StreamingOptions(), 1), stream_experts=False)) as engine:
+    with open_engine(path, engine_options(options(Streaming(), 1), stream_experts=False)) as engine:
         yield path, logits(engine)
 
 
@@ -85,7 +84,7 @@ def test_the_cpus_part_of_a_layer_has_a_limit_and_grows_with_batches(
     tiny_moe: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     with open_engine(
-        tiny_moe, replace(options(StreamingOptions(), 1), stream_experts=False)
+        tiny_moe, engine_options(options(Streaming(), 1), stream_experts=False)
     ) as engine:
         expected = logits(engine)
     sizes: list[int] = []

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from lab.options import engine_options
 from lab.prune_vocab import choose_kept
-from offload.engine import EngineOptions, open_engine
+from offload.engine import open_engine
 from specoffload.config.resolution import demo_file
 from specoffload.errors import UsageError
 from specoffload.opening.draft_model import read_kept
@@ -37,7 +38,7 @@ def test_the_most_frequent_tokens_are_kept_and_those_that_end_or_spell(tmp_path:
     assert report["n_kept"] == 400
     kept = read_kept(kept_file)
     assert len(kept) == 400
-    with open_engine(DRAFT, EngineOptions(device="cpu", n_ctx=256)) as engine:
+    with open_engine(DRAFT, engine_options(device="cpu", n_ctx=256)) as engine:
         text = "import os\nreturn None\n" * 2
         assert set(engine.tokenize(text, add_special=False)) <= set(kept)
         assert {t for t in range(engine.n_vocab) if engine.is_end(t)} <= set(kept)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from test_slots import SPECS, model, open_slots, together
 from worker import has_rpc, working
 
 import offload.plan.devices
+from lab.options import Streaming, engine_options
 from lab.synth import write_preset
 from lab.synth.mixtures import write_mixture
 from lab.synth.mtp import write_mtp
@@ -35,7 +35,6 @@ from offload.model_file import read_facts
 from offload.plan.placement import make_plan
 from offload.remote.address import RemoteOptions
 from offload.stream.device import StreamingDevice
-from offload.stream.options import StreamingOptions
 from offload.times.context import context_memory
 from offload.times.min_batch import NEVER, MinBatch
 from specoffload.config.options import DiskRoom, Toggle
@@ -64,8 +63,8 @@ def options(path: Path, *, kv_offload: bool, device: str = "sim") -> EngineOptio
     """Options with slots for a third of the experts."""
     plan = make_plan(read_facts(path))
     vram = plan.resident_bytes + plan.slot_bytes // 3
-    streaming = StreamingOptions(n_gpu_layers=99, passes="on", vram_bytes=vram)
-    return EngineOptions(
+    streaming = Streaming(n_gpu_layers=99, passes="on", vram_bytes=vram)
+    return engine_options(
         device=device, streaming=streaming, min_batch=MinBatch(1, 1), n_ctx=2048, n_ubatch=64,
         n_batch=256, n_outputs=64, n_sequences=N_SEQUENCES, n_threads=1, n_threads_batch=1,
         flash_attn="on", kv_offload=kv_offload,
@@ -125,14 +124,14 @@ def test_caches_are_in_ram_and_states_on_the_device(path: Path) -> None:
     opened = options(path, kv_offload=False)
     facts = read_facts(path)
     with open_engine(path, opened) as engine:
-        memory = context_memory(facts, engine.options.context)
+        memory = context_memory(facts, engine.layout.context)
         cache = engine.ram_cache
         assert cache is not None
         assert memory.kv_bytes == 0
         assert cache.cache_bytes == pytest.approx(memory.host_kv_bytes, abs=1 << 14)
         assert (cache.state_bytes > 0) is (memory.recurrent_bytes > 0)
         assert cache.state_bytes <= memory.recurrent_bytes
-    with open_engine(path, replace(opened, kv_offload=True)) as engine:
+    with open_engine(path, engine_options(opened, kv_offload=True)) as engine:
         assert engine.ram_cache is None
 
 
@@ -157,7 +156,9 @@ def test_a_sequence_is_saved_in_one_place_and_loaded_in_the_other(path: Path) ->
 def test_two_devices_share_a_model_whose_cache_is_in_ram(path: Path) -> None:
     found = {}
     for place in (True, False):
-        opened = replace(options(path, kv_offload=place, device="sim,sim"), tensor_split=(1, 1))
+        opened = engine_options(
+            options(path, kv_offload=place, device="sim,sim"), tensor_split=(1, 1)
+        )
         with open_engine(path, opened) as engine:
             assert len(engine.devices) == 2
             found[place] = logits(engine)
@@ -217,7 +218,7 @@ def test_caches_of_all_types_may_be_in_ram(
     found = {}
     for place in (True, False):
         opened = options(path, kv_offload=place)
-        with open_engine(path, replace(opened, type_k=types[0], type_v=types[1])) as engine:
+        with open_engine(path, engine_options(opened, type_k=types[0], type_v=types[1])) as engine:
             found[place] = logits(engine, n_batches=12)
     assert np.array_equal(found[True], found[False])
 
@@ -230,7 +231,7 @@ def test_own_layers_draft_the_same(
     path = write_mtp(models, architecture)
     found = {}
     for place in (True, False):
-        opened = EngineOptions(
+        opened = engine_options(
             device="sim", min_batch=MinBatch(1, 1), n_ctx=1024, n_sequences=2, mtp=True,
             flash_attn="on", n_threads=1, n_threads_batch=1, kv_offload=place,
         )  # fmt: skip
@@ -283,7 +284,7 @@ def test_the_cpu_attends_where_a_device_cannot(
         if not place:
             monkeypatch.setattr(StreamingDevice, "compute", watched)
             monkeypatch.setattr(StreamingDevice, "compute_directly", lambda *_, **__: None)
-        with open_engine(path, replace(options(path, kv_offload=place), **asked)) as engine:
+        with open_engine(path, engine_options(options(path, kv_offload=place), **asked)) as engine:
             found[place] = logits(engine, n_batches=10)
             assert (words in engine.layout.cache_words) is not place
     assert n_seen
@@ -298,11 +299,11 @@ def test_workers_get_the_caches_of_their_layers(
     its, ours = [], working_ours(tiny_moe, "--device", SIM)
     with working() as stock, ours as own:
         for address in (stock.address, own.address):
-            opened = replace(
+            opened = engine_options(
                 remote_options(device, RemoteOptions((address,))), flash_attn=flash_attn
             )
             for place in (True, False):
-                with open_engine(tiny_moe, replace(opened, kv_offload=place)) as engine:
+                with open_engine(tiny_moe, engine_options(opened, kv_offload=place)) as engine:
                     its.append(remote_logits(engine))
                     assert engine.remote is not None
                     words = engine.layout.cache_words

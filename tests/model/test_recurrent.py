@@ -12,11 +12,11 @@ from lossless_parts import BATCH_NOISE, EXACT
 from numpy.typing import NDArray
 from resolved import config_of, line_of
 
+from lab.options import Streaming, engine_options
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions, open_engine
 from offload.errors import BadRequest
 from offload.schedule.splitter import stay
-from offload.stream.options import StreamingOptions
 from offload.times.min_batch import NEVER, MinBatch
 from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
@@ -40,7 +40,7 @@ def snapshots(models: Path) -> Iterator[Engine]:
 
 
 def options(device: str, **changes: object) -> EngineOptions:
-    return EngineOptions(device=device, n_ctx=256, min_batch=MinBatch(1, 1), **EXACT, **changes)  # type: ignore[arg-type]
+    return engine_options(device=device, n_ctx=256, min_batch=MinBatch(1, 1), **EXACT, **changes)  # type: ignore[arg-type]
 
 
 def fresh(engine: Engine, tokens: list[int]) -> NDArray[np.float32]:
@@ -55,9 +55,9 @@ def test_sequences_of_unequal_lengths_have_the_same_states_on_split_layers(hybri
     """
     lengths = (10, 12, 4, 14)  # of different texts, so that no two states are equal
     found = []
-    split = limited(hybrid, StreamingOptions(hybrid=True, splitter=stay), "half")
-    for device, streaming in (("cpu", StreamingOptions()), ("sim", split)):
-        made = EngineOptions(
+    split = limited(hybrid, Streaming(hybrid=True, splitter=stay), "half")
+    for device, streaming in (("cpu", Streaming()), ("sim", split)):
+        made = engine_options(
             device=device,
             n_ctx=1024,
             n_sequences=4,
@@ -214,7 +214,7 @@ def test_a_small_ubatch_has_room_for_fewer_snapshots_and_it_is_said(
     models: Path, preset: str, n_ubatch: int, wanted: int, taken: int
 ) -> None:
     path = write_preset(preset, models / f"few-{preset}.gguf", size="tiny", seed=4)
-    asked = EngineOptions(device="cpu", n_ctx=256, n_ubatch=n_ubatch, n_rs_seq=wanted)
+    asked = engine_options(device="cpu", n_ctx=256, n_ubatch=n_ubatch, n_rs_seq=wanted)
     with open_engine(path, asked) as engine:
         assert engine.sequences.n_rs_seq == taken
         is_said = any("snapshots" in note for note in engine.notes)

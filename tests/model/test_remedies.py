@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lab.options import engine_options
 from lab.synth.mixtures import write_mixture
-from offload.engine import EngineOptions, open_engine
+from offload.engine import open_engine
 from offload.errors import BadRequest, DoesNotFit, OffloadError
 from offload.ggml.context import Context, _no_context
 from offload.ggml.library.callback import Pending
 from offload.ggml.model import Model, ModelPlacement
 
-OPTIONS = EngineOptions(device="cpu", n_ctx=64)
+OPTIONS = engine_options(device="cpu", n_ctx=64)
 
 
 def refusal(path: Path, **changed: Any) -> str:
     """The refusal of a start with these options, or "" if it opens and decodes."""
     try:
-        with open_engine(path, replace(OPTIONS, **changed)) as engine:
+        with open_engine(path, engine_options(OPTIONS, **changed)) as engine:
             assert len(engine.sequences.extend(0, [1, 2, 3])) == 3
     except BadRequest as e:
         return str(e)
@@ -67,7 +67,7 @@ def test_the_librarys_own_reason_against_options_names_no_context_size(tmp_path:
     pending = Pending()
     model = Model(path, ModelPlacement(), pending)
     try:
-        wanted = replace(OPTIONS, type_v="q8_0", flash_attn="off").context
+        wanted = engine_options(OPTIONS, type_v="q8_0", flash_attn="off").wanted.context
         with pytest.raises(BadRequest, match="no context with these options .*V cache") as caught:
             Context(model, wanted, pending)
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ import numpy as np
 import pytest
 import resolved
 
-from offload.engine import EngineOptions, open_engine
+from lab.options import engine_options
+from offload.engine import open_engine
 from offload.ggml.extra_buffers import amx_buffer_type
 from offload.ggml.layout_speed import layout_times
 from offload.plan import repacking
@@ -52,12 +52,12 @@ def repacked_kinds(caplog: pytest.LogCaptureFixture) -> set[str]:
 @pytest.mark.usefixtures("all_kinds_count")
 def test_all_layouts_compute_the_same(quantised: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "offload.llama")
-    common = EngineOptions(device="cpu", n_ctx=256, n_threads=1, n_outputs=64)
+    common = engine_options(device="cpu", n_ctx=256, n_threads=1, n_outputs=64)
     can_repack = layout_times(DENSE) is not None
 
     def logits(expected: set[str], **choice: Any) -> np.ndarray:
         """The logits of a prompt and of four single tokens after it."""
-        with open_engine(quantised, replace(common, **choice)) as engine:
+        with open_engine(quantised, engine_options(common, **choice)) as engine:
             rows = [engine.sequences.extend(0, TOKENS, n_logits=len(TOKENS))]
             rows += [engine.sequences.extend(0, [token], n_logits=1) for token in TOKENS[:4]]
         assert repacked_kinds(caplog) == (expected if can_repack else set())
@@ -104,7 +104,7 @@ def test_layouts_are_measured_once_and_kept(
 
 
 def test_beside_a_gpu_the_flag_says_that_it_has_no_effect(tiny_moe: Path) -> None:
-    options = EngineOptions(device="sim", n_ctx=256, n_threads=1, repack=True)
+    options = engine_options(device="sim", n_ctx=256, n_threads=1, repack=True)
     with open_engine(tiny_moe, options) as engine:
         (note,) = [note for note in engine.notes if note.startswith("--repack")]
     assert note.startswith("--repack: no effect with sim")

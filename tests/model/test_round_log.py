@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from resolved import config_of
 
+from lab.options import engine_options
 from lab.synth import write_preset
-from offload.engine import EngineOptions, open_engine
+from offload.engine import open_engine
 from specoffload.config.resolution import demo_file
 from specoffload.generation.generation import GenerateOptions
 from specoffload.generation.logits_log import TRACE
@@ -98,7 +99,7 @@ def test_cells_that_a_rewind_leaves_are_counted(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_preset("qwen3next", models / "cells.gguf", size="tiny", seed=3)
-    with open_engine(path, EngineOptions(device="cpu", n_ctx=256, n_sequences=2)) as engine:
+    with open_engine(path, engine_options(device="cpu", n_ctx=256, n_sequences=2)) as engine:
         sequences = engine.sequences
         cells = SurplusCells(sequences, 2)
         sequences.extend(0, [(7 * i + 3) % 64 for i in range(20)], 0)

@@ -8,10 +8,10 @@ from budgets import limited
 from numpy.typing import NDArray
 from player_calls import played_layers, reading
 
-from offload.engine import Engine, EngineOptions, open_engine
+from lab.options import Streaming, engine_options
+from offload.engine import Engine, open_engine
 from offload.ggml.memory import HostRange
 from offload.stream.executor import Executor
-from offload.stream.options import StreamingOptions
 from offload.times.min_batch import MinBatch
 from specoffload.config.resolution import demo_file
 
@@ -19,9 +19,9 @@ TARGET = demo_file("target.gguf")
 
 
 def opened(*, record: bool, hybrid: bool) -> Engine:
-    streaming = StreamingOptions(hybrid=hybrid, record_routing=record)
+    streaming = Streaming(hybrid=hybrid, record_routing=record)
     streaming = limited(TARGET, streaming, "half")
-    options = EngineOptions(
+    options = engine_options(
         device="sim", streaming=streaming, min_batch=MinBatch(1, 1), n_ctx=256, n_ubatch=128
     )
     return open_engine(TARGET, options)

@@ -22,6 +22,7 @@ from resolved import config_of, spec_of
 from typer.testing import CliRunner
 from worker import Worker, free_port, has_rpc, working
 
+from lab.options import engine_options
 from lab.synth import write_preset
 from offload import probe as probing
 from offload.device import choose_device
@@ -88,7 +89,7 @@ def test_f32_layers_of_a_cpu_give_the_logits_of_one_process(
     remote = RemoteOptions((worker.address,), order=order)  # type: ignore[arg-type]
     for n_remote in (None, 1):
         o = options("cpu", remote)
-        o = replace(o, streaming=replace(o.streaming, n_gpu_layers=n_remote))
+        o = engine_options(o, n_gpu_layers=n_remote)
         with open_engine(exact, o) as engine:
             assert engine.remote is not None
             n_there = (n_remote or engine.facts.n_layers) + (order == "only")
@@ -112,7 +113,7 @@ def test_each_layer_is_where_the_plan_says(
     remote = RemoteOptions((worker.address,), order=order)
     with (
         caplog.at_level(logging.DEBUG, "offload.llama"),
-        open_engine(path, replace(options("sim", remote), tensor_split=shares)) as engine,
+        open_engine(path, engine_options(options("sim", remote), tensor_split=shares)) as engine,
     ):
         found = re.findall(r"layer +(\d+) assigned to device (\S+),", caplog.text)
         assert engine.remote is not None
@@ -130,12 +131,12 @@ def test_two_workers_and_local_layers_between(models: Path, worker: Worker) -> N
     with working() as second:
         remote = RemoteOptions((worker.address, second.address))
         with open_engine(
-            path, replace(options("sim", remote), tensor_split=(1.0, 1.0, 2.0))
+            path, engine_options(options("sim", remote), tensor_split=(1.0, 1.0, 2.0))
         ) as engine:
             assert engine.remote is not None
             assert [len(its) for its in engine.remote.layers] == [2, 1]
             np.testing.assert_array_equal(logits(engine), expected)
-        o = replace(options("sim", remote), tensor_split=(1.0, 0.0, 2.0))
+        o = engine_options(options("sim", remote), tensor_split=(1.0, 0.0, 2.0))
         with open_engine(path, o) as engine:
             assert "; no layers are left for RPC1" in " ".join(engine.notes)
 
@@ -147,7 +148,7 @@ def test_two_local_devices_and_a_worker(models: Path, worker: Worker) -> None:
         expected = logits(engine)
     for order in ("auto", "last"):
         remote = RemoteOptions((worker.address,), order=order)
-        o = replace(options("sim,sim", remote), tensor_split=(2.0, 3.0, 2.0))
+        o = engine_options(options("sim,sim", remote), tensor_split=(2.0, 3.0, 2.0))
         with open_engine(path, o) as engine:
             assert len(engine.parts) == 2
             np.testing.assert_array_equal(logits(engine), expected)
@@ -163,7 +164,7 @@ def test_layers_are_divided_by_measured_time(
     with open_engine(path, options("sim")) as engine:
         expected = logits(engine)
     remote = RemoteOptions((worker.address,), order=order)
-    asked = replace(options("sim", remote), tensor_split=(), n_ctx=4096)
+    asked = engine_options(options("sim", remote), tensor_split=(), n_ctx=4096)
     n_remote = []
     for here, there in ((1e9, 4e9), (4e9, 1e9)):
 
@@ -273,11 +274,11 @@ def test_a_remote_draft_drafts_the_same_tokens(worker: Worker) -> None:
 
 @needs_rpc
 def test_a_remote_draft_gives_the_logits_of_a_local_one(exact: Path, worker: Worker) -> None:
-    here = replace(options("cpu"), wrapped=False)
+    here = engine_options(options("cpu"), wrapped=False)
     with open_engine(exact, here) as engine:
         expected = logits(engine)
     device, remote = RemoteOptions((worker.address,)).of("RPC0")
-    with open_engine(exact, replace(here, device=device, remote=remote)) as engine:
+    with open_engine(exact, engine_options(here, device=device, remote=remote)) as engine:
         np.testing.assert_array_equal(logits(engine), expected)
 
 
@@ -285,7 +286,7 @@ def test_a_remote_draft_gives_the_logits_of_a_local_one(exact: Path, worker: Wor
 def test_an_equal_graph_of_a_remote_draft_is_sent_once(worker: Worker) -> None:
     with Relay(worker.address) as relay:
         device, remote = RemoteOptions((relay.address,)).of("RPC0")
-        o = replace(options("cpu"), wrapped=False, device=device, remote=remote)
+        o = engine_options(options("cpu"), wrapped=False, device=device, remote=remote)
         with open_engine(demo_file("draft.gguf"), o) as engine:
 
             def sent(n_tokens: int) -> int:
@@ -328,11 +329,13 @@ def test_workers_and_devices_that_are_not_there_are_one_sentence(worker: Worker)
     with pytest.raises(DeviceUnavailable, match=r"both are the worker at 127\.0\.0\.1:.* once"):
         open_engine(model, options("sim", twice))
     one = RemoteOptions((worker.address,))
-    with open_engine(model, replace(options("sim", one), tensor_split=(1.0, 2.0, 3.0))) as engine:
+    with open_engine(
+        model, engine_options(options("sim", one), tensor_split=(1.0, 2.0, 3.0))
+    ) as engine:
         said = " ".join(engine.notes)
         assert "only the first 2 of 3 shares count, for 2 devices (RPC0, sim)" in said
     with pytest.raises(DeviceUnavailable, match="--tensor-split leaves sim no layers"):
-        open_engine(model, replace(options("sim", one), tensor_split=(1.0, 0.0)))
+        open_engine(model, engine_options(options("sim", one), tensor_split=(1.0, 0.0)))
 
 
 @needs_rpc

@@ -13,14 +13,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from lab.options import Streaming, engine_options
 from lab.synth import write_preset
 from offload import measuring
-from offload.engine import Engine, EngineOptions, open_engine
+from offload.engine import Engine, open_engine
 from offload.measuring import Clock, TextWalk, measure, streamed_kinds
 from offload.model import layer_of
 from offload.stream import layer_clock
 from offload.stream.layer_clock import BrokenOff, LayerClock
-from offload.stream.options import StreamingOptions
 from offload.times.min_batch import NEVER, MinBatch
 from offload.times.search import Wanted
 from offload.times.table import CostTable, Way
@@ -38,13 +38,13 @@ def engine(models: Path) -> Iterator[Engine]:
         "qwen3moe", models / "running.gguf", size="tiny", seed=5, n_layer=8, n_expert=32,
         n_expert_used=3,
     )  # fmt: skip
-    one = EngineOptions(device="sim", min_batch=MinBatch(1, 1), n_ctx=1024)
+    one = engine_options(device="sim", min_batch=MinBatch(1, 1), n_ctx=1024)
     with open_engine(path, one) as whole:
         assert whole.plan is not None
         vram = whole.plan.resident_bytes + int(CACHED * whole.plan.slot_bytes)
     # Prefetching is off, because the number of prefetched copies depends on timing.
-    streaming = StreamingOptions(vram_bytes=vram, prefetch=False)
-    options = EngineOptions(
+    streaming = Streaming(vram_bytes=vram, prefetch=False)
+    options = engine_options(
         device="sim", min_batch=MinBatch(1, 1), n_ctx=1024, n_ubatch=128, streaming=streaming
     )
     with open_engine(path, options) as engine:

@@ -17,8 +17,9 @@ import pytest
 from numpy.typing import NDArray
 from test_lossless_recurrent import write_model
 
+from lab.options import engine_options
 from lab.synth import write_preset
-from offload.engine import EngineOptions, open_engine
+from offload.engine import open_engine
 from offload.errors import BadRequest, DeviceFailed
 from offload.sequences.sequences import Sequences
 from specoffload.slots.choosing import StoredPrompt
@@ -38,7 +39,7 @@ def model(kind: str, models: Path) -> Path:
 
 @pytest.fixture(scope="module", params=KINDS)
 def sequences(request: pytest.FixtureRequest, models: Path) -> Iterator[Sequences]:
-    options = EngineOptions(device="cpu", n_ctx=512, n_sequences=4, n_rs_seq=3)
+    options = engine_options(device="cpu", n_ctx=512, n_sequences=4, n_rs_seq=3)
     with open_engine(model(request.param, models), options) as engine:
         yield engine.sequences
 

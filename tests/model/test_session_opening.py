@@ -18,6 +18,7 @@ import pytest
 import resolved
 from budgets import ON_GPU, budget
 
+from lab.options import Streaming
 from offload import engine as engine_module
 from offload.device import choose_device
 from offload.engine import Engine
@@ -26,7 +27,6 @@ from offload.ggml.backend import Device
 from offload.model_file import read_facts
 from offload.opening import start as engine_start
 from offload.plan.weights import device_bytes
-from offload.stream.options import StreamingOptions
 from offload.times.context import ContextOptions, context_memory
 from offload.times.min_batch import NEVER, MinBatch
 from offload.times.search import Wanted
@@ -89,7 +89,7 @@ def test_a_number_of_tokens_streams_where_slots_are_few(
     """The plan would leave such batches to the CPU."""
     few = {
         "model": tiny_moe, "spec": NO_DRAFTS, "min_batch": "1", "device": "sim:bw=1MB/s",
-        "vram_bytes": budget(tiny_moe, StreamingOptions(n_gpu_layers=ON_GPU), "least"),
+        "vram_bytes": budget(tiny_moe, Streaming(n_gpu_layers=ON_GPU), "least"),
         "n_gpu_layers": ON_GPU,
     }  # fmt: skip
     with Session(config_of(**few)) as session:
@@ -172,12 +172,12 @@ def test_the_target_leaves_room_for_the_draft_and_its_context() -> None:
     config = config_of(spec_given={"--spec-policy": "fixed"}, of_draft=of_draft)
     facts = read_facts(demo_file("draft.gguf"))
     with Session(config) as session:
-        reserved = session.target.options.streaming.reserve_bytes
+        reserved = session.target.options.wanted.reserve_bytes
         assert session.draft is not None
         context = context_memory(facts, ContextOptions(256, 512))
         assert reserved == device_bytes(facts) + context.total_bytes
     with Session(replace(config, draft=None)) as session:
-        assert session.target.options.streaming.reserve_bytes == 0
+        assert session.target.options.wanted.reserve_bytes == 0
 
 
 # -- failures midway -------------------------------------------------------------------------------
@@ -337,21 +337,25 @@ def test_the_types_of_the_cache_and_full_windows_reach_the_engine(
 ) -> None:
     chosen = {"type_k": "q8_0", "flash_attn": "on", "swa_full": True, "spec": NO_DRAFTS}
     with Session(config_of(model=tiny_moe, **chosen)) as session:  # MLA: one cache for both
-        opened = session.target.options
+        opened = session.target.layout.context
         assert (opened.type_k, opened.type_v, opened.swa_full) == ("q8_0", "q8_0", True)
         pieces = list(session.generate("def", GenerateOptions(n_predict=2)))
         assert sum(len(piece.tokens) for piece in pieces) == 2
     other = {"type_k": "bf16", "type_v": "f32", "spec": NO_DRAFTS}
     with Session(config_of(model=tiny_dense, **other)) as session:
-        assert (session.target.options.type_k, session.target.options.type_v) == ("bf16", "f32")
+        context = session.target.layout.context
+        assert (context.type_k, context.type_v) == (
+            "bf16",
+            "f32",
+        )
 
 
 def test_the_draft_has_types_of_its_own() -> None:
     of_draft = DraftOptions(type_k="bf16", type_v="bf16")
     with Session(config_of(of_draft=of_draft, use_profile=False)) as session:
         assert session.draft is not None
-        assert session.draft.options.type_k == "bf16"
-        assert session.target.options.type_k == "f16"
+        assert session.draft.layout.context.type_k == "bf16"
+        assert session.target.layout.context.type_k == "f16"
 
 
 _DIES_AT_ITS_FIRST_TOKEN = """

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from budgets import budget, limited
 from numpy.typing import NDArray
 from player_calls import Compute, computing, reading
 
+from lab.options import Streaming, engine_options
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions, open_engine
 from offload.errors import DeviceFailed
@@ -32,7 +32,6 @@ from offload.stream import passes
 from offload.stream.copying import ThreadCopier, Transfer
 from offload.stream.executor import Executor
 from offload.stream.forms import ExpertForm, NoForm
-from offload.stream.options import StreamingOptions
 from offload.times.min_batch import MinBatch
 from offload.trace.trace import COPY, Trace
 
@@ -63,31 +62,31 @@ def written(name: str, models: Path) -> Path:
     return path if path.exists() else write_preset(preset, path, seed=3, **changes)
 
 
-def options(streaming: StreamingOptions, **changes: Any) -> EngineOptions:
-    return EngineOptions(
+def options(streaming: Streaming, **changes: Any) -> EngineOptions:
+    return engine_options(
         device="sim", streaming=streaming, min_batch=MinBatch(1, 1), n_ctx=256, n_ubatch=64,
         n_outputs=128, n_threads=1, n_threads_batch=1, **changes,
     )  # fmt: skip
 
 
-def tight(path: Path, n_more: int = 0, **changes: object) -> StreamingOptions:
+def tight(path: Path, n_more: int = 0, **changes: object) -> Streaming:
     """Streaming options with slots for one token's experts, and `n_more` further slots."""
-    streaming = StreamingOptions(n_gpu_layers=99, passes="on")
+    streaming = Streaming(n_gpu_layers=99, passes="on")
     least = budget(path, streaming, "least")
     plan = make_plan(read_facts(path), PlanRequest(budget_bytes=least, n_gpu_layers=99))
     slot_bytes = max(pool.slot_bytes for pool in plan.layout.pools)
-    return replace(streaming, vram_bytes=least + n_more * slot_bytes, **changes)  # type: ignore[arg-type]
+    return streaming | Streaming(vram_bytes=least + n_more * slot_bytes, **changes)
 
 
-def with_slots(path: Path, n_slots: int | None, **changes: Any) -> StreamingOptions:
+def with_slots(path: Path, n_slots: int | None, **changes: Any) -> Streaming:
     """Streaming options with `n_slots` slots, or with a slot for every piece if None."""
-    streaming = StreamingOptions(n_gpu_layers=99, **changes)  # no other weights stream
+    streaming = Streaming(n_gpu_layers=99, **changes)  # no other weights stream
     if n_slots is None:
         return streaming
     plan = make_plan(read_facts(path))
     (pool,) = plan.layout.pools
     vram = plan.resident_bytes + n_slots * pool.slot_bytes
-    return replace(streaming, vram_bytes=vram)
+    return streaming | Streaming(vram_bytes=vram)
 
 
 def logits(engine: Engine, batches: Sequence[int] = BATCHES) -> NDArray[np.float32]:
@@ -100,7 +99,7 @@ def logits(engine: Engine, batches: Sequence[int] = BATCHES) -> NDArray[np.float
 
 @pytest.fixture(scope="module")
 def resident(model: Path) -> NDArray[np.float32]:
-    with open_engine(model, options(StreamingOptions(), stream_experts=False)) as engine:
+    with open_engine(model, options(Streaming(), stream_experts=False)) as engine:
         return logits(engine)
 
 
@@ -150,7 +149,7 @@ def test_a_layer_is_one_cut_whatever_it_is_made_of(
         return prepare(self, graph, products)
 
     monkeypatch.setattr(Executor, "prepare", noting)
-    with open_engine(model, options(StreamingOptions())) as engine:
+    with open_engine(model, options(Streaming())) as engine:
         engine.sequences.extend(0, [1, 2])
         assert engine.plan is not None
         n_layers = len(engine.plan.layout.groups)
@@ -166,9 +165,9 @@ def test_a_layer_is_one_cut_whatever_it_is_made_of(
 @pytest.mark.parametrize("splitter", [stay, all_on_device])
 def test_split_layers_read_the_same_biases(models: Path, splitter: Splitter, slots: str) -> None:
     model = written("biased", models)
-    with open_engine(model, options(StreamingOptions(depth=0, prefetch=False))) as engine:
+    with open_engine(model, options(Streaming(depth=0, prefetch=False))) as engine:
         expected = logits(engine)
-    streaming = StreamingOptions(hybrid=True, splitter=splitter)
+    streaming = Streaming(hybrid=True, splitter=splitter)
     if slots == "half":
         streaming = limited(model, streaming, slots)
     with open_engine(model, options(streaming)) as engine:
@@ -294,9 +293,9 @@ def test_a_copy_that_fails_in_a_pass_fails_that_decode(
 def test_a_band_of_the_slots_gives_the_same(models: Path, batches: Sequence[int]) -> None:
     """The second case has small batches, which some GPUs multiply by a matrix kernel too."""
     path = write_preset("deepseek-v3", models / "band.gguf", seed=1, n_expert=64)
-    with open_engine(path, options(StreamingOptions(depth=0, prefetch=False))) as engine:
+    with open_engine(path, options(Streaming(depth=0, prefetch=False))) as engine:
         expected = logits(engine, batches)
-    with open_engine(path, options(StreamingOptions())) as engine:
+    with open_engine(path, options(Streaming())) as engine:
         assert np.array_equal(logits(engine, batches), expected)
         assert engine.counters().bands > 0
 
@@ -308,10 +307,10 @@ def test_a_choice_that_is_no_expert_ends_the_decode_and_not_the_process(
 ) -> None:
     """A faulty device may return any expert id. Using it would read memory past the weights."""
     streaming = {
-        "chosen": StreamingOptions(),
+        "chosen": Streaming(),
         "passes": tight(model),
-        "split": StreamingOptions(hybrid=True, splitter=all_on_device),
-        "serial": StreamingOptions(depth=0, prefetch=False),
+        "split": Streaming(hybrid=True, splitter=all_on_device),
+        "serial": Streaming(depth=0, prefetch=False),
     }[way]
     read = Stream.read
 

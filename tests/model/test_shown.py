@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from splits import at_random, sim_options, split_streaming
 
+from lab.options import engine_options
 from offload.engine import open_engine
-from offload.store.store import StoreOptions
 
 
 def test_objects_show_themselves_in_a_line(tiny_moe: Path) -> None:
     options = sim_options(
         split_streaming(at_random(1), tiny_moe, "half"), n_ubatch=64, n_outputs=64
     )
-    half = StoreOptions(ram_bytes=1000 << 10)  # not all experts fit
-    with open_engine(tiny_moe, replace(options, store=half)) as engine:
+    half = engine_options(options, ram_bytes=1000 << 10)  # not all experts fit
+    with open_engine(tiny_moe, half) as engine:
         engine.sequences.extend(0, [1, 2, 3])
         assert engine.device is not None
         assert engine.store is not None

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lab.options import Streaming, engine_options
 from lab.synth import write_preset
 from offload import probe as probing
 from offload.device import DeviceChoice, choose_devices
@@ -20,7 +21,6 @@ from offload.model_file import read_facts
 from offload.opening.opened import Opening
 from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, Plan, PlanRequest, make_plan
 from offload.store.store import Store
-from offload.stream.options import StreamingOptions
 from offload.times.context import ContextOptions, context_memory
 from offload.times.min_batch import MinBatch
 
@@ -90,9 +90,9 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> CountingDevice:
 
 
 def options(limit_bytes: int | None, n_cpu_moe: int | str = "fit", **changes: Any) -> EngineOptions:
-    streaming = StreamingOptions(device_bytes=limit_bytes, n_cpu_moe=n_cpu_moe)  # type: ignore[arg-type]
+    streaming = Streaming(device_bytes=limit_bytes, n_cpu_moe=n_cpu_moe)  # type: ignore[arg-type]
     named = {"n_ctx": 256, "n_ubatch": 64, "min_batch": MinBatch(1, 1), **changes}
-    return EngineOptions(device="sim", streaming=streaming, **named)
+    return engine_options(device="sim", streaming=streaming, **named)
 
 
 def tokens(n: int) -> list[int]:
@@ -130,7 +130,7 @@ def test_slots_take_what_the_estimate_left_out(model: Path, counting: CountingDe
             held = counting.in_use
             assert held >= engine.plan.slot_bytes
     assert counting.in_use == 0, "closing gives all back"
-    with open_engine(model, replace(options(None), device="cpu")) as plain:
+    with open_engine(model, engine_options(options(None), device="cpu")) as plain:
         assert np.allclose(plain.sequences.extend(0, tokens(40)), expected, atol=1e-4)
 
 

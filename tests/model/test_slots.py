@@ -14,8 +14,9 @@ from lossless_parts import EXACT, NEAR_TIE, assert_each_position_once, let_batch
 from resolved import config_of
 from test_lossless_recurrent import write_model
 
+from lab.options import engine_options
 from lab.synth import write_preset
-from offload.engine import EngineOptions, open_engine
+from offload.engine import open_engine
 from offload.errors import BadRequest, DeviceFailed, NotWritten
 from offload.model_file import read_facts
 from specdec.options import MOST_DRAFTED
@@ -114,7 +115,7 @@ class Plain:
         if got == wanted:
             return
         at = next(i for i, (a, b) in enumerate(zip(got, wanted, strict=True)) if a != b)
-        with open_engine(self._model, EngineOptions(device="cpu", n_ctx=1024, **EXACT)) as engine:
+        with open_engine(self._model, engine_options(device="cpu", n_ctx=1024, **EXACT)) as engine:
             row = engine.sequences.extend(0, [*prompt, *wanted[:at]], 1)[0]
         gap = abs(float(row[got[at]] - row[wanted[at]]))
         assert gap <= NEAR_TIE, f"token {at} is {got[at]} and not {wanted[at]}, {gap} away"
@@ -646,7 +647,7 @@ def test_slot_prompt_similarity_is_the_share_that_chooses_a_slot(
 def test_a_failed_decode_voids_the_checkpoints_of_a_recurrent_slot(models: Path) -> None:
     """The failure empties the sequence. The next prompt begins at a checkpoint made after it."""
     text = [7 + i % 50 for i in range(60)]
-    options = EngineOptions(device="cpu", n_ctx=256, **EXACT)
+    options = engine_options(device="cpu", n_ctx=256, **EXACT)
     with open_engine(model("qwen3next", models), options) as engine:
         slot, sequences = Slot(0, engine.sequences, None, 4), engine.sequences
         for end in (20, 40):

@@ -11,13 +11,13 @@ import pytest
 import resolved
 from budgets import ON_GPU, budget
 
+from lab.options import Streaming
 from offload.errors import DeviceFailed, DoesNotFit
 from offload.ggml.backend import Stream
 from offload.stream import split_path as path_module
 from offload.stream.cpu_side import HostGraph
 from offload.stream.device import StreamingDevice
 from offload.stream.forms import NoForm
-from offload.stream.options import StreamingOptions
 from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import NO_DRAFTS
@@ -52,7 +52,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def config_of(hybrid: Toggle | None, **changes: object) -> Config:
-    half = budget(demo_file("target.gguf"), StreamingOptions(), "half")
+    half = budget(demo_file("target.gguf"), Streaming(), "half")
     return resolved.config_of(
         **{
             "threads": 1,
@@ -223,7 +223,7 @@ def test_experts_without_slots_go_by_the_old_rule(
 def test_the_least_memory_leaves_slots_for_a_token_and_less_is_refused(folder: Path) -> None:
     """Experts never stream without slots: a smaller limit is refused, and the error names
     --vram."""
-    least = budget(demo_file("target.gguf"), StreamingOptions(), "least")
+    least = budget(demo_file("target.gguf"), Streaming(), "least")
     (line, _) = notes_of(config_of(Toggle.ON, vram_bytes=least, n_gpu_layers=None))
     assert line.startswith("--hybrid on: layers are split")
     with pytest.raises(DoesNotFit, match="--vram"):

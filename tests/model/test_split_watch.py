@@ -58,8 +58,7 @@ def config_of(device: str, min_batch: str, hybrid: Toggle, n_parallel: int = 1) 
         hybrid=hybrid,
     )
     # The compute buffer would hold all experts of so small a model.
-    streaming = replace(config.streaming, lend=False)
-    return replace(config, parallel=n_parallel, streaming=streaming)
+    return replace(config, parallel=n_parallel, lend=False)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -19,6 +18,7 @@ import pytest
 from numpy.typing import NDArray
 from test_devices import MODELS, options, sims, written
 
+from lab.options import Streaming, engine_options
 from lab.synth import write_preset
 from offload.engine import Engine, open_engine
 from offload.errors import DeviceFailed
@@ -26,7 +26,6 @@ from offload.ggml.context import with_a_row_each
 from offload.ggml.deferred import Deferred
 from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
-from offload.stream.options import StreamingOptions
 from offload.times.min_batch import NEVER, MinBatch
 from offload.trace.trace import COMPUTE, COPY, CPU, Event, Trace
 
@@ -46,7 +45,7 @@ def model(request: pytest.FixtureRequest, models: Path) -> Path:
 def opened(path: Path, device: str, mode: str = "streamed", **changes: Any) -> Iterator[Engine]:
     changes.setdefault("tensor_split", SHARES[device.count("sim")])
     chosen = options(device, mode, **changes)
-    with open_engine(path, replace(chosen, n_ubatch=UBATCH, n_ctx=512)) as engine:
+    with open_engine(path, engine_options(chosen, n_ubatch=UBATCH, n_ctx=512)) as engine:
         yield engine
 
 
@@ -168,9 +167,9 @@ def test_a_decode_of_several_devices_takes_several_ubatches(
     """Unless --batch-size was given, which is then the largest ubatch."""
     path = written("qwen3moe", models)
     for device, n in (("sim", 1), ("sim,sim", n_each)):
-        chosen = replace(options(device), n_ctx=4096, n_batch=512, most_ubatch=most)
+        chosen = engine_options(options(device), n_ctx=4096, n_batch=512, most_ubatch=most)
         with open_engine(path, chosen) as engine:
-            assert engine.sequences.n_batch == max(512, n * engine.options.n_ubatch)
+            assert engine.sequences.n_batch == max(512, n * engine.layout.context.n_ubatch)
 
 
 @contextmanager
@@ -288,7 +287,7 @@ def prefill(path: Path, n_devices: int) -> tuple[float, float]:
     one = f"sim:vram={vram_bytes // 1024}KiB,bw={RATE_BYTES_PER_S / 1e6:g}MB/s"
     shares = (N_LAYERS[0], N_LAYERS[1] + 1) if n_devices == 2 else ()
     chosen = options(",".join([one] * n_devices), tensor_split=shares)
-    chosen = replace(chosen, n_ubatch=72, n_ctx=512, streaming=StreamingOptions(
+    chosen = engine_options(chosen, n_ubatch=72, n_ctx=512, streaming=Streaming(
         n_gpu_layers=99, passes="on"
     ))  # fmt: skip
     with open_engine(path, chosen) as engine:

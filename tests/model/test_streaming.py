@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +12,13 @@ from budgets import limited
 from numpy.typing import NDArray
 from player_calls import computing
 
+from lab.options import Streaming, engine_options
 from offload.engine import Engine, EngineOptions, open_engine
 from offload.errors import DeviceFailed, DeviceUnavailable, DoesNotFit
 from offload.ggml.backend import Device
 from offload.ggml.tensor import Tensor
 from offload.routing.routing import RoutingGuess
 from offload.stream.copying import ThreadCopier, Transfer
-from offload.stream.options import StreamingOptions
 from offload.times.min_batch import MinBatch
 from specoffload.config.resolution import demo_file
 
@@ -27,8 +26,8 @@ EMBEDDED = demo_file("target.gguf")
 BATCHES = (1, 5, 40, 3, 12, 2, 70, 4)
 
 
-def options(streaming: StreamingOptions, device: str = "sim", min_batch: int = 1) -> EngineOptions:
-    return EngineOptions(
+def options(streaming: Streaming, device: str = "sim", min_batch: int = 1) -> EngineOptions:
+    return engine_options(
         device=device,
         streaming=streaming,
         min_batch=MinBatch(min_batch, min_batch),
@@ -53,7 +52,7 @@ def logits(engine: Engine, batches: Sequence[int] = BATCHES) -> NDArray[np.float
 def expected(tiny_moe: Path) -> NDArray[np.float32]:
     """The logits of the resident model."""
     with open_engine(
-        tiny_moe, replace(options(StreamingOptions()), stream_experts=False)
+        tiny_moe, engine_options(options(Streaming()), stream_experts=False)
     ) as engine:
         return logits(engine)
 
@@ -61,19 +60,19 @@ def expected(tiny_moe: Path) -> NDArray[np.float32]:
 @pytest.mark.parametrize(
     "streaming",
     [
-        StreamingOptions(),
-        StreamingOptions(depth=0, prefetch=False),
-        StreamingOptions(depth=1),
-        StreamingOptions(depth=1000),
-        StreamingOptions(prefetch=False),
-        StreamingOptions(n_gpu_layers=0),
-        StreamingOptions(n_gpu_layers=2, depth=2),
+        Streaming(),
+        Streaming(depth=0, prefetch=False),
+        Streaming(depth=1),
+        Streaming(depth=1000),
+        Streaming(prefetch=False),
+        Streaming(n_gpu_layers=0),
+        Streaming(n_gpu_layers=2, depth=2),
     ],
-    ids=lambda s: f"depth{s.depth}-ngl{s.n_gpu_layers}-prefetch{s.prefetch}",
+    ids=lambda s: "-".join(f"{name}={value}" for name, value in s.items()) or "default",
 )
 @pytest.mark.parametrize("slots", ["all", "half", "least"])
 def test_streamed_is_resident_for_every_option_and_slot_count(
-    tiny_moe: Path, expected: NDArray[np.float32], streaming: StreamingOptions, slots: str
+    tiny_moe: Path, expected: NDArray[np.float32], streaming: Streaming, slots: str
 ) -> None:
     if slots != "all":
         streaming = limited(tiny_moe, streaming, slots)
@@ -96,7 +95,7 @@ def test_always_wrong_guesses_cost_bandwidth_and_nothing_else(
         guess = set(right(self, layer, n_tokens))
         return [expert for expert in range(16) if expert not in guess] if guess else []
 
-    half = limited(tiny_moe, StreamingOptions(), "half")
+    half = limited(tiny_moe, Streaming(), "half")
     with open_engine(tiny_moe, options(half)) as engine:
         logits(engine)
         honest = engine.counters().streamed_bytes
@@ -120,7 +119,7 @@ def test_guesses_by_token_save_copies_that_computation_waits_for(
         used, wasted = counters.prefetched_used, counters.prefetched_wasted
         return used / (used + wasted), counters.misses
 
-    half = limited(EMBEDDED, StreamingOptions(), "half")
+    half = limited(EMBEDDED, Streaming(), "half")
     share, n_misses = counted()
     monkeypatch.setattr(RoutingGuess, "expect", lambda self, tokens: None)
     share_by_batch, n_misses_by_batch = counted()
@@ -129,9 +128,9 @@ def test_guesses_by_token_save_copies_that_computation_waits_for(
 
 
 def test_a_dense_model_of_which_few_layers_fit_streams_the_rest(tiny_dense: Path) -> None:
-    with open_engine(tiny_dense, options(StreamingOptions(), "cpu")) as engine:
+    with open_engine(tiny_dense, options(Streaming(), "cpu")) as engine:
         plain = logits(engine)
-    for streaming in (StreamingOptions(n_gpu_layers=1), StreamingOptions(n_gpu_layers=1, depth=0)):
+    for streaming in (Streaming(n_gpu_layers=1), Streaming(n_gpu_layers=1, depth=0)):
         with open_engine(tiny_dense, options(streaming)) as engine:
             assert engine.plan is not None
             assert engine.plan.streamed_bytes > 0
@@ -140,7 +139,7 @@ def test_a_dense_model_of_which_few_layers_fit_streams_the_rest(tiny_dense: Path
 
 
 def test_what_is_cached_is_not_copied_again(tiny_moe: Path) -> None:
-    with open_engine(tiny_moe, options(StreamingOptions())) as engine:
+    with open_engine(tiny_moe, options(Streaming())) as engine:
         engine.sequences.extend(0, [5] * 4)
         engine.sequences.rewind(0, 0)
         before = engine.counters().streamed_bytes
@@ -149,7 +148,7 @@ def test_what_is_cached_is_not_copied_again(tiny_moe: Path) -> None:
 
 
 def test_the_link_is_held_to_its_bandwidth(tiny_moe: Path) -> None:
-    with open_engine(tiny_moe, options(StreamingOptions(), "sim:bw=20MB/s")) as engine:
+    with open_engine(tiny_moe, options(Streaming(), "sim:bw=20MB/s")) as engine:
         engine.sequences.extend(0, [1, 2])
         before, start = engine.counters().streamed_bytes, time.perf_counter()
         engine.sequences.extend(0, [3, 4])
@@ -166,7 +165,7 @@ def test_the_link_is_held_to_its_bandwidth(tiny_moe: Path) -> None:
 def test_a_bad_sim_is_named(tiny_moe: Path, device: str) -> None:
     expected = DoesNotFit if device == "sim:vram=5B" else DeviceUnavailable
     with pytest.raises(expected):
-        open_engine(tiny_moe, options(StreamingOptions(), device))
+        open_engine(tiny_moe, options(Streaming(), device))
 
 
 class Broken(Exception):
@@ -179,7 +178,7 @@ def test_a_failing_copy_ends_the_request_and_the_next_one_is_served(
     def fail(self: ThreadCopier, transfer: Transfer) -> None:
         raise Broken("the link is down")
 
-    with open_engine(tiny_moe, options(StreamingOptions())) as engine:
+    with open_engine(tiny_moe, options(Streaming())) as engine:
         with monkeypatch.context() as patch:
             patch.setattr(ThreadCopier, "_copy", fail)
             with pytest.raises(DeviceFailed, match="the link is down"):
@@ -191,7 +190,7 @@ def test_a_failing_copy_ends_the_request_and_the_next_one_is_served(
 def test_a_failing_computation_ends_the_request_and_the_next_one_is_served(
     tiny_moe: Path, expected: NDArray[np.float32], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open_engine(tiny_moe, options(StreamingOptions())) as engine:
+    with open_engine(tiny_moe, options(Streaming())) as engine:
         with monkeypatch.context() as patch:
             computing(patch, lambda _: lambda *_: -1)
             with pytest.raises(DeviceFailed, match="failed with status"):
@@ -202,7 +201,7 @@ def test_a_failing_computation_ends_the_request_and_the_next_one_is_served(
 def test_the_threshold_may_change_while_the_model_is_open(
     tiny_moe: Path, expected: NDArray[np.float32]
 ) -> None:
-    with open_engine(tiny_moe, options(StreamingOptions(), min_batch=1000)) as engine:
+    with open_engine(tiny_moe, options(Streaming(), min_batch=1000)) as engine:
         engine.sequences.extend(0, [1, 2])
         engine.sequences.rewind(0, 0)
         assert engine.counters().cuts == 0
@@ -226,7 +225,7 @@ def test_a_type_the_device_cannot_multiply_goes_to_the_cpu_and_is_said(
         return not node.is_op("MUL_MAT_ID")
 
     monkeypatch.setattr(Device, "supports", refuse)
-    with open_engine(tiny_moe, options(StreamingOptions())) as engine:
+    with open_engine(tiny_moe, options(Streaming())) as engine:
         assert np.array_equal(logits(engine), expected)
         assert engine.counters().cuts == 0
         assert engine.device is not None

@@ -10,12 +10,12 @@ from cache_play import Lru, simulated_hits
 from gguf import GGUFReader, dequantize
 from numpy.typing import NDArray
 
+from lab.options import Streaming, engine_options
 from lab.synth import plan_preset, write_preset
 from lab.synth.routing import N_TOPICS, drawn_text
 from lab.synth.shape import ImpossibleShape
-from offload.engine import EngineOptions, open_engine
+from offload.engine import open_engine
 from offload.errors import BadRequest
-from offload.stream.options import StreamingOptions
 from offload.times.min_batch import MinBatch
 
 N_TOKENS, N_EXPERTS = 300, 64
@@ -24,8 +24,8 @@ SMALL = {"n_layer": 4, "n_expert": N_EXPERTS, "n_expert_used": 4, "n_ff_exp": 32
 
 def chosen(path: Path) -> list[NDArray[np.int16]]:
     """The experts that each token of a drawn text uses [n_tokens, n_used], layer by layer."""
-    streaming = StreamingOptions(record_routing=True)
-    options = EngineOptions(device="sim", min_batch=MinBatch(1, 1), n_ctx=512, streaming=streaming)
+    streaming = Streaming(record_routing=True)
+    options = engine_options(device="sim", min_batch=MinBatch(1, 1), n_ctx=512, streaming=streaming)
     with open_engine(path, options) as engine:
         engine.routing.is_on = True
         for token in drawn_text(engine.n_vocab, N_TOKENS):

@@ -18,6 +18,7 @@ from budgets import limited
 from numpy.typing import NDArray
 from test_slots import FIVE, answer_of, open_slots
 
+from lab.options import Streaming, engine_options
 from lab.synth.tables import ARCHITECTURES, write_with_table
 from offload.engine import Engine, EngineOptions, open_engine
 from offload.errors import ModelChanged
@@ -25,9 +26,7 @@ from offload.model_file import read_facts
 from offload.plan.store_layout import PAGE_BYTES
 from offload.plan.tables import LookupTable, lookup_tables
 from offload.store.reading import OpenFile
-from offload.store.store import StoreOptions
 from offload.store.table_rows import TableRows
-from offload.stream.options import StreamingOptions
 from offload.times.min_batch import MinBatch
 from specoffload.generation.generation import GenerateOptions
 
@@ -48,11 +47,11 @@ def with_ngrams(models: Path) -> Path:
 
 
 def options(
-    device: str, ram_bytes: int | None, streaming: StreamingOptions | None = None, **more: object
+    device: str, ram_bytes: int | None, streaming: Streaming | None = None, **more: object
 ) -> EngineOptions:
-    return EngineOptions(
-        device=device, streaming=streaming or StreamingOptions(),
-        store=StoreOptions(ram_bytes=ram_bytes), min_batch=MinBatch(1, 1), n_ctx=512,
+    return engine_options(
+        device=device, streaming=streaming or Streaming(),
+        ram_bytes=ram_bytes, min_batch=MinBatch(1, 1), n_ctx=512,
         n_batch=2 * N_UBATCH, n_ubatch=N_UBATCH, n_outputs=64, n_threads=1, n_threads_batch=1,
         **more,  # type: ignore[arg-type]
     )  # fmt: skip
@@ -131,7 +130,7 @@ def pages_of_rows(path: Path, tokens: Sequence[int]) -> Pages:
 
 @pytest.mark.parametrize("device", ["cpu", "sim", "sim: few slots", "sim,sim"])
 def test_a_table_on_the_disk_gives_the_same_bits(model: Path, device: str) -> None:
-    facts, streaming = read_facts(model), StreamingOptions()
+    facts, streaming = read_facts(model), Streaming()
     if device == "sim: few slots" and facts.n_experts:
         streaming = limited(model, streaming, "half")
     device = device.split(":")[0]
@@ -160,8 +159,7 @@ def test_the_page_cache_of_mmap_is_no_room_for_a_table_either(model: Path) -> No
     with open_engine(model, options("sim", None)) as engine:
         whole = logits(engine)
     chosen = options("sim", 1 << 10)
-    kept = StoreOptions(ram_bytes=1 << 10, keep_page_cache=True)
-    chosen = EngineOptions(**{**vars(chosen), "store": kept})
+    chosen = engine_options(chosen, keep_page_cache=True)
     with open_engine(model, chosen) as engine:
         assert engine.layout.on_disk
         assert engine.store is not None

@@ -16,8 +16,9 @@ from offload.model_file import read_facts
 
 OPENED = """
 import sys
-from offload.engine import EngineOptions, open_engine
-with open_engine(sys.argv[1], EngineOptions(device="cpu", n_ctx=64)) as engine:
+from lab.options import engine_options
+from offload.engine import open_engine
+with open_engine(sys.argv[1], engine_options(device="cpu", n_ctx=64)) as engine:
     engine.sequences.extend(0, [1, 2, 3])
 """
 # Matrices, routers, experts, norms, biases, recurrent states and convolutions.

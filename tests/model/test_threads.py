@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from lab.options import Streaming, engine_options
 from numa.machine import read_topology
 from numa.memory import PlacedMemory
 from numa.place import PAGE_BYTES, Candidate, Strategy
@@ -25,7 +26,6 @@ from offload.ggml.library import abi
 from offload.model_file import read_facts
 from offload.plan.store_layout import plan_layout
 from offload.schedule.splitter import stay
-from offload.stream.options import StreamingOptions
 from offload.threads.numa_plan import NumaPlan, PagePlacer, make_numa_plan
 from specoffload.bench.load import Watch
 from specoffload.config.resolution import demo_file
@@ -73,10 +73,10 @@ def test_the_start_up_lines_say_where_threads_and_pages_are(
     tiny_moe: Path, device: str, words: str
 ) -> None:
     numa = plan_of(two_nodes(), Strategy.ROWS, 2)
-    with open_engine(tiny_moe, EngineOptions(device=device, n_ctx=64, numa=numa)) as engine:
+    with open_engine(tiny_moe, engine_options(device=device, n_ctx=64, numa=numa)) as engine:
         assert engine.numa_notes[0].startswith("threads bound to processors: decode 2 on")
         assert any(words in note for note in engine.numa_notes)
-    with open_engine(tiny_moe, EngineOptions(device=device, n_ctx=64)) as engine:
+    with open_engine(tiny_moe, engine_options(device=device, n_ctx=64)) as engine:
         assert engine.numa_notes == ()
 
 
@@ -86,7 +86,7 @@ def test_a_processor_lost_while_running_is_noticed_and_logged(
 ) -> None:
     numa = plan_of(two_nodes(), Strategy.ROWS, 2)
     monkeypatch.setattr("offload.threads.engine_threads._CHECK_EVERY", 3)
-    with open_engine(tiny_dense, EngineOptions(device="cpu", n_ctx=64, numa=numa)) as engine:
+    with open_engine(tiny_dense, engine_options(device="cpu", n_ctx=64, numa=numa)) as engine:
         engine.sequences.extend(0, [1])
         lost = numa.decode.cpus[1]
         monkeypatch.setattr(
@@ -114,22 +114,24 @@ def logits_of(path: Path, options: EngineOptions) -> NDArray[np.float32]:
 def test_every_strategy_and_thread_count_gives_the_same_bits(
     tiny_moe: Path, device: str, n_threads: int
 ) -> None:
-    plain = EngineOptions(device=device, n_ctx=256, n_threads=1, n_threads_batch=1)
+    plain = engine_options(device=device, n_ctx=256, n_threads=1, n_threads_batch=1)
     expected = logits_of(tiny_moe, plain)
     assert np.isfinite(expected).all()
     assert expected.std() > 0
-    more = replace(plain, n_threads=n_threads, n_threads_batch=n_threads)
+    more = engine_options(plain, n_threads=n_threads, n_threads_batch=n_threads)
     assert np.array_equal(logits_of(tiny_moe, more), expected)
     for strategy in PLACING:
         numa = plan_of(two_nodes(), strategy, n_threads)
-        assert np.array_equal(logits_of(tiny_moe, replace(plain, numa=numa)), expected), strategy
+        assert np.array_equal(logits_of(tiny_moe, engine_options(plain, numa=numa)), expected), (
+            strategy
+        )
 
 
 @needs_two
 def test_each_thread_is_found_where_the_plan_has_it(tiny_dense: Path) -> None:
     before = os.sched_getaffinity(0)
     numa = plan_of(two_nodes(), Strategy.ROWS, 2)
-    with open_engine(tiny_dense, EngineOptions(device="cpu", n_ctx=64, numa=numa)) as engine:
+    with open_engine(tiny_dense, engine_options(device="cpu", n_ctx=64, numa=numa)) as engine:
         assert engine.threads.bound == {"decode": numa.decode.cpus, "batch": numa.batch.cpus}
         assert engine.threads.notes == []
         engine.sequences.extend(0, [1])
@@ -144,7 +146,7 @@ def test_a_team_of_one_binds_the_calling_thread_during_the_decode_only(tiny_dens
     topology = two_nodes((cpu, *[c for c in CPUS if c != cpu]))
     numa = plan_of(topology, Strategy.SINGLE, 1)
     assert numa.decode.cpus == (cpu,)
-    with open_engine(tiny_dense, EngineOptions(device="cpu", n_ctx=64, numa=numa)) as engine:
+    with open_engine(tiny_dense, engine_options(device="cpu", n_ctx=64, numa=numa)) as engine:
         assert engine.threads.bound["decode"] == (cpu,)
         with engine.threads.computing(1):
             assert os.sched_getaffinity(0) == {cpu}
@@ -154,16 +156,16 @@ def test_a_team_of_one_binds_the_calling_thread_during_the_decode_only(tiny_dens
 def test_a_processor_that_is_not_there_is_named_and_the_engine_computes(tiny_dense: Path) -> None:
     gone = max(CPUS) + 300
     numa = plan_of(two_nodes((CPUS[0], gone)), Strategy.ROWS, 2)
-    plain = EngineOptions(device="cpu", n_ctx=256)
+    plain = engine_options(device="cpu", n_ctx=256)
     expected = logits_of(tiny_dense, plain)
-    assert np.array_equal(logits_of(tiny_dense, replace(plain, numa=numa)), expected)
-    with open_engine(tiny_dense, replace(plain, numa=numa)) as engine:
+    assert np.array_equal(logits_of(tiny_dense, engine_options(plain, numa=numa)), expected)
+    with open_engine(tiny_dense, engine_options(plain, numa=numa)) as engine:
         assert any(f"processor {gone}" in note for note in engine.threads.notes)
 
 
 def test_a_processor_beyond_the_mask_leaves_the_threads_alone_and_says_so(tiny_dense: Path) -> None:
     numa = plan_of(two_nodes((CPUS[0], 600)), Strategy.ROWS, 2)
-    with open_engine(tiny_dense, EngineOptions(device="cpu", n_ctx=64, numa=numa)) as engine:
+    with open_engine(tiny_dense, engine_options(device="cpu", n_ctx=64, numa=numa)) as engine:
         assert "600" in engine.threads.notes[0]
         assert engine.threads.bound == {}
         assert np.isfinite(engine.sequences.extend(0, [1, 2])).all()
@@ -204,8 +206,8 @@ def test_throughput_is_back_soon_after_another_program_takes_a_processor() -> No
         pytest.skip("other programs use the processors already")
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, CPUS[:2])  # inherited by the threads that the engines start
-    options = EngineOptions(device="cpu", n_ctx=1024, n_threads=2, n_threads_batch=2)
-    one_thread = replace(options, n_threads=1, n_threads_batch=1)
+    options = engine_options(device="cpu", n_ctx=1024, n_threads=2, n_threads_batch=2)
+    one_thread = engine_options(options, n_threads=1, n_threads_batch=1)
     model = demo_file("target.gguf")
     spin = f"import os; os.sched_setaffinity(0, {{{CPUS[1]}}})\nwhile True: pass"
     try:
@@ -257,8 +259,8 @@ def pool_of(stream: Stream) -> int | None:
 
 
 def test_the_cpus_side_of_split_layers_computes_with_a_pool_that_stays(tiny_moe: Path) -> None:
-    options = EngineOptions(device="sim", n_ctx=64, n_threads=1, n_threads_batch=1)
-    options = replace(options, streaming=StreamingOptions(hybrid=True, splitter=stay))
+    options = engine_options(device="sim", n_ctx=64, n_threads=1, n_threads_batch=1)
+    options = engine_options(options, streaming=Streaming(hybrid=True, splitter=stay))
     with open_engine(tiny_moe, options) as engine:
         assert engine.hybrid is not None
         engine.sequences.extend(0, [1])

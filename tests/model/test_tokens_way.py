@@ -13,9 +13,9 @@ from test_disk import PRESETS, least_ram
 from test_disk import options as disk_options
 
 import offload
+from lab.options import Streaming
 from lab.synth import write_preset
 from offload.engine import Engine, open_engine
-from offload.stream.options import StreamingOptions
 
 _ROOT = Path(offload.__file__).parent
 DEVICES = {"plan/devices.py", "plan/ranges.py", "plan/search.py", "stream/parts.py",
@@ -58,6 +58,6 @@ def test_a_model_in_memory_on_one_device(model: Path, mode: str, device: str) ->
 
 
 def test_the_disk_is_seen_if_experts_are_there(model: Path) -> None:
-    least = least_ram(model, "sim", StreamingOptions())
-    with open_engine(model, disk_options("sim", least, StreamingOptions())) as engine:
+    least = least_ram(model, "sim", Streaming())
+    with open_engine(model, disk_options("sim", least, Streaming())) as engine:
         assert "store/expert_memory.py" in entered(engine, 1)

@@ -27,8 +27,9 @@ from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
+from lab.options import engine_options  # noqa: E402
 from lab.synth import write_preset  # noqa: E402
-from offload.engine import EngineOptions, open_engine  # noqa: E402
+from offload.engine import open_engine  # noqa: E402
 from offload.errors import BadModel, BadRequest, DeviceFailed, DoesNotFit  # noqa: E402
 from offload.torch_draft.draft import Drafted, TorchDraft  # noqa: E402
 from offload.torch_draft.plan import TorchDraftOptions  # noqa: E402
@@ -69,7 +70,7 @@ def files(request: pytest.FixtureRequest, models: Path) -> Files:
 def real_prompts(path: Path) -> list[list[int]]:
     """Token sequences of many lengths from the embedded texts."""
     text = "\n".join(demo_prompts())
-    with open_engine(path, EngineOptions(device="cpu", n_ctx=256)) as engine:
+    with open_engine(path, engine_options(device="cpu", n_ctx=256)) as engine:
         tokens = engine.tokenize(text, add_special=False)
     rng = np.random.default_rng(3)
     starts = rng.integers(0, len(tokens) - 80, N_PROMPTS)

@@ -19,6 +19,7 @@ from lossless_parts import (
     open_session,
 )
 
+from lab.options import engine_options
 from lab.synth import write_preset
 from lab.synth.mtp import write_mtp
 from offload.engine import Engine, EngineOptions, open_engine
@@ -30,7 +31,7 @@ PROMPT, TOKENS, PARENTS = [1, 2, 3], [10, 20, 30, 40, 50, 60], [-1, 0, 0, 1, -1,
 
 
 def options(device: str, **changes: object) -> EngineOptions:
-    return EngineOptions(device=device, n_ctx=256, **EXACT, **changes)  # type: ignore[arg-type]
+    return engine_options(device=device, n_ctx=256, **EXACT, **changes)  # type: ignore[arg-type]
 
 
 def by_branch(engine: Engine) -> list[np.ndarray]:

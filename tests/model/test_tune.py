@@ -151,7 +151,7 @@ def test_the_tuned_ubatch_is_planned_and_opened(
     assert planned == 512
 
     def measured(self: object, session: Session) -> UbatchTrial:
-        return UbatchTrial(session.target.options.n_ubatch * 1e-3, 1e-3)
+        return UbatchTrial(session.target.layout.context.n_ubatch * 1e-3, 1e-3)
 
     monkeypatch.setattr(tune_ubatch._Search, "_measured", measured)
     row = tuned(streaming(), monkeypatch)["--ubatch-size"]
@@ -162,7 +162,7 @@ def test_the_tuned_ubatch_is_planned_and_opened(
     assert plan.n_ubatch == 128
     assert any(words in reason for reason in plan.reasons)
     with Session(streaming()) as session:
-        assert session.target.options.n_ubatch == 128
+        assert session.target.layout.context.n_ubatch == 128
         assert any(words in note for note in session.notes)
     given = config_of(model=streaming().model, device=DEVICE, ctx_size=1024, ubatch_size=256)
     assert planned_for(given, PlanOptions()).layout.context.n_ubatch == 256  # a flag wins
@@ -174,7 +174,7 @@ def test_an_interrupted_search_goes_on_where_it_was(
     timed: list[int] = []
 
     def measured(self: object, session: Session) -> UbatchTrial:
-        timed.append(session.target.options.n_ubatch)
+        timed.append(session.target.layout.context.n_ubatch)
         if len(timed) == 2:
             raise KeyboardInterrupt
         return UbatchTrial(1e-3 if timed[-1] == 512 else 2e-3, 1e-3)
@@ -184,7 +184,7 @@ def test_an_interrupted_search_goes_on_where_it_was(
         tuned(streaming(), monkeypatch)
     assert timed == [512, 1024]
     with Session(streaming()) as session:
-        assert session.target.options.n_ubatch == 512  # an unfinished search chooses nothing
+        assert session.target.layout.context.n_ubatch == 512  # an unfinished search chooses nothing
     row = tuned(streaming(), monkeypatch)["--ubatch-size"]
     assert timed == [512, 1024, 1024, 256]
     timed.clear()

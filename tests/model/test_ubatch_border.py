@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from lab.options import Streaming, engine_options
 from lab.synth import write_preset
 from offload.decode import Batch
 from offload.engine import Engine, EngineOptions, open_engine
 from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
-from offload.stream.options import StreamingOptions
 from offload.times.min_batch import MinBatch
 from offload.trace.trace import COMPUTE, COPY, Trace
 
@@ -31,8 +31,8 @@ def options(path: Path, share: float = 0.5, **chosen: Any) -> EngineOptions:
     """Options with slots for `share` of the experts."""
     plan = make_plan(read_facts(path), PlanRequest())
     vram_bytes = plan.resident_bytes + int(plan.slot_bytes * share)
-    return EngineOptions(
-        device="sim", streaming=StreamingOptions(vram_bytes=vram_bytes, **chosen),
+    return engine_options(
+        device="sim", streaming=Streaming(vram_bytes=vram_bytes, **chosen),
         min_batch=MinBatch(1, 1), n_ctx=512, n_ubatch=N_UBATCH, n_batch=512, n_outputs=64,
         flash_attn="off", n_threads=1, n_threads_batch=1,
     )  # fmt: skip

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lab.options import engine_options
 from lab.synth import write_preset
-from offload.engine import Engine, EngineOptions, open_engine
+from offload.engine import Engine, open_engine
 from offload.errors import BadRequest
 from offload.measuring import TextWalk
 from specoffload.slots.slot import Slot
@@ -25,7 +26,7 @@ def windowed(models: Path) -> Path:
 
 @pytest.fixture
 def engine(windowed: Path) -> Iterator[Engine]:
-    with open_engine(windowed, EngineOptions(**OPTIONS)) as opened:  # type: ignore[arg-type]
+    with open_engine(windowed, engine_options(**OPTIONS)) as opened:  # type: ignore[arg-type]
         yield opened
 
 
@@ -34,7 +35,7 @@ def tokens(n: int, start: int = 0) -> list[int]:
 
 
 def test_what_is_forgotten_changes_no_logits(engine: Engine, windowed: Path) -> None:
-    options = EngineOptions(**OPTIONS, swa_full=True)  # type: ignore[arg-type]
+    options = engine_options(**OPTIONS, swa_full=True)  # type: ignore[arg-type]
     with open_engine(windowed, options) as full:
         for target in (engine, full):
             target.sequences.extend(0, tokens(600), n_logits=0)
@@ -80,8 +81,8 @@ def test_a_prompt_that_shares_only_what_was_forgotten_is_evaluated_anew(engine: 
 @pytest.mark.parametrize("kind", ["q8_0", "f32", "q4_0"])
 def test_a_cache_of_another_type_computes_nearly_the_same(kind: str, models: Path) -> None:
     path = write_preset("mistral-7b", models / f"cache-{kind}.gguf", seed=4)
-    plain = EngineOptions(device="sim", n_ctx=256)
-    other = EngineOptions(device="sim", n_ctx=256, type_k=kind, type_v=kind)
+    plain = engine_options(device="sim", n_ctx=256)
+    other = engine_options(device="sim", n_ctx=256, type_k=kind, type_v=kind)
     logits = []
     for options in (plain, other):
         with open_engine(path, options) as opened:
@@ -92,9 +93,9 @@ def test_a_cache_of_another_type_computes_nearly_the_same(kind: str, models: Pat
 
 def test_a_latent_cache_has_one_type(tiny_moe: Path) -> None:
     with pytest.raises(BadRequest, match="both must be the same"):
-        open_engine(tiny_moe, EngineOptions(device="sim", type_k="q8_0"))
+        open_engine(tiny_moe, engine_options(device="sim", type_k="q8_0"))
     with open_engine(
-        tiny_moe, EngineOptions(device="sim", n_ctx=256, type_k="q8_0", type_v="q8_0")
+        tiny_moe, engine_options(device="sim", n_ctx=256, type_k="q8_0", type_v="q8_0")
     ) as engine:
         assert np.isfinite(engine.sequences.extend(0, tokens(20))).all()
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from splits import all_host, sim_options, split_streaming
 from test_architectures import sample
 
+from lab.options import engine_options
 from lab.synth import write_preset
 from lab.synth.mixtures import write_mixture
 from offload.engine import open_engine
@@ -46,7 +46,7 @@ def check(path: Path, n_ubatch: int) -> None:
     options = sim_options(
         split_streaming(all_host, path, "half"), n_ubatch=n_ubatch, n_outputs=n_ubatch
     )
-    with open_engine(path, replace(options, n_ctx=2 * n_ubatch)) as engine:
+    with open_engine(path, engine_options(options, n_ctx=2 * n_ubatch)) as engine:
         for n in (n_ubatch // 3, n_ubatch, 1, 3, 64):
             engine.sequences.extend(0, [(13 * i + 5 * n) % engine.n_vocab for i in range(n)])
         planned = working_memory(engine.facts, n_ubatch, splits=True, on_gpu=False)

@@ -17,8 +17,9 @@ from program import Program, serving
 from resolved import config_of, line_of
 from running import http
 
+from lab.options import engine_options
 from lab.synth import write_preset
-from offload.engine import Engine, EngineOptions, open_engine
+from offload.engine import Engine, open_engine
 from offload.errors import BadModel, BadRequest, DoesNotFit, NotSupported
 from offload.times.context import OWN, OWN_REQUIRED
 from specoffload.config.options import ServeOptions
@@ -37,7 +38,9 @@ def program(tiny_dense: Path) -> Iterator[Program]:
 
 
 def _opened(model: Path, pooling: str, device: str = "cpu") -> Engine:
-    return open_engine(model, EngineOptions(device=device, n_ctx=512, n_ubatch=64, pooling=pooling))
+    return open_engine(
+        model, engine_options(device=device, n_ctx=512, n_ubatch=64, pooling=pooling)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,7 @@ from lab.attack.rpc_messages import (
 )
 from lab.worker_operations import written
 from offload.model_file import read_facts
+from offload.plan.wanted import Wanted
 from offload.remote.address import Address
 from offload.remote.hello import LayersAsked, WorkerFacts, ask_for
 from offload.schedule.splitter import stay
@@ -70,10 +71,9 @@ class _Served:
     @contextmanager
     def running(self) -> Iterator[_Served]:
         facts = read_facts(self.path)
-        streaming = StreamingOptions(
-            hybrid=self.splits, splitter=stay if self.splits else None, plan_for_splits=self.splits
-        )
-        options = WorkerOptions(facts.path, _DEVICE, streaming)
+        wanted = Wanted(hybrid=self.splits, plan_for_splits=self.splits)
+        streaming = StreamingOptions(splitter=stay if self.splits else None)
+        options = WorkerOptions(facts.path, _DEVICE, wanted, streaming)
         known = WorkerFacts.of(facts)
         say = self.lines.append
         worker = Worker(options, known, say, lambda *_: None, n_layers=facts.n_layers)

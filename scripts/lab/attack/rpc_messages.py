@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.engine import EngineOptions, open_engine
+from lab.options import engine_options
+from offload.engine import open_engine
 from offload.remote.address import Address, RemoteOptions
 from offload.times.min_batch import MinBatch
 
@@ -194,7 +195,7 @@ def record(model: Path, worker: Address) -> list[Recorded]:
 
 def _decode(model: Path, at: Address) -> None:
     for flash_attn in ("on", "off"):
-        options = EngineOptions(
+        options = engine_options(
             device="cpu", remote=RemoteOptions((at,), order="only"), min_batch=MinBatch(1, 1),
             n_ctx=256, n_ubatch=64, n_outputs=64, n_threads=1, n_threads_batch=1,
             flash_attn=flash_attn,

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.engine import EngineOptions, open_engine
+from lab.options import engine_options
+from offload.engine import open_engine
 
 SPLITS = (1, 2, 4, 8, 16)  # batch sizes in rows
 # Largest allowed gap between a token's logit and the highest, in batches of every size. With the
@@ -26,7 +27,7 @@ class Judge:
     """Evaluates texts with the target, opened on the CPU in this process."""
 
     def __init__(self, model: Path, n_threads: int, n_ctx: int) -> None:
-        options = EngineOptions(device="cpu", n_ctx=n_ctx, n_threads=n_threads, n_outputs=64)
+        options = engine_options(device="cpu", n_ctx=n_ctx, n_threads=n_threads, n_outputs=64)
         self._engine = open_engine(model, options)
 
     def close(self) -> None:

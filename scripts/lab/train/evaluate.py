@@ -14,8 +14,9 @@ import llama_cpp
 import numpy as np
 from rich.progress import Progress
 
+from lab.options import engine_options
 from lab.train.shapes import EOS_ID, N_CTX, SEED
-from offload.engine import Engine, EngineOptions, open_engine
+from offload.engine import Engine, open_engine
 from offload.ggml.library.lib import library
 
 STRIDE = 1536  # windows of N_CTX tokens overlap by a quarter, so most tokens see 512 before them
@@ -155,7 +156,7 @@ def make_continuations(
     rng = np.random.default_rng(SEED)
     starts = np.flatnonzero(np.isin(tokens, newline_ids)) + 1  # after a token that ends a line
     starts = starts[starts < len(tokens) - N_PROMPT]
-    options = EngineOptions(
+    options = engine_options(
         device="cpu",
         n_ctx=N_PARALLEL * 256,
         n_sequences=N_PARALLEL,

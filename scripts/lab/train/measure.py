@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as Kind
 from rich.console import Console
 from rich.progress import track
 
+from lab.options import engine_options
 from lab.train.card import render_card
 from lab.train.corpus import (
     HELD_OUT_EVERY,
@@ -37,7 +38,7 @@ from lab.train.model import LanguageModel
 from lab.train.shapes import EOS_ID, N_CTX, SEED
 from lab.train.tokenizer import load_tokenizer
 from lab.train.train import BATCH_TOKENS
-from offload.engine import EngineOptions, open_engine
+from offload.engine import open_engine
 from offload.model import layer_of
 from offload.model_file import read_facts
 from specoffload.commands.bench import machine
@@ -160,7 +161,7 @@ def _mtp_facts(
     no layer was trained."""
     if not (work / "mtp.pt").exists():
         return None
-    options = EngineOptions(device="cpu", n_ctx=N_CTX, mtp=True)
+    options = engine_options(device="cpu", n_ctx=N_CTX, mtp=True)
     with open_engine(out / "target.gguf", options) as engine:
         shares = [
             own_agreement(engine, p.text) for p in track(prompts, "own layer", console=console)

@@ -149,9 +149,8 @@ def _planned_alone(config: Config) -> PlannedAlone:
     devices = tuple(part.vram_bytes for part in parts)
     if len(parts) == 1:
         least_bytes = plan.used_bytes
-        tiny = replace(config.streaming, device_bytes=1)
         try:
-            planned_with_context(replace(sized, streaming=tiny), own)
+            planned_with_context(replace(sized, device_bytes=1), own)
         except DoesNotFit as e:
             least_bytes = min(least_bytes, e.least_bytes or least_bytes)
         return PlannedAlone(least_bytes, plan.used_bytes, host_bytes, prompt_bytes, devices)
@@ -231,9 +230,8 @@ def limited(config: Config, each_device_bytes: Sequence[int]) -> Config:
     if not each_device_bytes:
         return config
     one = len(each_device_bytes) == 1
-    streaming = replace(
-        config.streaming,
+    return replace(
+        config,
         device_bytes=each_device_bytes[0] if one else None,
         each_device_bytes=() if one else tuple(each_device_bytes),
     )
-    return replace(config, streaming=streaming)

@@ -51,7 +51,7 @@ def test_slot_ids_are_enqueued_before_the_copies_of_experts(
     The tables of passes have a stream of their own. They come before the experts that are missing.
     """
     streaming = slots_for(path, **{"slots": "half", **chosen})
-    least = NEVER if streaming.hybrid else 1
+    least = NEVER if streaming.get("hybrid") else 1
     opened = options(
         standin, streaming, min_batch=MinBatch(least, 1), n_ubatch=max(16, n_tokens), n_ctx=512
     )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import standin_calls
 from on_gpu import options
 
+from lab.options import Streaming, engine_options
 from lab.synth import write_preset
 from offload.device import DeviceChoice
 from offload.engine import EngineOptions, open_engine
@@ -17,7 +17,6 @@ from offload.ggml.library.callback import calls_into_python
 from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
 from offload.schedule.splitter import Splitter, all_on_device, stay
-from offload.stream.options import StreamingOptions
 from offload.times.min_batch import NEVER, MinBatch
 
 N_LAYERS = 24
@@ -77,11 +76,11 @@ def _opened(gpu: DeviceChoice, **changes: object) -> EngineOptions:
     return options(gpu, **{"n_ctx": 256, "mla_crossover": None, "flash_attn": "auto", **changes})
 
 
-def _streaming(path: Path, share: float, splitter: Splitter | None) -> StreamingOptions:
+def _streaming(path: Path, share: float, splitter: Splitter | None) -> Streaming:
     """Options with slots for `share` of the experts. With a splitter, layers are split."""
     plan = make_plan(read_facts(path), PlanRequest(n_cpu_moe=99))
-    chosen = StreamingOptions(n_cpu_moe=99, hybrid=splitter is not None, splitter=splitter)
-    return replace(chosen, vram_bytes=plan.resident_bytes + int(plan.slot_bytes * share))
+    chosen = Streaming(n_cpu_moe=99, hybrid=splitter is not None, splitter=splitter)
+    return chosen | Streaming(vram_bytes=plan.resident_bytes + int(plan.slot_bytes * share))
 
 
 def _streamed(
@@ -191,8 +190,7 @@ def test_misses_are_replayed_from_captured_graphs(
     record_property: Record,
 ) -> None:
     opened = _streamed(standin, deep, share, splitter)
-    assert opened.streaming is not None
-    opened = replace(opened, streaming=replace(opened.streaming, doorbell=False))
+    opened = engine_options(opened, doorbell=False)
     calls, copies = calls_per_decode(deep, opened, n_warm=n_warm, repeats=False)
     record_property("counters", [name, calls])
     # Measured times decide which layers are computed ahead and repaired. Parts that were never
@@ -232,7 +230,7 @@ def test_changing_sizes_hardly_call_python_and_prepare_nothing(
     if changes.get("stream_experts") is False:
         opened = _opened(standin, stream_experts=False)
     if changes.get("min_batch") == NEVER:
-        opened = replace(opened, min_batch=MinBatch(NEVER, NEVER))
+        opened = engine_options(opened, min_batch=MinBatch(NEVER, NEVER))
     with open_engine(deep, opened) as engine:
         device = engine.device
         assert device is not None

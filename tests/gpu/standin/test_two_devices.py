@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,13 @@ import numpy as np
 import pytest
 import standin_calls
 
+from lab.options import Streaming, engine_options
 from lab.synth import write_preset
 from offload.device import devices
-from offload.engine import EngineOptions, open_engine
+from offload.engine import open_engine
 from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
 from offload.schedule.splitter import all_on_device
-from offload.stream.options import StreamingOptions
 from offload.times.min_batch import NEVER, MinBatch
 
 
@@ -92,7 +91,7 @@ def stream(
     """Decode with an engine over all devices, and print the counters."""
     gpus = [found for found in devices() if found.on_gpu]
     free_before = [gpu.device.memory_bytes()[0] for gpu in gpus]
-    streaming = StreamingOptions(
+    streaming = Streaming(
         n_gpu_layers=99,
         passes="on",
         **{k: changes.pop(k) for k in ("hybrid", "splitter") if k in changes},
@@ -100,8 +99,8 @@ def stream(
     if tight:
         part = read_facts(model).part(3, 7)
         plan = make_plan(part, PlanRequest(n_gpu_layers=99))
-        streaming = replace(streaming, vram_bytes=plan.resident_bytes + plan.slot_bytes // 2)
-    opened = EngineOptions(
+        streaming = streaming | Streaming(vram_bytes=plan.resident_bytes + plan.slot_bytes // 2)
+    opened = engine_options(
         device=",".join(gpu.name for gpu in gpus), streaming=streaming, n_ctx=512,
         n_ubatch=n_ubatch, n_outputs=128, n_threads=1, n_threads_batch=1, flash_attn="off",
         mla_crossover=0, min_batch=min_batch,

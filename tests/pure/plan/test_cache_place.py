@@ -17,9 +17,9 @@ from offload.errors import DoesNotFit
 from offload.model import ModelFacts
 from offload.plan.cache_place import full_context_s
 from offload.plan.decision import decide
-from offload.plan.found import Found, FoundDevice, Kind, Wanted
+from offload.plan.found import Found, FoundDevice, Kind
 from offload.plan.layout import Layout
-from offload.plan.placement import PlanRequest
+from offload.plan.wanted import Wanted
 from offload.times.context import (
     ContextOptions,
     context_memory,
@@ -56,7 +56,7 @@ def decided(
         **context,  # type: ignore[arg-type]
     )
     wanted = Wanted(
-        options, PlanRequest(n_cpu_moe="fit", plan_for_splits=True), splits=True,
+        options, n_cpu_moe="fit", plan_for_splits=True, hybrid=True,
         most_ubatch=8192, device_bytes=int(gib * GIB), chooses_cache=place == "chosen",
     )  # fmt: skip
     return decide(facts, Found(devices, ram_bytes=ram_gib * GIB), wanted)
@@ -232,8 +232,8 @@ def test_workers_are_sent_a_cache_in_ram_and_that_is_priced(headers: PublishedFa
         worker = FoundDevice("RPC0", Kind.STOCK, 200 * GIB, machine=network, measured="measured")
         found = Found((FoundDevice("GPU0", Kind.GPU, 24 * GIB),), workers=(worker,))
         wanted = Wanted(
-            ContextOptions(65536, kv_offload=chooses), PlanRequest(), most_ubatch=512,
-            shares=(1, 1), chooses_cache=chooses,
+            ContextOptions(65536, kv_offload=chooses), most_ubatch=512,
+            tensor_split=(1, 1), chooses_cache=chooses,
         )  # fmt: skip
         layout = decide(facts, found, wanted)
         assert layout.context.kv_offload is chooses  # it is never in RAM by itself

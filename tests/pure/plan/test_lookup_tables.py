@@ -9,10 +9,10 @@ import pytest
 
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
 from offload.plan.decision import decide
-from offload.plan.found import Found, FoundDevice, Kind, Wanted
+from offload.plan.found import Found, FoundDevice, Kind
 from offload.plan.layout import Layout
-from offload.plan.placement import PlanRequest
 from offload.plan.tables import lookup_tables
+from offload.plan.wanted import Wanted
 from offload.times.context import ContextOptions
 
 GIB = 1 << 30
@@ -49,7 +49,7 @@ def facts() -> ModelFacts:
 def decided(kind: Kind, ram_bytes: int, asked_bytes: int | None = None) -> Layout:
     found = Found((FoundDevice("device", kind, 8 * GIB),), ram_bytes=ram_bytes)
     context = ContextOptions(n_ctx=4096)
-    wanted = Wanted(context, PlanRequest(), device_bytes=6 * GIB, ram_bytes=asked_bytes)
+    wanted = Wanted(context, device_bytes=6 * GIB, ram_bytes=asked_bytes)
     return decide(facts(), found, wanted)
 
 

@@ -193,12 +193,12 @@ def test_what_was_said_needs_no_reason() -> None:
 
 
 def test_the_streaming_of_a_configuration_is_what_was_typed() -> None:
-    streaming = resolved("--vram", "1GiB", "-ncmoe", "3", "-ngl", "all").streaming
-    assert streaming.device_bytes == 1 << 30
-    assert streaming.n_cpu_moe == 3
-    assert streaming.n_gpu_layers is not None
-    assert streaming.n_gpu_layers > 1000
-    assert resolved().streaming.n_cpu_moe == "fit"
+    config = resolved("--vram", "1GiB", "-ncmoe", "3", "-ngl", "all")
+    assert config.device_bytes == 1 << 30
+    assert config.n_cpu_moe == 3
+    assert config.n_gpu_layers is not None
+    assert config.n_gpu_layers > 1000
+    assert resolved().n_cpu_moe == "fit"
 
 
 @pytest.mark.parametrize(
@@ -219,9 +219,8 @@ def test_layers_are_split_where_that_is_measured_faster_unless_min_batch_is_give
     assert (config.hybrid.toggle, config.hybrid.asked) == (toggle, asked)
     assert config.hybrid.why.startswith(why)
     assert bool(config.hybrid.why) == bool(why)
-    assert config.streaming.hybrid == (toggle is not Toggle.OFF)
     plans = {Toggle.OFF: False, Toggle.ON: True, Toggle.AUTO: True}
-    assert config.streaming.plan_for_splits == plans[toggle]
+    assert config.plan_for_splits == plans[toggle]
 
 
 @pytest.mark.parametrize(
@@ -238,7 +237,7 @@ def test_layers_are_split_where_that_is_measured_faster_unless_min_batch_is_give
 def test_batches_that_a_number_asks_for_stream_in_passes_if_slots_are_few(
     words: tuple[str, ...], passes: str
 ) -> None:
-    assert resolved(*words).streaming.passes == passes
+    assert resolved(*words).passes == passes
 
 
 @pytest.mark.parametrize(
@@ -377,10 +376,10 @@ def test_without_a_profile_drafts_are_fixed_blocks_unless_a_policy_was_named() -
 
 
 def test_parts_are_left_out_by_name() -> None:
-    config = with_variables(SPECOFFLOAD_WITHOUT="prefetch,graphs")
+    config = with_variables(SPECOFFLOAD_WITHOUT="prefetch,graphs,lend")
     assert (config.streaming.prefetch, config.streaming.bounce) == (False, True)
-    assert not config.spec.of_draft.graphs
-    assert "left out, as SPECOFFLOAD_WITHOUT asks: graphs, prefetch" in config.reasons
+    assert (config.spec.of_draft.graphs, config.lend) == (False, False)
+    assert "left out, as SPECOFFLOAD_WITHOUT asks: graphs, lend, prefetch" in config.reasons
     with pytest.raises(UsageError, match="SPECOFFLOAD_WITHOUT=speed: must be some of .*profile"):
         with_variables(SPECOFFLOAD_WITHOUT="speed")
 
@@ -461,8 +460,8 @@ def test_split_mode_none_leaves_the_main_gpu(words: tuple[str, ...], device: str
 
 
 def test_the_main_gpu_gets_its_own_size() -> None:
-    streaming = resolved("-sm", "none", "-mg", "1", "--vram", "24GiB,12GiB").streaming
-    assert (streaming.device_bytes, streaming.each_device_bytes) == (12 << 30, ())
+    config = resolved("-sm", "none", "-mg", "1", "--vram", "24GiB,12GiB")
+    assert (config.device_bytes, config.each_device_bytes) == (12 << 30, ())
 
 
 def test_a_main_gpu_that_is_not_there_is_refused() -> None:

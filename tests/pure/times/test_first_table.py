@@ -10,9 +10,9 @@ from lab.synth.published import published_facts
 from offload.model import ModelFacts
 from offload.plan.decision import decide
 from offload.plan.expected_costs import expected_costs
-from offload.plan.found import Found, FoundDevice, Kind, Wanted
+from offload.plan.found import Found, FoundDevice, Kind
 from offload.plan.layout import Layout
-from offload.plan.placement import PlanRequest
+from offload.plan.wanted import Wanted
 from offload.times.context import ContextOptions
 from offload.times.decodes import hybrid_s, streamed_s
 from offload.times.first_table import modelled
@@ -36,8 +36,9 @@ def layout_of(facts: ModelFacts, *machines: Machine) -> Layout:
         FoundDevice(f"GPU{i}", Kind.GPU, 6 * GIB, machine=machine)
         for i, machine in enumerate(machines)
     )
-    request = PlanRequest(n_cpu_moe="fit", plan_for_splits=True)
-    wanted = Wanted(ContextOptions(4096), request, most_ubatch=N_MOST, splits=True)
+    wanted = Wanted(
+        ContextOptions(4096), n_cpu_moe="fit", plan_for_splits=True, most_ubatch=N_MOST, hybrid=True
+    )
     return decide(facts, Found(devices), wanted)
 
 
