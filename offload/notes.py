@@ -11,6 +11,7 @@ class NoteKind(StrEnum):
     DEVICE = "device"  # devices, and what lies on them
     CONTEXT = "context"
     WEIGHTS = "weights"
+    UNUSED = "unused"  # hardware that the library was not compiled for
     FLAGS = "flags"  # given flags that make the program slower
     MEMORY = "memory"  # weights that memory cannot hold
     DISK = "disk"

@@ -103,7 +103,8 @@ class Opening:
         if self.options.projector is not None:  # before the model, because it may compile libmtmd
             self.images = image_library(on_progress)
         watch = self.closing.enter_context(watching(self.options.remote))
-        self.notes += (*self._device_notes(), *prepare(), *missing_in_build(has_gpu=has_gpu()))
+        unused = (Note(NoteKind.UNUSED, why) for why in missing_in_build(has_gpu=has_gpu()))
+        self.notes += (*self._device_notes(), *prepare(), *unused)
         self._open_remote(on_progress)
         self.notes += self.layout.notes
         self._open_tables()

@@ -21,6 +21,7 @@ from specoffload.session.session import Session
 from specoffload.terminal.chat import Keyboard, Talk, converse, limit_words
 from specoffload.terminal.screen import show_answer
 
+_ALWAYS_SAID = {NoteKind.FLAGS, NoteKind.UNUSED}
 _Part = TypeVar("_Part")
 
 
@@ -28,8 +29,8 @@ _Part = TypeVar("_Part")
 def opened(config: Config) -> Iterator[Session]:
     """Open a session with a progress bar, and close it at the end of the block.
 
-    Start-up lines are shown with --verbose, and those on slow flags always. News
-    that comes during answers is shown at the end.
+    Start-up lines are shown with --verbose. Those on slow flags and on hardware that is not used
+    are shown always. News that comes during answers is shown at the end.
     """
     if config.is_demo:
         report.note(DEMO_WORDS)
@@ -40,7 +41,7 @@ def opened(config: Config) -> Iterator[Session]:
         for words in session.notes:
             if words in config.remarks:
                 continue
-            say = report.note if kind_of(words) is NoteKind.FLAGS else report.detail
+            say = report.note if kind_of(words) in _ALWAYS_SAID else report.detail
             say(words)
         yield session
     for words in news:

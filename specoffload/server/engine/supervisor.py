@@ -52,7 +52,7 @@ _FILE_REST_S = 2.0  # seconds without a change after which it is opened again
 # The notes that the operator is told.
 _SAID = frozenset(
     {NoteKind.DEVICE, NoteKind.CONTEXT, NoteKind.WEIGHTS, NoteKind.MEMORY, NoteKind.DISK,
-     NoteKind.PROMPTS, NoteKind.LOST, NoteKind.FLAGS}
+     NoteKind.PROMPTS, NoteKind.LOST, NoteKind.FLAGS, NoteKind.UNUSED}
 )  # fmt: skip
 FileStamp = tuple[int, int, int]  # inode, bytes, and time of the last change in ns
 SHUTTING_DOWN = unavailable("the server is shutting down", _LOADING_RETRY_AFTER_S)
