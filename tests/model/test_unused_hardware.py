@@ -1,4 +1,4 @@
-"""A start says what the library does not use of this machine, such as a card whose driver is old."""
+"""A start says which hardware the library does not use, such as a card whose driver is old."""
 
 from __future__ import annotations
 
