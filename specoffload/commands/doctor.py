@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, date, datetime
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
@@ -17,9 +18,12 @@ from numa.threads import plan_threads
 from numa.topology import Topology, format_list
 from offload.backends import backend_of
 from offload.errors import OffloadError
+from offload.model_file import model_hash, read_facts
 from offload.store.store import room_now
+from offload.units import plural
 from specdec.whole_file import is_folder
 from specoffload import report
+from specoffload.config.resolution import DEMO_NAME, demo_file
 from specoffload.kept import Kept, KeptFile, KeptRun, machine_words, read_file
 from specoffload.kept_machine import (
     lines_of_disks,
@@ -49,7 +53,8 @@ def doctor(folder: Path, *, threads_now: str, numa: bool) -> None:
     library, not_used = library_lines(folder)
     tuned = load_tuned(folder, topology)
     there = frozenset((device.name.lower(), device.description) for device in devices())
-    kept = kept_models(folder, MachineNow(there, threads_now, library_build()))
+    embedded = {model_hash(read_facts(demo_file("target.gguf"))): DEMO_NAME}
+    kept = kept_models(folder, MachineNow(there, threads_now, library_build()), embedded)
     command = "tune numa" if topology.is_numa else "tune MODEL.gguf"
     how = tuned.why_not or f"not tuned yet (`specoffload {command}`)"
     if tuned.result is not None:
@@ -141,8 +146,8 @@ def machine_lines(topology: Topology) -> list[str]:
         f"processors: {len(topology.cores)} cores, {len(topology.usable_cores)} usable by this"
         f" process ({format_list(topology.allowed_cpus)}), "
         + ("one memory node" if not topology.is_numa else f"{len(topology.nodes)} memory nodes"),
-        f"memory: {report.bytes_text(memory.total)}, {report.bytes_text(room.available_bytes)}"
-        f" available ({room.limited_by})",
+        f"memory: {report.bytes_text(memory.total)}, of which"
+        f" {report.bytes_text(room.available_bytes)} are available (limited by {room.limited_by})",
         f"huge pages: transparent {topology.huge_page_mode}, "
         + ("reserved: " + ", ".join(reserved) if reserved else "none reserved"),
         f"memory lock limit: {locked}",
@@ -224,14 +229,20 @@ class KeptModel:
             return f"speeds of {self.model}: {self.why_not or 'none measured yet'}"
         n_days = (today - date.fromisoformat(self.measured_on)).days
         age = "today" if n_days <= 0 else "1 day ago" if n_days == 1 else f"{n_days} days ago"
-        found = f"speeds of {self.model}: {self.n_sizes} decode times of {self.measured_on} ({age})"
+        times = plural(self.n_sizes, "decode time")
+        found = f"speeds of {self.model}: {times} of {self.measured_on} ({age})"
         if self.why_not:
             return f"{found}; the next start measures anew, since {self.why_not}"
         return f"{found}, on this machine as it is now"
 
 
-def kept_models(folder: Path, now: MachineNow) -> list[KeptModel]:
-    """The kept files in this folder, by model, compared with this machine."""
+def kept_models(
+    folder: Path, now: MachineNow, names: Mapping[str, str] = MappingProxyType({})
+) -> list[KeptModel]:
+    """The kept files in this folder, by model, compared with this machine.
+
+    `names` are those of models that are not called after their file, by their hashes.
+    """
     found = []
     for path in sorted(folder.glob("*-*.json")) if is_folder(folder) else ():
         name = path.stem.rpartition("-")[0]
@@ -241,7 +252,7 @@ def kept_models(folder: Path, now: MachineNow) -> list[KeptModel]:
         ):  # no report on files of other versions
             found.append(KeptModel(name, why_not=complaint))
         elif kept is not None and kept.model:
-            found.append(_against(name, kept, now))
+            found.append(_against(names.get(kept.model, name), kept, now))
     return found
 
 

@@ -66,7 +66,7 @@ DEMO_WORDS = (
     "demo pair, trained on Python source: it continues code and answers no questions; "
     "-hf USER/REPO fetches a model to talk to"
 )
-_DEMO_NAME = "demo-pair"
+DEMO_NAME = "demo-pair"
 _USUAL_PARALLEL = 4
 _LEAST_TOKENS = 512  # least context per request if the user did not choose their number
 
@@ -213,7 +213,7 @@ def resolve(options: Options, host: Host) -> Config:
     placing, vram = PlacingFlags(options, without), options.vram_bytes
     plain = {field.name: getattr(options, field.name) for field in fields(Opening)}
     if model == demo_file("target.gguf"):
-        plain["alias"] = options.alias or _DEMO_NAME
+        plain["alias"] = options.alias or DEMO_NAME
     return Config(
         **plain
         | left_to_the_plan(options, without)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.model import ModelFacts
-from offload.model_file import read_facts
+from offload.model_file import model_hash, read_facts
 from offload.plan.workload import TokenMix
 from offload.routing.routing import SHARES, CountedHits, RoutingRecorder
 from offload.schedule.division import DeviceCosts, MeasuredCosts, SideTimes
@@ -242,7 +242,7 @@ NOW = MachineNow(frozenset({("cpu", "a CPU"), ("cuda0", "a GPU")}), "1/1", "b")
 @pytest.mark.parametrize(
     ("settings", "now", "words"),
     [
-        ({}, NOW, "1 decode times of 2026-01-02 (3 days ago), on this machine as it is now"),
+        ({}, NOW, "1 decode time of 2026-01-02 (3 days ago), on this machine as it is now"),
         ({"device": "sim:vram=8MiB, a CPU"}, NOW, "on this machine as it is now"),
         ({"device": "CUDA1, a GPU"}, NOW, "since there is no device CUDA1, a GPU now"),
         ({"build": "old"}, NOW, "since the library is b now, it was old"),
@@ -259,6 +259,8 @@ def test_doctor_compares_what_is_kept_with_the_machine(
     (found,) = kept_models(tmp_path, now)
     assert found.model == "target"
     assert words in found.words(date(2026, 1, 5))
+    (renamed,) = kept_models(tmp_path, now, {model_hash(facts): "demo-pair"})
+    assert renamed == replace(found, model="demo-pair")
 
 
 def test_doctor_prefers_the_run_that_still_holds(tmp_path: Path, facts: ModelFacts) -> None:
