@@ -474,6 +474,9 @@ class Context:
         self._lib.llama_set_n_threads(self.handle, n_threads, n_threads_batch)
 
 
+_Compute = Callable[[Batch], NDArray[np.float32]]  # returns the rows that the batch asks for
+
+
 class Embedder(Context):
     """A context that embeds one text at a time. Close it before the model.
 
@@ -482,9 +485,17 @@ class Embedder(Context):
     """
 
     def __init__(
-        self, model: Model, options: ContextOptions, pooling: str, pending: Pending
+        self,
+        model: Model,
+        options: ContextOptions,
+        pooling: str,
+        pending: Pending,
+        decoder_of: Callable[[Embedder], _Compute] | None = None,
     ) -> None:
-        """`options` are those of the context that generates. Raises DoesNotFit."""
+        """`options` are those of the context that generates. Raises DoesNotFit.
+
+        `decoder_of` returns the function that computes embeddings on devices; None: the CPU does.
+        """
         n = min(options.n_ubatch, options.n_ctx)
         own = replace(
             options, n_ctx=n, n_batch=n, n_ubatch=n, n_sequences=1, n_outputs=n, n_rs_seq=0
@@ -492,8 +503,7 @@ class Embedder(Context):
         super().__init__(model, own, pending, POOLINGS.index(pooling))
         self.pooling = pooling
         self.n_most = n  # most tokens of a text
-        # Function that returns embeddings. An engine may replace it, to compute on its device.
-        self.compute: Callable[[Batch], NDArray[np.float32]] = self.decode
+        self._compute: _Compute = self.decode if decoder_of is None else decoder_of(self)
         self._is_pooled = pooling != "none"
         self._width = self.row_width
 
@@ -509,7 +519,7 @@ class Embedder(Context):
                 "raise --ubatch-size"
             )
         try:
-            return self.compute(Batch(tokens, range(n), [0] * n, [True] * n, n))
+            return self._compute(Batch(tokens, range(n), [0] * n, [True] * n, n))
         finally:
             self.remove(0, 0)
 

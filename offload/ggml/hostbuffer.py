@@ -35,6 +35,14 @@ class TensorHome(Protocol):
     def is_filling(self) -> bool:
         """True while the model is being loaded: libllama's writes to tensors are then ignored."""
 
+    @property
+    def experts(self) -> ExpertMemory | None:
+        """The memory for some of the experts, once they are loaded; None if all are in memory."""
+
+    @property
+    def next_experts(self) -> NextExperts | None:
+        """Finds the experts that are read ahead, once there is a memory for some; else None."""
+
 
 class MemoryTaker(Protocol):
     """A device that can say which memory it computes with (offload/ggml/backend.py)."""
@@ -101,8 +109,6 @@ class HostBufferType:
         self._native_name: int | None = None
         self.buffers: dict[int, HostRange] = {}  # ranges by the buffer's address
         self.weights: dict[str, Tensor] = {}  # tensors placed by the home, by name
-        self.experts: ExpertMemory | None = None  # set if not all experts are in memory
-        self.next_experts: NextExperts | None = None  # set if they are read ahead
         self.n_left_out = 0  # writes of libllama that were ignored, since the home fills tensors
         # libllama treats buffer types with equal names as one type.
         self._dense_name = C.create_string_buffer(f"{name}_DENSE".encode())
@@ -124,6 +130,16 @@ class HostBufferType:
         thunk, address = guard(abi.PROTOTYPES[entry], self.pending, on_error, function)
         self._keep.append(thunk)
         return address
+
+    @property
+    def experts(self) -> ExpertMemory | None:
+        """The memory for some of the experts, None if all are in memory."""
+        return None if self._home is None else self._home.experts
+
+    @property
+    def next_experts(self) -> NextExperts | None:
+        """Finds the experts that are read ahead, None if none are."""
+        return None if self._home is None else self._home.next_experts
 
     def pass_for(self, device: MemoryTaker) -> bool:
         """Let the device's own native code answer whether it takes weights in this memory.

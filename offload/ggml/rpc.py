@@ -118,6 +118,8 @@ def serve_devices(endpoint: str, devices: Sequence[HasAddress], n_threads: int) 
 class _Nowhere:
     """Leaves tensors without memory, so that what libllama writes to them is dropped."""
 
+    experts = next_experts = None  # its weights are all on another machine
+
     def place(self, name: str, size_bytes: int) -> HostRange:
         raise AssertionError(name)
 

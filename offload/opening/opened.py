@@ -38,7 +38,7 @@ from offload.routing.routing import RoutingRecorder
 from offload.sequences.decoding import decoder, image_decoder, row_step
 from offload.sequences.eagle import open_eagle
 from offload.sequences.row_draft import RowDraft
-from offload.sequences.sequences import MemoryTraits, Sequences
+from offload.sequences.sequences import Decode, MemoryTraits, Sequences
 from offload.store.expert_memory import ExpertMemory
 from offload.store.memory_budget import IN_DECODES
 from offload.store.store import OnProgress
@@ -309,14 +309,18 @@ class Opening:
     def _open_embedder(self, options: ContextOptions) -> Embedder | None:
         if self.start.pooling is None:
             return None
-        embedder = Embedder(self.model, options, self.start.pooling, self.pending)
-        self.closing.callback(embedder.close)
-        memory = self.experts
-        if self.devices or memory is not None or self.tables is not None:
-            embedder.compute = decoder(
-                embedder, None, self.devices, self.weights.native_experts, memory,
+
+        def decoder_of(embedder: Embedder) -> Decode:
+            return decoder(
+                embedder, None, self.devices, self.weights.native_experts, self.experts,
                 self.tables, embeds=True,
             )  # fmt: skip
+
+        is_plain = not (self.devices or self.experts is not None or self.tables is not None)
+        embedder = Embedder(
+            self.model, options, self.start.pooling, self.pending, None if is_plain else decoder_of
+        )
+        self.closing.callback(embedder.close)
         return embedder
 
     def _open_row_context(self, o: ContextOptions) -> RowContext | None:
@@ -336,10 +340,12 @@ class Opening:
             kv_offload=True,  # the cache of a layer that drafts is small
             n_tree_leaves=0,  # MTP layers and EAGLE-3 files draft chains, not trees
         )
-        known = [set(device.executors) for device in self.devices]
         context: RowContext
         try:
-            with spare_cells(self.context.n_ctx, self.facts.n_ctx_train):
+            with ExitStack() as without_slots:
+                without_slots.enter_context(spare_cells(self.context.n_ctx, self.facts.n_ctx_train))
+                for device in self.devices:
+                    without_slots.enter_context(device.without_slots())
                 if self.options.eagle is None:
                     context = MtpContext(
                         self.model, options, self.pending, self.context, self.facts.architecture
@@ -353,8 +359,6 @@ class Opening:
             self.row_complaint = str(e)
             return None
         self.closing.callback(context.close)
-        for device, before in zip(self.devices, known, strict=True):
-            device.without_slots |= set(device.executors) - before
         return context
 
     def _open_row_draft(self, context: RowContext | None) -> RowDraft | None:

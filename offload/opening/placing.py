@@ -25,13 +25,13 @@ from offload.ggml.threads import CpuTeam, has_openmp
 from offload.model import TensorEntry, is_experts
 from offload.opening.start import Start
 from offload.plan.devices import DevicePlan
-from offload.plan.host import ROUTERS
 from offload.plan.ranges import shares_of
 from offload.remote.devices import RemotePart
 from offload.routing.next_experts import Embeddings, NextExperts, read_routers
 from offload.routing.routing import RoutingRecorder
 from offload.schedule.splitter import stay
 from offload.sequences.decoding import NativeExperts
+from offload.store.expert_memory import ExpertMemory
 from offload.store.store import READING, OnProgress, Store
 from offload.stream.building import ExecutorBuilder
 from offload.stream.device import BatchRules, ModelDevices, StreamingDevice
@@ -184,7 +184,8 @@ class PlacedWeights:
             return replace(placement, load_mode="mmap")
         self.host = self._host_buffers()
         recorder = self._routing if o.streaming.record_routing else None
-        self.native_experts = NativeExperts(self._facts.n_experts, recorder)
+        assert self.store is not None
+        self.native_experts = NativeExperts(self.store, self._facts.n_experts, recorder)
         patterns = plan.patterns(experts=True)
         return replace(
             placement,
@@ -212,7 +213,11 @@ class PlacedWeights:
         if sim is not None and sim.disk_bytes_per_s is not None:
             options = replace(options, disk_bytes_per_s=sim.disk_bytes_per_s)
         facts = self._facts if self._remote is None else self._remote.read_here(self._facts)
-        self.store = Store(facts, streamed, options, place_pages=self.placer)
+        reads_ahead = self._options.streaming.prefetch
+        self.store = Store(
+            facts, streamed, options, place_pages=self.placer,
+            read_ahead=self._next_experts if reads_ahead else None,
+        )  # fmt: skip
         self._closing.callback(self.store.close)
 
     def _host_buffers(self, name: str = _HOST_NAME) -> HostBufferType:
@@ -235,16 +240,10 @@ class PlacedWeights:
             model = Model(self._facts.path, self.placement, self._pending, watching)
             self._closing.callback(model.close)
         self.store.finish(on_progress)
-        following, experts = None, self.store.experts
-        if experts is not None and self._options.streaming.prefetch:
-            with experts.taking(ROUTERS):
-                following = NextExperts(
-                    experts, read_routers(self._facts), self._facts.n_experts_used,
-                    Embeddings.of(self._facts),
-                )  # fmt: skip
-        hosts = [host for host in (self.host, *(p.host for p in self.parts)) if host is not None]
-        for host in hosts:
-            host.experts, host.next_experts = experts, following
-        if self.native_experts is not None:
-            self.native_experts.memory, self.native_experts.following = experts, following
         return model
+
+    def _next_experts(self, memory: ExpertMemory) -> NextExperts:
+        """Return what finds experts to read ahead, by the model's routers."""
+        facts = self._facts
+        routers, embeddings = read_routers(facts), Embeddings.of(facts)
+        return NextExperts(memory, routers, facts.n_experts_used, embeddings)

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from offload.decode import SMALL_BATCH, Batch
 from offload.ggml.context import Context
+from offload.ggml.hostbuffer import TensorHome
 from offload.ggml.row_context import RowContext
 from offload.images.mtmd import Projector
-from offload.routing.next_experts import NextExperts, Rows
+from offload.routing.next_experts import Rows
 from offload.routing.routing import RoutingGuess, RoutingRecorder
 from offload.sequences.row_draft import Step
 from offload.sequences.sequences import Decode, DecodeImage
@@ -154,21 +155,19 @@ class NativeExperts:
     While a layer is computed, experts that later layers are likely to use are read ahead.
     """
 
-    def __init__(self, n_experts: int, recorder: RoutingRecorder | None) -> None:
-        """While `recorder` is on, it records the experts of small batches."""
-        self.memory: ExpertMemory | None = None  # set when the model has been loaded
-        self.following: NextExperts | None = None  # set then, if experts are read ahead
-        self._n_experts, self._recorder = n_experts, recorder
+    def __init__(self, home: TensorHome, n_experts: int, recorder: RoutingRecorder | None) -> None:
+        """`home` has the experts. While `recorder` is on, it records those of small batches."""
+        self._home, self._n_experts, self._recorder = home, n_experts, recorder
         self._guess = RoutingGuess()
 
     def expect(self, batch: Batch) -> None:
         """Take the batch of the next decode."""
-        if self.memory is not None:
-            self.memory.expect_batch(batch.n_at_once)
+        memory, following = self._home.experts, self._home.next_experts
+        if memory is not None:
+            memory.expect_batch(batch.n_at_once)
         self._guess.expect(batch.small_tokens)
-        if self.following is not None and self.memory is not None and batch.small_tokens:
-            layers = self.memory.layers
-            self.following.read_ahead(layers, -1, self._guess, batch.n_tokens, lambda: None)
+        if following is not None and memory is not None and batch.small_tokens:
+            following.read_ahead(memory.layers, -1, self._guess, batch.n_tokens, lambda: None)
 
     def need(self, layer: int, ids: NDArray[np.int32], rows: Callable[[], Rows | None]) -> None:
         """Return when the experts `ids` [n_tokens, n_used] of a layer are in memory.
@@ -176,7 +175,8 @@ class NativeExperts:
         `rows` returns the rows [n_tokens, n_embd] that these experts multiply. Raises DeviceFailed
         and DoesNotFit as ExpertMemory.need does.
         """
-        memory, following, (n_tokens, n_used) = self.memory, self.following, ids.shape
+        memory, following = self._home.experts, self._home.next_experts
+        n_tokens, n_used = ids.shape
         assert memory is not None
         used = np.unique(ids).tolist()
         memory.decided(layer, used)

@@ -34,7 +34,7 @@ from offload.ggml.hostbuffer import mapping_without_reading
 from offload.ggml.library.callback import Pending
 from offload.ggml.memory import HasAddress, HostRange, Pinner, ReservedAddresses
 from offload.model import LOOKED_UP, ModelFacts, TensorEntry, WeightPlace, is_experts
-from offload.plan.host import ExpertLimits
+from offload.plan.host import ROUTERS, ExpertLimits
 from offload.plan.store_layout import (
     PAGE_BYTES,
     Run,
@@ -44,6 +44,7 @@ from offload.plan.store_layout import (
     expert_matrices,
     plan_layout,
 )
+from offload.routing.next_experts import NextExperts
 from offload.store.expert_memory import ExpertMemory, ExpertPlaces
 from offload.store.expert_pages import Leave
 from offload.store.memory_budget import MemoryLimits
@@ -53,6 +54,7 @@ from offload.units import size_words
 READING = "reading weights"
 OnProgress = Callable[[str, float], None]  # gets a step's name and the fraction that is done
 PlacePages = Callable[[PlacedMemory, StoreLayout], None]  # places each page on a memory node
+MakeNextExperts = Callable[[ExpertMemory], NextExperts]
 _N_READERS = 4
 _CHUNK_BYTES = 8 << 20  # a multiple of the page size
 _HUGE_STEP_BYTES = 32 << 20
@@ -213,6 +215,7 @@ class _Held:
     ahead: ReadAhead | None = None
     huge: HugePageMaker | None = None
     experts: ExpertMemory | None = None
+    next_experts: NextExperts | None = None
 
 
 class Store:
@@ -225,11 +228,12 @@ class Store:
         options: StoreOptions | None = None,
         make_memory: Callable[[int], PlacedMemory] = PlacedMemory,
         place_pages: PlacePages | None = None,
+        read_ahead: MakeNextExperts | None = None,
     ) -> None:
         """Make a store without opening files or taking memory, which `loading` does.
 
         `make_memory` gets a size in bytes. `place_pages` gets the memory before anything is read
-        into it.
+        into it. `read_ahead` finds the experts to read ahead, if not all are in memory.
         """
         self.options = options or StoreOptions()
         self.layout = plan_layout(facts.weights[entry.name] for entry in streamed)
@@ -237,6 +241,7 @@ class Store:
         names = self.layout.spots
         self._resident = [p for name, p in facts.weights.items() if name not in names]
         self._make_memory, self._place_pages = make_memory, place_pages
+        self._read_ahead = read_ahead
         self._addresses = ReservedAddresses()
         self._held = _Held()
         self._placed: set[str] = set()
@@ -344,6 +349,11 @@ class Store:
         return self._held.experts
 
     @property
+    def next_experts(self) -> NextExperts | None:
+        """Finds the experts that are read ahead, once loading has finished; None if none are."""
+        return self._held.next_experts
+
+    @property
     def fraction(self) -> float:
         """Share of the streamed weights that has been read, 0 to 1."""
         readers = self._held.readers
@@ -420,6 +430,9 @@ class Store:
             held.files.values(), places, limits, leave=self.options.leave,
             held_to=self.options.disk_bytes_per_s,
         )  # fmt: skip
+        if self._read_ahead is not None:
+            with held.experts.taking(ROUTERS):
+                held.next_experts = self._read_ahead(held.experts)
 
     def _pin(self, on_progress: Callable[[float], None]) -> str:
         """Pin the memory. Return the reason if that was not possible, otherwise ""."""

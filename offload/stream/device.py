@@ -121,7 +121,7 @@ class StreamingDevice(PyDevice):
         self._clock: LayerClock | None = None
         self.mla = MlaSwitch(rules.mla_crossover, self.inner.supports, host.holds)
         self.executors: dict[WrappedStream, Executor] = {}
-        self.without_slots: set[WrappedStream] = set()  # streams whose graphs stream no weights
+        self._slotless: set[WrappedStream] = set()  # streams whose graphs stream no weights
         self._ahead: dict[WrappedStream, CacheAhead] = {}  # copies of caches in RAM
         self._prepared = PreparedGraphs()
         self._not_kept: deque[PreparedGraph] = deque(maxlen=2)
@@ -148,6 +148,13 @@ class StreamingDevice(PyDevice):
         self._pool_of_weight: dict[Tensor, SlotPool | None] = {}
         self._answered: Hashable = None  # what the answers of `takes` depended on
 
+    @contextmanager
+    def without_slots(self) -> Iterator[None]:
+        """Give no slots to the streams that begin in this block. Their graphs stream no weights."""
+        before = set(self.executors)
+        yield
+        self._slotless |= set(self.executors) - before
+
     def release_slots(self) -> None:
         """Free the memory of all slots. No decode may run, and `use_slots` must follow."""
         self._prepared.clear()
@@ -164,7 +171,7 @@ class StreamingDevice(PyDevice):
         self._stream_through(slots)
         for stream in self.executors:
             executor = self._new_executor(stream)
-            if stream in self.without_slots:
+            if stream in self._slotless:
                 continue
             try:
                 executor.allocate()

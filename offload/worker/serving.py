@@ -256,7 +256,6 @@ def _open(
     weights.load(pending, on_progress)
     if store.report is not None and plan.streamed:
         notes.append(store.report.sentence())
-    host.experts = store.experts
     splitter = streaming.splitter
     ways = WaysInUse(
         Ways(

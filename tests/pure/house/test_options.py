@@ -72,3 +72,18 @@ def test_what_is_wanted_is_made_in_one_place() -> None:
         "offload/worker/serving.py",
         "specoffload/opening/target.py",
     ]
+
+
+OPENING = ("offload/engine.py", "offload/opening", "offload/worker/serving.py")
+
+
+@pytest.mark.parametrize("name", OPENING)
+def test_who_opens_a_model_finishes_no_object_of_others(name: str) -> None:
+    """An object is complete when its constructor returns, so only it assigns its attributes."""
+    found = []
+    for file in sorted((ROOT / name).rglob("*.py")) or [ROOT / name]:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                owner = ast.unparse(node.value)
+                found += [f"{file.name}: {ast.unparse(node)}"] * (owner != "self")
+    assert found == []
