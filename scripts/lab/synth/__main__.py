@@ -87,11 +87,14 @@ def synth(
         str | None, typer.Option(help="tiny (the default), tiny-vulkan or full")
     ] = None,
     header_only: Annotated[
-        bool, typer.Option(help="only the header, the data is a hole; --size full by default")
+        bool,
+        typer.Option(
+            "--header-only", help="only the header, the data is a hole; --size full by default"
+        ),
     ] = False,
-    layers: Annotated[int | None, typer.Option()] = None,
+    layers: Annotated[int | None, typer.Option(help="number of layers")] = None,
     scale: Annotated[float | None, typer.Option(help="multiplies the widths")] = None,
-    embd: Annotated[int | None, typer.Option()] = None,
+    embd: Annotated[int | None, typer.Option(help="width of the model")] = None,
     ff: Annotated[int | None, typer.Option(help="width of dense feed-forward layers")] = None,
     ff_exp: Annotated[int | None, typer.Option(help="width of one expert")] = None,
     heads: Annotated[int | None, typer.Option()] = None,
@@ -103,11 +106,16 @@ def synth(
     quant: Annotated[
         str | None,
         typer.Option(
-            help="Q4_K_M, UD-Q2_K_XL, UD-Q4_K_XL; q4_K; or q8_0,experts=mxfp4,output=q6_K"
+            help="Q4_K_M, UD-Q2_K_XL or UD-Q4_K_XL; a type, q4_K; or types by kind of weight: "
+            "q8_0, experts=mxfp4, output=q6_K, without the spaces"
         ),
     ] = None,
-    fused_experts: Annotated[bool, typer.Option(help="gate and up in one tensor")] = False,
-    expert_scales: Annotated[bool, typer.Option(help="a factor for each expert")] = False,
+    fused_experts: Annotated[
+        bool, typer.Option("--fused-experts", help="gate and up in one tensor")
+    ] = False,
+    expert_scales: Annotated[
+        bool, typer.Option("--expert-scales", help="a factor for each expert")
+    ] = False,
     routing: Annotated[
         str | None, typer.Option(help="even (the default), drifting or skewed")
     ] = None,
@@ -118,7 +126,9 @@ def synth(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="raw metadata")
     ] = None,
-    dry_run: Annotated[bool, typer.Option(help="show the tensors and the size")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="show the tensors and the size")
+    ] = False,
     list_: Annotated[
         bool, typer.Option("--list", is_eager=True, callback=_show_list, help="all presets")
     ] = False,
