@@ -15,13 +15,10 @@ from pathlib import Path
 import llama_cpp.llama_cpp as llama
 import numpy as np
 import pytest
-import typer
 from gguf import GGUFReader
 from numpy.typing import NDArray
-from typer.testing import CliRunner
 
 from lab.synth import plan_preset, plan_shape, write, write_header_only, write_preset
-from lab.synth.__main__ import synth
 from lab.synth.shape import PRESETS, ImpossibleShape, find_preset, read_description
 from offload.errors import BadRequest
 from offload.ggml.library.lib import library
@@ -325,10 +322,9 @@ def test_the_command_refuses_in_one_line_with_exit_code_2(
     assert done.stderr.count("\n") == 1
 
 
-def test_the_help_cuts_no_name_that_has_to_be_typed() -> None:
-    app = typer.Typer(add_completion=False)
-    app.command()(synth)
-    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"})
-    assert shown.exit_code == 0
-    assert "--expert-scales" in shown.output
-    assert "…" not in shown.output
+def test_the_help_cuts_no_name_that_has_to_be_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = synth("--help")
+    assert shown.returncode == 0
+    assert "--expert-scales" in shown.stdout
+    assert "…" not in shown.stdout
