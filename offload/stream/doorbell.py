@@ -216,12 +216,8 @@ class RingEntry:
             weights = step.split.weights.sources[: len(step.readers)]
             if waits_inside({weight.type for weight in weights}, step.n_tokens):
                 raise CannotRing("the backend may wait for the device")
-        results = _with_views(graph, [root for step in steps for root in _moving(step)])
-        by_kind = results[::3], results[1::3], results[2::3]
-        sizes = []
-        for of_layers in by_kind:
-            _check_turns(graph, of_layers)
-            sizes.append(aligned(max(size_at(result[0]) for result in of_layers)))
+        by_kind = results_in_turns(graph, [root for step in steps for root in _moving(step)])
+        sizes = [aligned(max(size_at(its[0]) for its in of_layers)) for of_layers in by_kind]
         sizes[-1] += max(4 * step.split.output.shape[0] for step in steps if step.split)  # spare
         starts = np.cumsum([0, *sizes]).tolist()
         buffer = memory.results.reserve(starts[-1])
@@ -342,6 +338,21 @@ def _moving(step: CutStep) -> tuple[int, int, int]:
     assert step.split is not None
     ids, rows, output = step.ids.tensor, step.split.inputs, step.split.output
     return root_at(ids.address), root_at(rows.address), root_at(output.address)
+
+
+def results_in_turns(
+    graph: Graph, roots: Sequence[int]
+) -> tuple[list[Result], list[Result], list[Result]]:
+    """Return the layers' ids, rows and outputs, each with its views.
+
+    `roots` are the three results of each layer in turn. Raises CannotRing if results of two layers
+    cannot have the same memory.
+    """
+    results = _with_views(graph, roots)
+    by_kind = results[::3], results[1::3], results[2::3]
+    for of_layers in by_kind:
+        _check_turns(graph, of_layers)
+    return by_kind
 
 
 def _with_views(graph: Graph, roots: Sequence[int]) -> list[Result]:

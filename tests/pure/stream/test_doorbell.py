@@ -6,8 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload.ggml.graph import Graph
+from offload.ggml.hostbuffer import CpuBufferType
+from offload.ggml.tensor import Buffer, Tensor, new_tensor
 from offload.stream import doorbell
-from offload.stream.doorbell import FirstDecodes, RingChoice, waits_inside
+from offload.stream.doorbell import (
+    CannotRing,
+    FirstDecodes,
+    RingChoice,
+    results_in_turns,
+    waits_inside,
+)
 
 seconds = st.floats(0.0, 1e-2)
 
@@ -88,3 +97,38 @@ def test_products_in_which_the_backend_waits_by_itself(
     types: set[str], n_tokens: int, waits: bool
 ) -> None:
     assert waits_inside(types, n_tokens) == waits
+
+
+@pytest.mark.parametrize("by_view", [False, True])
+@pytest.mark.parametrize("late", [None, 0, 1, 2])
+def test_results_with_the_same_memory_are_read_in_turns(late: int | None, by_view: bool) -> None:
+    """A result of layer 0 that is read after layer 1 made its own is refused."""
+    buffer = Buffer(CpuBufferType().address, 4096, "results")
+
+    def node(op: str, *sources: Tensor) -> Tensor:
+        return new_tensor("f32", (4, 1, 1, 1), (buffer, 0), op, sources)
+
+    try:
+        given, order, roots = node("NONE"), list[Tensor](), list[int]()
+        for layer in range(2):
+            results = [node("SCALE", given) for _ in range(3)]
+            order += results
+            roots += [result.address for result in results]
+            if layer == 0:
+                first = [node("SQR", result) for result in results]
+                order += first
+                late_one = None if late is None else results[late]
+        if late_one is not None:
+            view = node("VIEW", late_one)
+            order += [view, node("SQR", view)] if by_view else [node("SQR", late_one)]
+            with pytest.raises(CannotRing, match="are read in a later layer"):
+                results_in_turns(Graph.of(order), roots)
+        else:
+            found = results_in_turns(Graph.of(order), roots)
+            assert [result[0] for of in found for result in of] == [
+                *roots[::3],
+                *roots[1::3],
+                *roots[2::3],
+            ]
+    finally:
+        buffer.close()

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload.schedule.division import MeasuredCosts
 from offload.stream.split_measuring import (
     Beside,
     LinkTimes,
@@ -114,3 +115,53 @@ def test_no_token_of_what_is_timed_uses_an_expert_twice(n_tokens: int, n_used: i
     on_device(MadeUp(n_pairs=n_pairs, n_tokens=n_tokens, n_slots=256, n_experts=256), device)
     assert device[1][0][0] == n_pairs
     assert all(n >= n_used for points in device.values() for n, _ in points)
+
+
+@dataclass
+class Interrupted(MadeUp):
+    """Sides of which every fourth time is 50 times as long, because another program runs.
+
+    Each time is a warm-up and three repetitions, so one of these is long.
+    """
+
+    period: int = 4
+    n_timed: int = 0
+
+    def _seen(self, seconds: float) -> float:
+        self.n_timed += 1
+        return seconds * (50.0 if self.n_timed % self.period == 0 else 1.0)
+
+    def device_s(self, n_experts: int) -> float:
+        return self._seen(super().device_s(n_experts))
+
+    def host_s(self, n_experts: int, n_rows: int) -> float:
+        return self._seen(super().host_s(n_experts, n_rows))
+
+
+def test_an_interruption_of_each_time_changes_no_cost() -> None:
+    def costs(of: type[MadeUp]) -> MeasuredCosts:
+        device: Measured = {}
+        on_device(of(n_pairs=4), device)
+        on_device(of(n_pairs=8), device)
+        return costs_of(device, on_host(of()), LinkTimes(7.0), THIRDS)
+
+    assert costs(Interrupted) == costs(MadeUp)
+
+
+@dataclass
+class BusyLink(MadeUp):
+    """Sides of which every seventh copy or computation takes three times as long."""
+
+    n_timed: int = 0
+
+    def _seen(self, seconds: float) -> float:
+        self.n_timed += 1
+        return seconds * (3.0 if self.n_timed % 7 == 0 else 1.0)
+
+    def copies_s(self, n: int) -> float:
+        return self._seen(super().copies_s(n))
+
+
+def test_interrupted_copies_change_no_speed_of_the_link() -> None:
+    found = on_link(BusyLink(host_slowdown=1.25, link_slowdown=1.5))
+    assert found == on_link(MadeUp(host_slowdown=1.25, link_slowdown=1.5))
