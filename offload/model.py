@@ -183,6 +183,15 @@ class ModelFacts:
     def expert_bytes(self) -> int:
         return sum(entry.size_bytes for entry in self.expert_weights)
 
+    @property
+    def one_expert_bytes(self) -> int:
+        """Size of the largest layer's expert, or 0 without experts."""
+        of_layer: dict[int, int] = {}
+        for entry in self.expert_weights:
+            layer = layer_of(entry.name)
+            of_layer[layer] = of_layer.get(layer, 0) + entry.size_bytes
+        return max(of_layer.values(), default=0) // max(1, self.n_experts)
+
 
 def is_experts(entry: TensorEntry) -> bool:
     """True if the tensor holds a layer's routed experts, [n_in, n_out, n_experts]."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -33,12 +34,15 @@ from offload.times.hits import Sharing
 from offload.times.table import CostTable
 from specdec.costs.calibration import Bins
 from specdec.whole_file import is_folder, read_text, whole_file
+from specoffload.kept_bounds import drop_absurd
 
 if TYPE_CHECKING:
     from offload.device import DeviceChoice
     from offload.engine import Engine
     from offload.routing.routing import RoutingRecorder
     from offload.times.min_batch import MinBatch
+
+log = logging.getLogger("specoffload.kept")
 
 MACHINE_FILE = "machine.json"
 LEAST_MIX_TOKENS = 4096  # tokens counted over all runs before plans use their mix
@@ -268,6 +272,11 @@ def read_file(path: Path) -> tuple[Kept | None, str]:
         return None, f"{path} cannot be read and is not used: {e}"
 
 
+@functools.cache  # a start reads a file several times
+def _warn(path: Path, why: str) -> None:
+    log.warning("%s: a measurement is not used, and is made again when needed: %s", path, why)
+
+
 class KeptFile:
     """The kept file of one model on this machine."""
 
@@ -275,6 +284,7 @@ class KeptFile:
         """The file of the model with these `facts`; None: the file for all models."""
         self._model = "" if facts is None else model_hash(facts)
         self._n_experts = 0 if facts is None else facts.n_experts
+        self._expert_bytes = None if facts is None else facts.one_expert_bytes
         self.path = folder / MACHINE_FILE
         if facts is not None:
             digest = hashlib.sha256(f"{self._model}\0{machine_words()}".encode()).hexdigest()
@@ -288,7 +298,8 @@ class KeptFile:
     def load(self) -> tuple[Kept, str]:
         """The kept data and "", or what is usable of it and why the rest is not.
 
-        Runs with absurd times are left out, so they are measured again.
+        Runs with absurd times are left out, so they are measured again. A warning names each other
+        measurement that is out of bounds (`kept_bounds`), and it counts as missing, too.
         """
         nothing = Kept(self._model, machine_words())
         kept, complaint = read_file(self.path)
@@ -296,8 +307,12 @@ class KeptFile:
             return nothing, complaint
         if (kept.model, kept.machine) != (nothing.model, nothing.machine):
             return nothing, f"{self.path} is not used: it is of another model or machine"
+        said = drop_absurd(kept, self._expert_bytes)
         if kept.hits is not None and (why := self._bad_hits(kept.hits)):
-            return nothing, f"{self.path} is damaged and not used: {why}"
+            kept.hits = None
+            said.append(f"the counted hits: {why}")
+        for why in said:
+            _warn(self.path, why)
         whole, absurd = kept.runs, [run for run in kept.runs if run.table.absurd]
         kept.runs = [run for run in whole if not run.table.absurd]
         if absurd:

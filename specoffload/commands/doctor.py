@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -24,7 +24,9 @@ from offload.units import plural
 from specdec.whole_file import is_folder
 from specoffload import report
 from specoffload.config.resolution import DEMO_NAME, demo_file
-from specoffload.kept import Kept, KeptFile, KeptRun, machine_words, read_file
+from specoffload.kept import MACHINE_FILE, Kept, KeptFile, KeptRun, machine_words, read_file
+from specoffload.kept_bounds import drop_absurd
+from specoffload.kept_list import Measurement, of_machine, of_model, refused
 from specoffload.kept_machine import (
     lines_of_disks,
     link_lines,
@@ -64,6 +66,10 @@ def doctor(folder: Path, *, threads_now: str, numa: bool) -> None:
     links = _links(folder)
     for line in (*machine, *of_disks, *library, *links, f"threads: {how}", *kept_lines(kept)):
         report.paragraph(line)
+    of_all = _of_machine(folder)
+    show_measurements("all models", of_all)
+    for model in newest(kept)[:_MOST_MODELS]:
+        show_measurements(model.model, model.measurements)
     if numa:
         _show_nodes(topology)
     findings = diagnose(topology, threads)
@@ -81,6 +87,7 @@ def doctor(folder: Path, *, threads_now: str, numa: bool) -> None:
             "disks": of_disks,
             "library": library,
             "links": links,
+            "measurements": [asdict(one) for one in of_all],
             "kept": [asdict(model) for model in kept],
             "findings": [asdict(finding) for finding in findings],
             "last": last,
@@ -192,13 +199,33 @@ def library_lines(folder: Path) -> tuple[list[str], tuple[str, ...]]:
     return lines, not_used
 
 
+def newest(kept: Sequence[KeptModel]) -> list[KeptModel]:
+    """Return the models, those that were measured last first."""
+    return sorted(kept, key=lambda model: model.measured_on, reverse=True)
+
+
+def _of_machine(folder: Path) -> list[Measurement]:
+    kept, _ = read_file(folder / MACHINE_FILE)
+    if kept is None:
+        return []
+    not_used = refused(drop_absurd(kept))
+    return [*of_machine(kept), *not_used]
+
+
+def show_measurements(of: str, measurements: Sequence[Measurement]) -> None:
+    """Print a table of kept measurements, if there are any."""
+    if measurements:
+        today = datetime.now(UTC).date()
+        columns = ("measurement", "value", "spread", "age", "state")
+        report.table(f"measurements of {of}", columns, [one.cells(today) for one in measurements])
+
+
 def kept_lines(kept: Sequence[KeptModel]) -> list[str]:
     """One line for each of the models that were measured last."""
-    newest = sorted(kept, key=lambda model: model.measured_on, reverse=True)
     today = datetime.now(UTC).date()
-    lines = [model.words(today) for model in newest[:_MOST_MODELS]]
-    if len(newest) > _MOST_MODELS:
-        lines.append(f"speeds of {len(newest) - _MOST_MODELS} more models are kept")
+    lines = [model.words(today) for model in newest(kept)[:_MOST_MODELS]]
+    if len(kept) > _MOST_MODELS:
+        lines.append(f"speeds of {len(kept) - _MOST_MODELS} more models are kept")
     return lines or ["speeds: none measured yet (the first start of a model measures them)"]
 
 
@@ -222,6 +249,7 @@ class KeptModel:
     measured_on: str = ""  # ISO date
     n_sizes: int = 0  # batch sizes that were timed, over all ways
     why_not: str = ""
+    measurements: Sequence[Measurement] = ()
 
     def words(self, today: date) -> str:
         """The summary as one sentence for a user."""
@@ -252,21 +280,24 @@ def kept_models(
         ):  # no report on files of other versions
             found.append(KeptModel(name, why_not=complaint))
         elif kept is not None and kept.model:
-            found.append(_against(names.get(kept.model, name), kept, now))
+            not_used = refused(drop_absurd(kept))
+            summary, run = _against(names.get(kept.model, name), kept, now)
+            found.append(replace(summary, measurements=[*of_model(kept, run), *not_used]))
     return found
 
 
-def _against(name: str, kept: Kept, now: MachineNow) -> KeptModel:
-    """A summary of the newest run that is valid on this machine.
+def _against(name: str, kept: Kept, now: MachineNow) -> tuple[KeptModel, KeptRun | None]:
+    """A summary of the newest run that is valid on this machine, and the run.
 
     If no run is valid, the summary is of the newest run, and says why that run is not valid.
     """
     if not kept.runs:
-        return KeptModel(name, why_not="uses of experts are counted, no speed is measured yet")
+        why = "uses of experts are counted, no speed is measured yet"
+        return KeptModel(name, why_not=why), None
     reasons = [(run, _difference(kept.machine, run, now)) for run in reversed(kept.runs)]
     run, why_not = next((found for found in reasons if not found[1]), reasons[0])
     n_sizes = sum(len(run.table.measured(way)) for way in run.table.ways)
-    return KeptModel(name, run.date, n_sizes, why_not)
+    return KeptModel(name, run.date, n_sizes, why_not), run
 
 
 def _difference(machine: str, run: KeptRun, now: MachineNow) -> str:

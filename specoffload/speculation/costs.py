@@ -164,6 +164,8 @@ class SessionCosts:
                 self.run = found
                 if self._splits and self._doubts_split:
                     why = "kept times of split layers contradict each other"
+                elif self._splits and not self._split_costs:
+                    why = "no times of split layers are kept"
         before = copy.deepcopy(self.run) if self.run.table.is_measured else None
         is_new = self._measure_if_needed()
         if self.refused:

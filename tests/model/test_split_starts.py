@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import resolved
 from budgets import ON_GPU, budget
 
 from lab.options import Streaming
+from offload.engine import Engine
 from offload.errors import DeviceFailed, DoesNotFit
 from offload.ggml.backend import Stream
+from offload.measuring import measure_split
+from offload.schedule.division import MeasuredCosts, SideTimes
 from offload.stream import split_path as path_module
 from offload.stream.cpu_side import HostGraph
 from offload.stream.device import StreamingDevice
@@ -113,16 +118,43 @@ def test_auto_measures_once_and_a_damaged_file_anew(folder: Path, measured: list
     assert measured == ["split", "decodes"] * 2, "and it is kept again"
 
 
-def test_a_kept_time_that_another_program_spoilt_is_timed_again(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "why"),
+    [
+        (0.01, "since kept times of split layers contradict each other"),
+        (7.0, "since no times of split layers are kept"),  # out of bounds: a computer that slept
+    ],
+)
+def test_a_kept_time_that_another_program_spoilt_is_timed_again(
+    folder: Path, seconds: float, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
     config = config_of(Toggle.AUTO)
     speeds(config)
     (file,) = folder.glob("*.json")
     kept = json.loads(file.read_text(encoding="utf-8"))
-    kept["runs"][0]["split"]["host"]["by_rows_s"]["4"] = 7.0  # seconds: a computer that slept
+    kept["runs"][0]["split"]["host"]["by_rows_s"]["4"] = seconds
     file.write_text(json.dumps(kept), encoding="utf-8")
-    assert "since kept times of split layers contradict each other" in speeds(config)
+    caplog.clear()
+    assert why in speeds(config)
+    said = [line for line in caplog.messages if "an expert of 4 rows takes the CPU 7 s" in line]
+    assert len(said) == (seconds == 7.0)
     again = json.loads(file.read_text(encoding="utf-8"))
-    assert again["runs"][0]["split"]["host"]["by_rows_s"]["4"] < 7.0
+    assert again["runs"][0]["split"]["host"]["by_rows_s"]["4"] < seconds
+
+
+def test_a_disturbed_measurement_is_made_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = MeasuredCosts(
+        SideTimes({1: 1e-5, 2: 2e-5, 4: 3e-5, 8: 4e-5}), SideTimes({1: 1e-6}), 1e-3
+    )
+    bad = replace(good, host=SideTimes({1: 1e-5, 2: 2e-5, 4: 7e-3, 8: 4e-5}))
+    made: list[dict[str, MeasuredCosts]] = []
+    monkeypatch.setattr("offload.measuring._measured_split", lambda _: made.pop())
+    target = cast(Engine, SimpleNamespace(hybrid=object()))
+    made += [{"sim": good}, {"sim": bad}]
+    assert measure_split(target) == {"sim": good}
+    made += [{"sim": bad}, {"sim": good}]
+    assert measure_split(target) == {"sim": good}
+    assert made == [{"sim": bad}], "one that agrees is believed"
 
 
 def test_on_needs_costs_alone_and_auto_then_measures_the_rest(

@@ -48,8 +48,9 @@ LAYERS = {
     "specoffload": (
         ("chat", "ctrl_c", "errors"),
         ("generation",),
+        ("kept_bounds",),
         ("kept", "report"),
-        ("kept_machine",),
+        ("kept_list", "kept_machine"),
         ("config",),
         ("models",),
         ("opening",),

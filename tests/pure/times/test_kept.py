@@ -153,16 +153,7 @@ ONE = ("runs", 0, "table", "ways", "in place", "1")
         (change_of("runs", 0, "split", "host", "by_rows_s", to={}), "damaged"),
         (change_of("runs", 0, "split", "kinds", to=[0.5]), "damaged"),
         (change_of("runs", to={}), "damaged"),
-        (change_of("hits", "n_experts", to=7), "damaged"),
-        (change_of("hits", "n_used", to=99), "damaged"),
-        (change_of("hits", "n_tokens", to=-1), "damaged"),
         (change_of("hits", "counted_on", to="soon"), "damaged"),
-        (change_of("hits", "layers", to={}), "damaged"),
-        (change_of("hits", "layers", to={"0": [2.0] * len(SHARES)}), "damaged"),
-        (change_of("hits", "layers", to={"0": [0.5]}), "damaged"),
-        (change_of("hits", "uses", to={"0": [1]}), "damaged"),
-        (change_of("hits", "unions", to={"2": 1e9}), "damaged"),
-        (change_of("hits", "unions", to={"0": 1.0}), "damaged"),
         (change_of("mix", "n_generated", to="many"), "damaged"),
     ],
 )
@@ -185,6 +176,41 @@ def test_damage_is_said_and_the_next_update_begins_anew(
     assert str(file.path) in why
     assert file.update(lambda kept: kept.put(a_run())) == ""
     assert file.load()[0].runs == [a_run()]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("n_experts", 7),
+        ("n_used", 99),
+        ("n_tokens", -1),
+        ("layers", {}),
+        ("layers", {"0": [2.0] * len(SHARES)}),
+        ("layers", {"0": [0.5]}),
+        ("uses", {"0": [1]}),
+        ("unions", {"2": 1e9}),
+        ("unions", {"0": 1.0}),
+    ],
+)
+def test_damaged_hits_are_counted_anew_and_the_rest_is_used(
+    tmp_path: Path, facts: ModelFacts, key: str, value: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = KeptFile(tmp_path, facts)
+
+    def change(kept: Kept) -> None:
+        kept.put(a_run())
+        kept.count(hits_of(facts), TokenMix(3000, 50))
+
+    file.update(change)
+    data = json.loads(file.path.read_text(encoding="utf-8"))
+    data["hits"][key] = value
+    file.path.write_text(json.dumps(data), encoding="utf-8")
+    for _ in range(2):
+        kept, why = file.load()
+        assert (kept.runs, kept.hits, why) == ([a_run()], None, "")
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert str(file.path) in line
+    assert "the counted hits: " in line
 
 
 @given(st.binary(max_size=300))

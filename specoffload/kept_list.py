@@ -1,0 +1,129 @@
+"""Lists kept measurements, each with its value, spread, age and state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import date
+
+from offload.schedule.division import MeasuredCosts
+from offload.times.table import CostTable
+from specoffload.kept import Kept, KeptRun
+
+_CORRECTED = "corrected in use"
+_COUNTED = "counted in use"
+_SIZES = (1, 2, 4, 8, 16, 32, 64)  # tokens of the decodes that are listed
+USED = "used"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One kept measurement. `spread` is half the interquartile range over the median."""
+
+    name: str
+    value: str
+    day: str = ""  # ISO date
+    spread: float | None = None  # None: not known
+    state: str = USED  # what the next start does with it
+
+    def cells(self, today: date) -> tuple[str, str, str, str, str]:
+        """Return the name, value, spread, age and state as text."""
+        spread = "" if self.spread is None else f"±{100 * self.spread:.0f} %"
+        return self.name, self.value, spread, age(self.day, today), self.state
+
+
+def age(day: str, today: date) -> str:
+    """Return how long ago an ISO date was, or "" if it is none."""
+    try:
+        n_days = (today - date.fromisoformat(day)).days
+    except ValueError:
+        return ""
+    return "today" if n_days <= 0 else "1 day" if n_days == 1 else f"{n_days} days"
+
+
+def of_machine(kept: Kept) -> list[Measurement]:
+    """Return what is measured once for all models."""
+    found = []
+    for name, disk in sorted(kept.disks.items()):
+        found.append(Measurement(f"disk {name}", _rate(disk.bytes_per_s), disk.date))
+    for name, links in sorted(kept.links.items()):
+        rates = f"{_rate(min(links.alone))} alone, {_rate(min(links.together))} together"
+        found.append(Measurement(f"links to {name}", rates, links.date))
+    for name, times in sorted(kept.layouts.items()):
+        found.append(Measurement(f"layouts of {name}", times.words))
+    if kept.numa is not None:
+        found.append(Measurement("threads and placement", str(kept.numa.best), kept.numa.date))
+    return found
+
+
+def of_model(kept: Kept, run: KeptRun | None) -> list[Measurement]:
+    """Return what is kept of a model. `run`: the run whose costs are listed, if there is one."""
+    found = [] if run is None else [*_of_run(run)]
+    for name, seconds in kept.engines.items():
+        times = ", ".join(f"{engine} {_time(s)}" for engine, s in sorted(seconds.items()))
+        found.append(Measurement(f"draft engines ({name:.30})", times))
+    if kept.hits is not None:
+        words, day = f"of {kept.hits.n_tokens:,.0f} tokens", kept.hits.counted_on.isoformat()
+        found.append(Measurement("hits and unions", words, day, None, _COUNTED))
+    if kept.mix.n_prompt + kept.mix.n_generated:
+        words = f"{kept.mix.n_prompt:,.0f} prompt, {kept.mix.n_generated:,.0f} generated"
+        found.append(Measurement("mix of tokens", words, "", None, _COUNTED))
+    if kept.batch_costs:
+        found.append(Measurement("imported T(n)", f"{len(kept.batch_costs.split(','))} sizes"))
+    for ubatch in kept.ubatches:
+        done = USED if ubatch.n_ubatch else "the search goes on"
+        value = f"{ubatch.n_ubatch or 'not found yet'}, of {len(ubatch.trials)} tried"
+        found.append(Measurement("ubatch", value, ubatch.date, None, done))
+    for worker in kept.workers:
+        found += _of_split(f" with {worker.device}", worker.costs, worker.date)
+    return found
+
+
+def refused(clauses: Sequence[str]) -> list[Measurement]:
+    """Return what is out of bounds, from the clauses of `kept_bounds.drop_absurd`."""
+    found = []
+    for clause in clauses:
+        name, _, why = clause.removeprefix("the ").partition(": ")
+        found.append(Measurement(name, "out of bounds", state=f"made again: {why}"))
+    return found
+
+
+def _of_run(run: KeptRun) -> Iterator[Measurement]:
+    yield from _of_table(run.table)
+    if run.split is not None:
+        yield from _of_split("", run.split, run.date)
+    for name, costs in run.splits.items():
+        yield from _of_split(f" of {name}", costs, run.date)
+    for name, draft in run.drafts.items():
+        if draft.step_s:
+            of = name if name == "own layers" else name[:8]  # of the file's hash
+            yield Measurement(f"draft step ({of})", _time(draft.step_s), run.date, None, _CORRECTED)
+
+
+def _of_table(table: CostTable) -> Iterator[Measurement]:
+    for way in table.ways:
+        for n, entry in sorted(table.measured(way).items()):
+            if n not in _SIZES:
+                continue
+            state = _CORRECTED
+            if entry.measured_s and abs(entry.seconds / entry.measured_s - 1.0) > 0.01:
+                state = f"{_CORRECTED}, first {_time(entry.measured_s)}"
+            spread = entry.spread if entry.n_timed > 1 else None
+            yield Measurement(f"T({n}) {way}", _time(entry.seconds), entry.date, spread, state)
+
+
+def _of_split(of: str, costs: MeasuredCosts, day: str) -> Iterator[Measurement]:
+    state = "doubted: timed again" if costs.is_doubtful else USED
+    for side, times in (("CPU", costs.host), ("device", costs.device)):
+        yield Measurement(f"an expert on the {side}{of}", _time(times.array()[1]), day, None, state)
+    yield Measurement(f"an expert's copy{of}", _time(costs.copy_s), day, None, state)
+
+
+def _time(seconds: float) -> str:
+    if seconds >= 1.0:
+        return f"{seconds:.3g} s"
+    return f"{1e6 * seconds:.3g} us" if seconds < 1e-3 else f"{1e3 * seconds:.3g} ms"
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.3g} GB/s"

@@ -1,0 +1,174 @@
+"""A kept measurement that no machine can have made counts as missing, and no other one does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from numa.tune import Candidate, Trial, TuneResult
+from offload.model_file import read_facts
+from offload.plan.repacking import LayoutTimes
+from offload.plan.ubatch_search import UbatchTrial
+from offload.schedule.division import DeviceCosts, MeasuredCosts, SideTimes
+from offload.times.table import CostTable, Entry, Way
+from specoffload.config.resolution import demo_file
+from specoffload.kept import Kept, KeptDisk, KeptDraft, KeptFile, KeptLinks, KeptRun, KeptUbatch
+from specoffload.kept_bounds import drop_absurd, expert_bounds
+
+EXPERT_BYTES = 10e6
+DAY = "2026-01-02"
+Change = Callable[[Kept], Any]
+
+
+def profile() -> Kept:
+    """A kept file with each kind of measurement."""
+    costs = MeasuredCosts(
+        SideTimes({1: 1e-3, 4: 2e-3}), SideTimes({1: 1e-4}, 1e-5), 1e-3, 1.2, 1.5, (0.5, 0.5)
+    )
+    table = CostTable(16, 4, {Way.IN_PLACE: {1: Entry(0.1, 0.05, 3, DAY)}})
+    draft = KeptDraft(0.01, {16: 0.009, 512: 0.011})
+    candidate = Candidate("local", 4)
+    return Kept(
+        runs=[KeptRun({"device": "d"}, table=table, split=costs, date=DAY, drafts={"m": draft},
+                      splits={"CUDA0": costs})],
+        engines={"draft": {"torch": 0.01, "llama": 0.02}},
+        numa=TuneResult(candidate, (Trial(candidate, {1: 0.1}),), (), "node0:4c,8g", DAY),
+        disks={"nvme0": KeptDisk({1: 1e9, 8: 3e9}, DAY)},
+        links={"CUDA0": KeptLinks([2e10], [1e10], DAY)},
+        layouts={"q4_K": LayoutTimes(1e-3, 2e-3, 1e-5, 2e-5)},
+        workers=[DeviceCosts("sim", 1, "b", costs, DAY)],
+        ubatches=[KeptUbatch({"c": "4096"}, 512, DAY, {512: UbatchTrial(1e-3, 0.1)})],
+    )  # fmt: skip
+
+
+def slow_side(kept: Kept, seconds: float) -> MeasuredCosts:
+    (run,) = kept.runs
+    assert run.split is not None
+    return replace(run.split, host=SideTimes({1: 1e-3, 4: seconds}))
+
+
+def slow_numa(kept: Kept) -> None:
+    assert kept.numa is not None
+    (trial,) = kept.numa.trials
+    kept.numa = replace(kept.numa, trials=(replace(trial, seconds={1: 1e5}),))
+
+
+# What is disturbed, where it then is missing, and what the sentence says.
+DISTURBED: dict[str, tuple[Change, Change, str]] = {
+    "split costs": (
+        lambda kept: setattr(kept.runs[0], "split", slow_side(kept, 5.0)),
+        lambda kept: kept.runs[0].split is None,
+        "the split costs of 2026-01-02: an expert of 4 rows takes the CPU 5 s, where 0 to 0.22 s",
+    ),
+    "copy": (
+        lambda kept: kept.runs[0].splits.update(
+            CUDA0=replace(kept.runs[0].splits["CUDA0"], copy_s=3.0)
+        ),
+        lambda kept: not kept.runs[0].splits,
+        "the split costs of CUDA0: an expert's copy takes 2 s",
+    ),
+    "worker": (
+        lambda kept: kept.workers.append(
+            replace(kept.workers.pop(), costs=slow_side(kept, 60.0))
+        ),
+        lambda kept: not kept.workers,
+        "the split costs of sim: ",
+    ),
+    "draft step": (
+        lambda kept: setattr(kept.runs[0].drafts["m"], "step_s", 2.5),
+        lambda kept: kept.runs[0].drafts["m"] == KeptDraft(),
+        "the draft step of 2026-01-02 (m): 2.5 s, where 1e-07 to 2 s",
+    ),
+    "engine": (
+        lambda kept: kept.engines["draft"].update(torch=0.0),
+        lambda kept: not kept.engines,
+        "the times of draft engines with draft: 0 s",
+    ),
+    "NUMA": (
+        slow_numa,
+        lambda kept: kept.numa is None,
+        "the times of the NUMA choice: 1e+05 s",
+    ),
+    "disk": (
+        lambda kept: kept.disks["nvme0"].rates.update({8: 40.0}),
+        lambda kept: not kept.disks,
+        "the speed of disk nvme0: 40 bytes/s, where 1e+06 to 1e+12 bytes/s are possible",
+    ),
+    "link": (
+        lambda kept: kept.links.update(CUDA0=KeptLinks([2e10], [float("nan")], DAY)),
+        lambda kept: not kept.links,
+        "the speed of links from RAM to CUDA0: nan bytes/s",
+    ),
+    "layout": (
+        lambda kept: kept.layouts.update(q4_K=LayoutTimes(1e-3, 2e-3, -1.0, 2e-5)),
+        lambda kept: not kept.layouts,
+        "the times of layouts of q4_K: -1 s",
+    ),
+    "ubatch": (
+        lambda kept: kept.ubatches[0].trials.update({1024: UbatchTrial(1e-3, 1e-9)}),
+        lambda kept: not kept.ubatches,
+        "the times of ubatches of 2026-01-02: 1e-09 s",
+    ),
+}  # fmt: skip
+
+
+def test_a_plausible_profile_is_kept_whole() -> None:
+    kept = profile()
+    assert drop_absurd(kept, EXPERT_BYTES) == []
+    assert kept == profile()
+
+
+@pytest.mark.parametrize("kind", DISTURBED)
+def test_what_is_out_of_bounds_counts_as_missing(kind: str) -> None:
+    disturb, is_missing, words = DISTURBED[kind]
+    kept = profile()
+    disturb(kept)
+    before = copy.deepcopy(kept)
+    (said,) = drop_absurd(kept, EXPERT_BYTES)
+    assert is_missing(kept)
+    assert said.startswith(words)
+    same = [name for name in vars(kept) if getattr(kept, name) == getattr(before, name)]
+    assert len(same) == len(vars(kept)) - 1, "all other measurements stay"
+    assert drop_absurd(kept, EXPERT_BYTES) == []
+
+
+@given(st.floats(1e3, 1e9), st.integers(1, 64), st.floats(1e9, 5e12))
+def test_no_machine_from_slow_to_fast_is_doubted(
+    expert_bytes: float, n_rows: int, bytes_per_s: float
+) -> None:
+    """A slow machine reads 1 GB/s, and takes half as long again for each further row."""
+    seconds = (1.0 + 0.25 * (n_rows - 1)) * expert_bytes / bytes_per_s + 1e-4
+    assert not expert_bounds(expert_bytes, n_rows).complaint([seconds])
+    assert expert_bounds(expert_bytes, n_rows).complaint(
+        [100.0 * seconds + 2.0 * n_rows * expert_bytes / 1e8 + 1.0]
+    )
+
+
+def test_a_file_is_mended_by_the_next_measurement(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = KeptFile(tmp_path, read_facts(demo_file("target.gguf")))
+
+    def disturbed(kept: Kept) -> None:
+        kept.put(profile().runs[0])
+        kept.runs[0].split = slow_side(kept, 5.0)
+
+    assert file.update(disturbed) == ""
+    caplog.clear()
+    for _ in range(3):
+        kept, complaint = file.load()
+        assert complaint == ""
+        assert kept.runs[0].split is None
+        assert kept.runs[0].drafts == profile().runs[0].drafts
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"{file.path}: a measurement is not used, and is made again")
+    file.update(lambda kept: setattr(kept.runs[0], "split", profile().runs[0].split))
+    assert file.load()[0].runs[0].split == profile().runs[0].split
+    assert len(caplog.records) == 1
