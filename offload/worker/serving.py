@@ -7,7 +7,6 @@ because ggml's server never returns. If this process fails, it sends the reason 
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -85,8 +84,6 @@ def serve_layers(line: Connection, options: WorkerOptions, no_doorbell: str = ""
     `line` is the pipe to the listening process. It gets WorkerStates, Refusals, and answers to
     Count and Admit. On a failure, sends a state with the error and exits with code 1.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the listening process ends this one
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # drops ggml's output
 
     sending = threading.Lock()

@@ -8,7 +8,6 @@ grammar is compiled here first, and the engine only gets those that take it less
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import logging
 import math
@@ -16,12 +15,10 @@ import multiprocessing
 import os
 import resource
 import signal
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
 import psutil
@@ -29,10 +26,9 @@ import psutil
 from offload.errors import BadRequest, DeviceFailed
 from specoffload.chat.conversation import Conversation
 from specoffload.chat.format import ChatFormat, ChatPrompt
-from specoffload.server.engine.child import start_shielded
 from specoffload.server.engine.health import describe_exit
-from specoffload.server.engine.process import IGNORED_SIGNALS
 from specoffload.server.rendering_turns import Turns
+from specoffload.server.spawned import Spawned
 
 _TIME_LIMIT_S = 5.0  # processor time of one conversation; published templates take milliseconds
 _PATIENCE_S = 5.0
@@ -66,12 +62,8 @@ def _render_main(connection: Connection, time_limit_s: float) -> None:
     """Entry point: sends None when it is ready, then answers until the pipe is closed.
 
     A conversation that takes more than `time_limit_s` of processor time ends the process by
-    SIGXCPU. As in the engine process, IGNORED_SIGNALS are ignored, because the API process decides
-    when this process ends.
+    SIGXCPU.
     """
-    for sig in IGNORED_SIGNALS:
-        signal.signal(sig, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     with contextlib.suppress(ValueError, OSError):  # a lower limit is set already
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     with contextlib.suppress(ValueError, OSError):
@@ -153,7 +145,7 @@ class _Worker:
         self._is_closed = False
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="renderer")
         self.is_slow = False  # as the event loop counts it
-        self._process: BaseProcess | None = None
+        self._process: Spawned | None = None
         self._connection: Connection | None = None
         self._form: ChatFormat | None = None  # the format that was sent to the process last
 
@@ -235,7 +227,7 @@ class _Worker:
 
     def _slow_down(self) -> None:
         process = self._process
-        if process is not None and process.pid is not None:
+        if process is not None:
             nice = os.getpriority(os.PRIO_PROCESS, 0) + _SLOW_NICE
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, process.pid, nice)
@@ -243,7 +235,7 @@ class _Worker:
     def _hurry_again(self) -> None:
         """Give the process its niceness back. Ends it if that is not permitted."""
         process, nice = self._process, os.getpriority(os.PRIO_PROCESS, 0)
-        if process is None or process.pid is None:
+        if process is None:
             return
         try:
             if os.getpriority(os.PRIO_PROCESS, process.pid) > nice:
@@ -268,15 +260,9 @@ class _Worker:
             return self._connection
         if self._is_closed:
             raise DeviceFailed("the server is shutting down")
-        context = multiprocessing.get_context("spawn")
-        connection, theirs = context.Pipe()
-        process = context.Process(
-            target=_render_main, args=(theirs, self._time_limit_s), name="templates", daemon=True
-        )
+        connection, theirs = multiprocessing.get_context("spawn").Pipe()
         try:
-            with _STARTING:
-                start_shielded(process)
-            theirs.close()  # otherwise the pipe stays open when the process ends
+            process = Spawned("templates", _render_main, theirs, self._time_limit_s)
             if not connection.poll(_START_LIMIT_S):
                 process.kill()
                 raise EOFError
@@ -287,28 +273,24 @@ class _Worker:
                 f"the process that renders chat templates does not start: {e}"
             ) from e
         self._process, self._connection, self._form = process, connection, None
-        atexit.register(process.kill)
         return connection
 
     def _end(self) -> int | None:
         """End the process if there is one. Returns its exit code, or None if there is none."""
         process, self._process = self._process, None
         connection, self._connection = self._connection, None
+        exit_code = None
         if process is not None:
-            atexit.unregister(process.kill)
             process.kill()
-            process.join()
+            exit_code = process.join()
         if connection is not None:
             with contextlib.suppress(OSError):
                 connection.close()
-        return None if process is None else process.exitcode
+        return exit_code
 
 
 def _name(form: ChatFormat | None) -> str:
     return "of the model file" if form is None else form.name
-
-
-_STARTING = threading.Lock()  # processes start one after another, because signals are blocked then
 
 
 class _Wish(NamedTuple):

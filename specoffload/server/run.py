@@ -34,8 +34,7 @@ from specoffload.generation.generation import GenerateOptions
 from specoffload.server.access import AccessRules, read_keys, read_origins
 from specoffload.server.api.app import create_app
 from specoffload.server.api.images import MediaRules, new_marker
-from specoffload.server.api.kept import KeptStreams
-from specoffload.server.api.stored import StoredResponses
+from specoffload.server.api.shared import SharedParts
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.process import Factory
 from specoffload.server.forwarded import ForwardedHeaders
@@ -146,7 +145,7 @@ def serve_models(
         return sharing
 
     def parts(access: AccessRules, renderer: Renderer) -> tuple[FastAPI, ModelPool]:
-        streams, stored, media = KeptStreams(), StoredResponses(), media_rules(options)
+        shared, media = SharedParts(), media_rules(options)
 
         def make(entry: Entry, share: Share | None) -> Served:
             shelf = shelves.of(entry)
@@ -167,8 +166,7 @@ def serve_models(
                 has_page=False,
                 has_metrics=options.metrics,
                 media=media,
-                streams=streams,
-                stored=stored,
+                shared=shared,
             )
             return Served(engine, app)
 
@@ -188,8 +186,7 @@ def serve_models(
             on_list=shelves.keep_only,
             has_metrics=options.metrics,
             access=access,
-            streams=streams,
-            stored=stored,
+            shared=shared,
             has_page=options.ui != "none",
             autoload=options.models_autoload,
         )

@@ -15,7 +15,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from multiprocessing.process import BaseProcess
 
 from offload.remote.hello import (
     HEARTBEAT_S,
@@ -33,7 +32,7 @@ from offload.stream.bell_use import BELLS, NoDoorbell
 from offload.worker.door import LOOPBACK
 from offload.worker.serving import Answer, Refusal, WorkerOptions, serve_layers
 from specoffload.kept import today
-from specoffload.server.engine.child import start_shielded
+from specoffload.server.spawned import Spawned
 
 _TURN_S = 3.0  # longest wait for the previous connection of the same machine to end
 LAST_S = 60.0  # longest wait for the computation of a client that has left
@@ -68,13 +67,8 @@ class Computing:
         self._is_counting = False  # True: a Count is not answered yet
         self._changed = threading.Condition()
         self._is_closed = False
-        context = multiprocessing.get_context("spawn")
-        self._line, theirs = context.Pipe()
-        self._process: BaseProcess = context.Process(
-            target=serve_layers, args=(theirs, options, BELLS.why_not), name="worker", daemon=True
-        )
-        start_shielded(self._process)
-        theirs.close()
+        self._line, theirs = multiprocessing.get_context("spawn").Pipe()
+        self._process = Spawned("worker", serve_layers, theirs, options, BELLS.why_not)
         self._reader = threading.Thread(target=self._read, name="worker reader", daemon=True)
         self._reader.start()
 
@@ -171,9 +165,8 @@ class Computing:
             while True:
                 self._set(self._line.recv())
         except (EOFError, OSError):
-            self._process.join()
+            code = self._process.join()
         if not self.state.error:
-            code = self._process.exitcode
             how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
             self._set(WorkerState(error=f"the computing process ended ({how})"))
 

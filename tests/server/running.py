@@ -17,8 +17,7 @@ from specoffload.chat.conversation import ChatSettings
 from specoffload.generation.generation import GenerateOptions
 from specoffload.server.access import AccessRules
 from specoffload.server.api.app import create_app
-from specoffload.server.api.kept import KeptStreams
-from specoffload.server.api.stored import StoredResponses
+from specoffload.server.api.shared import SharedParts
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.health import RestartPolicy, Watchdog
 from specoffload.server.renderer import Renderer
@@ -168,7 +167,7 @@ class RunningModels(Running):
         _, access, max_queue = self._arguments
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        streams, stored = KeptStreams(), StoredResponses()
+        self.shared = SharedParts()
         with (
             closing(listen("127.0.0.1", 0)) as listener,
             closing(Renderer(time_limit_s=1.0)) as renderer,
@@ -182,9 +181,7 @@ class RunningModels(Running):
                     policy=QUICK_RESTART,
                     say=lambda line: self.lines.append(f"{entry.name}: {line}"),
                 )
-                app = create_app(
-                    engine, renderer=renderer, has_metrics=True, streams=streams, stored=stored
-                )
+                app = create_app(engine, renderer=renderer, has_metrics=True, shared=self.shared)
                 return Served(engine, app)
 
             self.pool = ModelPool(
@@ -198,8 +195,7 @@ class RunningModels(Running):
                 self.pool,
                 entries=self.entries,
                 access=access,
-                streams=streams,
-                stored=stored,
+                shared=self.shared,
                 has_metrics=True,
                 autoload=self._autoload,
             )

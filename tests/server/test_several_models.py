@@ -21,7 +21,7 @@ from running import RunningModels, eventually, http
 
 from offload.errors import BadModel
 from specoffload.server.access import AccessRules
-from specoffload.server.router import app as router_app
+from specoffload.server.api import body
 from specoffload.server.router.model import Entry
 
 Start = Callable[..., RunningModels]
@@ -578,8 +578,27 @@ def test_a_body_counts_while_it_arrives(start: Start) -> None:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.host}:{address.port}\r\n"
         client.sendall(head.encode() + b"Content-Type: application/json\r\n")
         client.sendall(b"Content-Length: 600000\r\n\r\n" + half)
-        eventually(lambda: router_app._bodies.n_bytes == len(half))
-    eventually(lambda: router_app._bodies.n_bytes == 0)
+        eventually(lambda: server.shared.bodies.n_bytes == len(half))
+    eventually(lambda: server.shared.bodies.n_bytes == 0)
+
+
+def test_bodies_of_all_models_count_together_and_each_once(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start(most=2)
+    kib = 1024
+    monkeypatch.setattr(body, "MOST_BYTES_AT_ONCE", 600 * kib)
+    large = {"model": "one", "prompt": "[forever]", "stream": True, "user": "x" * 400 * kib}
+    url = server.url + "/v1/completions"
+    with http.stream("POST", url, json=large, timeout=60) as stream:
+        assert stream.status_code == 200
+        n_bytes = len(json.dumps(large, separators=(",", ":")))
+        eventually(lambda: abs(server.shared.bodies.n_bytes - n_bytes) < 100)
+        other = http.post(url, json={**large, "model": "two", "stream": False})
+        assert error_of(other)[0] == 503
+        assert "not answered yet" in error_of(other)[1]
+        assert text_of(say(server, "two")).startswith("hello"), "a small body finds room"
+    eventually(lambda: server.shared.bodies.n_bytes == 0)
 
 
 def test_names_are_found_as_ollamas_clients_write_them(start: Start) -> None:

@@ -27,13 +27,14 @@ from specoffload.server.api.body import fault
 from specoffload.server.api.brief import embeddings_router, slots_router, text_router
 from specoffload.server.api.context import ServerContext
 from specoffload.server.api.images import MediaRules
-from specoffload.server.api.kept import KeptStreams, streams_router
+from specoffload.server.api.kept import streams_router
 from specoffload.server.api.native import native_router
 from specoffload.server.api.openai import openai_router
 from specoffload.server.api.refusals import problem_response
 from specoffload.server.api.responses import responses_router
+from specoffload.server.api.shared import SharedParts
 from specoffload.server.api.status import status_router
-from specoffload.server.api.stored import StoredResponses, stored_router
+from specoffload.server.api.stored import stored_router
 from specoffload.server.decoding import Decoding
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.messages import Problem, RequestFailed, problem_of
@@ -76,8 +77,7 @@ def create_app(
     media: MediaRules | None = None,
     chat: ChatSettings | None = None,
     renderer: Renderer | None = None,
-    streams: KeptStreams | None = None,
-    stored: StoredResponses | None = None,
+    shared: SharedParts | None = None,
     name: str = "",
 ) -> FastAPI:
     """Return the application. The caller starts and closes `engine` and `renderer`.
@@ -85,11 +85,11 @@ def create_app(
     `defaults` and `chat` have the values of fields that a request leaves out. `has_page` puts the
     chat page at `/`. `has_metrics` opens /metrics. `strict_model` refuses requests that name
     another model. `media` says which images requests may name.
-    `streams` and `stored` are those of a server of several models, which then also has their
-    routes. `name` is the model's, if it is known before the model is loaded.
+    `shared` has the parts of a server of several models, which then has their routes and asks for
+    the key. `name` is the model's, if it is known before the model is loaded.
     """
     app = bare_app()
-    if streams is None:  # otherwise the router has asked for the key
+    if shared is None:
         guard(app, access or AccessRules())
     context = ServerContext(
         engine,
@@ -98,15 +98,14 @@ def create_app(
         chat or ChatSettings(),
         strict_model=strict_model,
         media=media,
-        streams=streams,
-        stored=stored,
+        shared=shared,
         name=name,
     )
     app.state.context = context
     app.include_router(status_router(context, has_metrics=has_metrics))
-    if streams is None:
-        app.include_router(streams_router(context.streams))
-        app.include_router(stored_router(context.stored))
+    if shared is None:
+        app.include_router(streams_router(context.shared.streams))
+        app.include_router(stored_router(context.shared.stored))
     for make_router in (
         *(text_router, openai_router, native_router, anthropic_router, responses_router),
         *(embeddings_router, slots_router),

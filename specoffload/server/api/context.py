@@ -25,7 +25,6 @@ from specoffload.server.access import client_of
 from specoffload.server.api.billing_line import BILLING_LINE, has_billing_line
 from specoffload.server.api.body import (
     MOST_BYTES,
-    HeldBodies,
     has_body,
     ignore,
     ignored_names,
@@ -46,7 +45,7 @@ from specoffload.server.api.images import (
     MediaRules,
     TakenImage,
 )
-from specoffload.server.api.kept import STREAM_ID, KeptStreams
+from specoffload.server.api.kept import STREAM_ID
 from specoffload.server.api.parameters import (
     conversation_of,
     generate_options,
@@ -59,7 +58,7 @@ from specoffload.server.api.requests import (
     ConversationRequest,
     GenerationRequest,
 )
-from specoffload.server.api.stored import StoredResponses
+from specoffload.server.api.shared import SharedParts
 from specoffload.server.api.streaming import GenerationResponse, TicketGroup, Wording
 from specoffload.server.cache_salt import salt_of
 from specoffload.server.engine.calls import count_tokens
@@ -102,21 +101,18 @@ class ServerContext:
         chat: ChatSettings,
         *,
         strict_model: bool = False,
-        streams: KeptStreams | None = None,
-        stored: StoredResponses | None = None,
+        shared: SharedParts | None = None,
         media: MediaRules | None = None,
         name: str = "",
     ) -> None:
         """`name` is the model's, if it is known before the model is loaded."""
         self.engine = engine
         self.defaults = defaults
-        self.streams = KeptStreams() if streams is None else streams
-        self.stored = StoredResponses() if stored is None else stored
+        self.shared = shared or SharedParts()
         self.created = int(time.time())  # Unix seconds
         self._name = name
         self._renderer = renderer
         self._chat = chat
-        self._bodies = HeldBodies()
         self._format: tuple[ModelCard, ChatFormat] | None = None
         self._strict_model = strict_model
         self.media = media or MediaRules()
@@ -156,9 +152,9 @@ class ServerContext:
         """
         limit_bytes = self.most_body_bytes
         n_ctx = self.card.n_ctx if limit_bytes < MOST_BYTES else None
-        reading = self._bodies.read(request.stream(), limit_bytes, n_ctx)
+        reading = self.shared.bodies.read(request.stream(), limit_bytes, n_ctx)
         async with reading as data:
-            held.enter_context(self._bodies.hold(len(data)))
+            held.enter_context(self.shared.bodies.hold(len(data)))
             request.scope[_N_BYTES] = len(data)
             return read_json(data)
 
@@ -371,7 +367,7 @@ class ServerContext:
             return GenerationResponse(group, wording, stream=bool(stream))
 
         stream_id = request.headers.get(STREAM_ID)
-        return self.streams.keep(stream_id, begin) if stream and stream_id else begin()
+        return self.shared.streams.keep(stream_id, begin) if stream and stream_id else begin()
 
 
 def _turn_of(request: Request) -> tuple[str, int]:

@@ -264,14 +264,16 @@ def responses_router(context: ServerContext) -> APIRouter:
     async def responses(request: Request, body: ResponsesRequest) -> Response:
         """The model's next turn, as items."""
         owner = owner_of(request.scope)
-        whole, own_input = whole_request(context.stored, owner, body, context.most_body_bytes)
+        whole, own_input = whole_request(
+            context.shared.stored, owner, body, context.most_body_bytes
+        )
         chat, ignored = as_chat(whole)
         ignore(request, ignored)
         job, prompt = await context.question(request, checked(chat, ChatRequest))
 
         def keep(response: Json) -> None:
             assert own_input is not None
-            context.stored.keep(owner, response, own_input, body.previous_response_id)
+            context.shared.stored.keep(owner, response, own_input, body.previous_response_id)
 
         wording = ResponsesWording(
             *(prompt.parser(), body, context.card.name, start_of(request.scope)),
@@ -284,7 +286,9 @@ def responses_router(context: ServerContext) -> APIRouter:
     async def input_tokens(request: Request, body: ResponsesRequest) -> Response:
         """The number of tokens that a conversation takes as a prompt."""
         owner, most_bytes = owner_of(request.scope), context.most_body_bytes
-        chat, ignored = as_chat(whole_request(context.stored, owner, body, most_bytes).request)
+        chat, ignored = as_chat(
+            whole_request(context.shared.stored, owner, body, most_bytes).request
+        )
         ignore(request, ignored)
         return JSONResponse(await context.counted(request, checked(chat, ConversationRequest)))
 

@@ -3,43 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import logging
-import multiprocessing
-import signal
 import threading
 from collections.abc import Callable
-from multiprocessing import resource_tracker
-from multiprocessing.process import BaseProcess
 
 from offload.stream.bell_use import BELLS
 from specoffload.server.engine.messages import FromEngine, ToEngine
-from specoffload.server.engine.process import (
-    IGNORED_SIGNALS,
-    Channel,
-    Factory,
-    channels,
-    engine_main,
-    packed,
-)
+from specoffload.server.engine.process import Channel, Factory, channels, engine_main, packed
+from specoffload.server.spawned import Spawned
 
 _EXIT_AFTER_EOF_S = 10.0
 
 log = logging.getLogger("specoffload.server")
-
-
-def start_shielded(process: BaseProcess) -> None:
-    """Start a process that ignores IGNORED_SIGNALS and then unblocks them. Raises OSError.
-
-    The signals are blocked during the spawn. Otherwise Ctrl-C at that moment prints a traceback.
-    """
-    resource_tracker.ensure_running()  # before blocking, because it would unblock the signals
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
-    try:
-        process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Child:
@@ -61,20 +37,11 @@ class Child:
         self._unsent = bytearray()  # packed messages
         self._is_writing = False  # True while the loop waits until the socket takes more
         self._has_ended = False
-        context = multiprocessing.get_context("spawn")
-        self._process = context.Process(
-            target=engine_main, args=(theirs, factory, BELLS.why_not), name="engine", daemon=True
-        )
         try:
-            start_shielded(self._process)
+            self._process = Spawned("engine", engine_main, theirs, factory, BELLS.why_not)
         except BaseException:
             self._channel.close()
             raise
-        finally:
-            theirs.close()  # otherwise the reader would never see the end of file
-        # Exit functions run in reverse order, so this one runs before multiprocessing's own. That
-        # one sends SIGTERM, which the child ignores, and then waits for the child.
-        atexit.register(self.kill)
         self._loop.add_reader(self._channel.fileno(), self._read)
 
     def send(self, message: ToEngine) -> None:
@@ -86,8 +53,7 @@ class Child:
             self._write()
 
     def kill(self) -> None:
-        with contextlib.suppress(ValueError):  # the process has ended and is closed
-            self._process.kill()
+        self._process.kill()
 
     def _read(self) -> None:
         try:
@@ -126,12 +92,9 @@ class Child:
 
     def _bury(self) -> None:
         """Wait for the process, on a thread because this blocks."""
-        self._process.join(_EXIT_AFTER_EOF_S)
-        if self._process.exitcode is None:
+        exit_code = self._process.join(_EXIT_AFTER_EOF_S)
+        if exit_code is None:
             self._process.kill()
-            self._process.join()
-        exit_code = self._process.exitcode
-        self._process.close()
-        atexit.unregister(self.kill)
+            exit_code = self._process.join()
         with contextlib.suppress(RuntimeError):  # the loop is closed: the program is ending
             self._loop.call_soon_threadsafe(self._on_exit, exit_code)

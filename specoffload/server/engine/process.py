@@ -14,7 +14,6 @@ import logging
 import os
 import pickle
 import select
-import signal
 import socket
 import struct
 import threading
@@ -60,7 +59,6 @@ if TYPE_CHECKING:
 Factory = Callable[[OnProgress], "Session"]
 """Opens the model and reports progress. Must be picklable, because the process is spawned."""
 
-IGNORED_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
 log = logging.getLogger("specoffload.engine")
 
@@ -128,13 +126,9 @@ def engine_main(
 
     `no_doorbell`: why an earlier process has used no doorbell any more, "" if none has said so.
 
-    IGNORED_SIGNALS are ignored. Ctrl-C and SIGHUP go to the whole process group, and a service
-    manager's SIGTERM to the whole service. The API process decides what happens then: it lets
-    requests end, and ends this process by Shutdown, SIGKILL or closing the channel.
+    The API process lets requests end, and ends this process by Shutdown, SIGKILL or closing the
+    channel.
     """
-    for sig in IGNORED_SIGNALS:
-        signal.signal(sig, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     line = _Line(channel)
     interrupt.allow_stops()
     BELLS.refuse(no_doorbell)

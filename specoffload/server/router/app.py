@@ -13,6 +13,7 @@ import functools
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
@@ -32,11 +33,12 @@ from specoffload.server.access import ANOTHER_SITE, NEEDS_KEY, AccessRules, has_
 from specoffload.server.api.answers import Json, server_sent
 from specoffload.server.api.app import bare_app, create_app, describe, guard
 from specoffload.server.api.body import HeldBodies, invalid, read_json
-from specoffload.server.api.kept import STREAM_ID, KeptStreams, streams_router
+from specoffload.server.api.kept import STREAM_ID, streams_router
 from specoffload.server.api.life_signs import SIGN_S
 from specoffload.server.api.refusals import problem_response
+from specoffload.server.api.shared import SharedParts
 from specoffload.server.api.status import older_form
-from specoffload.server.api.stored import StoredResponses, stored_router
+from specoffload.server.api.stored import stored_router
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.messages import Event, Problem, RequestFailed, unavailable
 from specoffload.server.log import add_words
@@ -70,37 +72,47 @@ def create_router(
     entries: Callable[[], Sequence[Entry]],
     on_list: Callable[[Sequence[Entry]], None] = lambda entries: None,
     access: AccessRules | None = None,
-    streams: KeptStreams | None = None,
-    stored: StoredResponses | None = None,
+    shared: SharedParts | None = None,
     has_page: bool = True,
     has_metrics: bool = False,
     autoload: bool = True,
 ) -> FastAPI:
     """Return the application. `entries` reads the list of models again, for `on_list` too.
 
-    `streams` and `stored` are those of the models' applications. Without `autoload`, requests for
-    models that are not loaded are refused.
+    `shared` has the parts of the models' applications. Without `autoload`, requests for models that
+    are not loaded are refused.
     """
     app = bare_app()
     guard(app, access or AccessRules())
     events = _Events(pool)
-    streams = KeptStreams() if streams is None else streams
-    listing = Listing(pool, entries, on_list)
-    app.include_router(
-        _status_router(pool, events, listing, autoload=autoload, has_metrics=has_metrics)
-    )
-    app.include_router(streams_router(streams))
-    app.include_router(stored_router(StoredResponses() if stored is None else stored))
+    parts = shared or SharedParts()
+    models = _Models(pool, Listing(pool, entries, on_list), parts, autoload)
+    app.include_router(_status_router(models, events, has_metrics=has_metrics))
+    app.include_router(streams_router(parts.streams))
+    app.include_router(stored_router(parts.stored))
     if has_page:
         add_page(app)
     # The routes of every model's application. No request reaches this one.
-    of_models = create_app(EngineClient(_never), has_page=False, streams=streams).routes
+    of_models = create_app(EngineClient(_never), has_page=False, shared=parts).routes
     own_routes = [*app.routes]
     app.openapi = functools.cache(  # type: ignore[method-assign]
         lambda: _with(describe(of_models), describe(own_routes))
     )
-    app.mount("/", _Routed(pool, listing, streams, of_models, autoload=autoload))
+    app.mount("/", _Routed(models, of_models))
     return app
+
+
+@dataclass(frozen=True)
+class _Models:
+    """The models of the server, and what requests for them share.
+
+    Without `autoload`, requests for models that are not running are refused.
+    """
+
+    pool: ModelPool
+    listing: Listing
+    parts: SharedParts
+    autoload: bool
 
 
 def _with(document: Json, more: Json) -> Json:
@@ -160,21 +172,15 @@ class _Events:
             self._readers.discard(reader)
 
 
-def _status_router(
-    pool: ModelPool,
-    events: _Events,
-    listing: Listing,
-    *,
-    autoload: bool,
-    has_metrics: bool,
-) -> APIRouter:
+def _status_router(served: _Models, events: _Events, *, has_metrics: bool) -> APIRouter:
+    pool, listing, bodies = served.pool, served.listing, served.parts.bodies
     router = APIRouter(tags=["models"])
     created = int(time.time())
 
     async def health(request: Request) -> Response:
         """200 while the server runs, with the progress of models that are being loaded."""
         if "model" in request.query_params:
-            return _Forward(pool, listing, autoload=False, waits=False)
+            return _Forward(served, waits=False)
         loading = {m.name: _progress(m) for m in pool.models.values() if m.status == "loading"}
         return JSONResponse({"status": "ok"} | ({"loading": loading} if loading else {}))
 
@@ -215,7 +221,7 @@ def _status_router(
     @router.post("/models/load")
     async def load(request: Request) -> dict[str, bool]:
         """Loads a model, as soon as there is room for it. Does not wait for that."""
-        found = await listing.find(_name_in(await _body_of(request)))
+        found = await listing.find(_name_in(await _body_of(request, bodies)))
         if found is None:
             raise _not_found()
         if found.is_running:
@@ -226,7 +232,7 @@ def _status_router(
     @router.post("/models/unload")
     async def unload(request: Request) -> dict[str, bool]:
         """Ends a model's engine, after its requests or its `stop-timeout`. Does not wait."""
-        found = pool.find(_name_in(await _body_of(request)))
+        found = pool.find(_name_in(await _body_of(request, bodies)))
         if found is None:
             raise invalid("model is not found")
         if not found.is_running:
@@ -247,11 +253,11 @@ def _status_router(
     async def props(request: Request) -> Response:
         """The router's own settings, or with `?model=` those of a model."""
         if "model" in request.query_params:
-            return _Forward(pool, listing, autoload=autoload)
+            return _Forward(served)
         own: Json = {
             "role": "router",
             "max_instances": pool.most,
-            "models_autoload": autoload,
+            "models_autoload": served.autoload,
             "model_alias": "specoffload",
             "model_path": "none",
             "default_generation_settings": {"params": {}, "n_ctx": 0},
@@ -272,7 +278,7 @@ def _status_router(
             states = {m.name: m.is_ready for m in models}
             page = joined(dict(zip(apps, pages, strict=True)), states)
             return Response(page, media_type=MEDIA_TYPE)
-        return _Forward(pool, listing, autoload=False, waits=False)
+        return _Forward(served, waits=False)
 
     return router
 
@@ -351,12 +357,9 @@ def _name_in(body: Json) -> str:
 # ---- requests for a model
 
 
-_bodies = HeldBodies()  # of all requests, also while they wait for their model
-
-
-async def _body_of(request: Request) -> Json:
+async def _body_of(request: Request, bodies: HeldBodies) -> Json:
     """Return the request's body as a JSON object. Raises RequestFailed."""
-    async with _bodies.read(_chunks(request.receive)) as data:
+    async with bodies.read(_chunks(request.receive)) as data:
         return read_json(data)
 
 
@@ -377,18 +380,8 @@ class _Routed:
     `routes` are those of the models' applications. Other paths get 404, whatever model they name.
     """
 
-    def __init__(
-        self,
-        pool: ModelPool,
-        listing: Listing,
-        streams: KeptStreams,
-        routes: Sequence[BaseRoute],
-        *,
-        autoload: bool,
-    ) -> None:
-        self._pool, self._listing, self._streams = pool, listing, streams
-        self._autoload = autoload
-        self._routes = routes
+    def __init__(self, models: _Models, routes: Sequence[BaseRoute]) -> None:
+        self._models, self._routes = models, routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -396,28 +389,17 @@ class _Routed:
         inner = _inner(scope)
         if all(route.matches(inner)[0] is Match.NONE for route in self._routes):
             raise HTTPException(404)
-        answer = _Forward(self._pool, self._listing, self._streams, autoload=self._autoload)
-        await answer(scope, receive, send)
+        await _Forward(self._models)(scope, receive, send)
 
 
 class _Forward(Response):
     """The answer of the model that a request names, for which it waits."""
 
-    def __init__(
-        self,
-        pool: ModelPool,
-        listing: Listing,
-        streams: KeptStreams | None = None,
-        *,
-        autoload: bool,
-        waits: bool = True,
-    ) -> None:
-        """Without `autoload`, a model that is not running is refused. Without `waits`, the model's
-        application answers at once, whatever the state of its engine. `streams` keeps streams whose
-        clients may come back, also while they wait."""
+    def __init__(self, models: _Models, *, waits: bool = True) -> None:
+        """Without `waits`, the model's application answers at once, whatever the state of its
+        engine. A stream whose client may come back is kept, also while it waits."""
         super().__init__()
-        self._pool, self._listing, self._streams = pool, listing, streams
-        self._autoload, self._waits = autoload, waits
+        self._models, self._waits = models, waits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
@@ -425,11 +407,11 @@ class _Forward(Response):
         body, found = b"", {}
         try:
             if has_body:
-                async with _bodies.read(_chunks(receive)) as data:
+                async with self._models.parts.bodies.read(_chunks(receive)) as data:
                     body = bytes(data)
                 found = read_json(bytearray(body)) if body else {}
             model = await self._model(_name_in(found) or query.get("model", [""])[0])
-            autoload = self._autoload
+            autoload = self._models.autoload
             if asked := query.get("autoload"):
                 autoload = asked[0] in _ON
             if not has_body and not may_change(scope):
@@ -441,19 +423,20 @@ class _Forward(Response):
             if not self._waits or (not has_body and model.is_ready):
                 await self._at_once(model, scope, receive, send)
                 return
-            wish = self._pool.ask(model)
+            wish = self._models.pool.ask(model)
         except RequestFailed as e:
             await problem_response(e.problem)(scope, receive, send)
             return
         is_stream = found.get("stream") is True
         early = EarlyStream(scope, found, model.name) if is_stream else None
-        waiting = _Waiting(wish, body, early)
+        waiting = _Waiting(wish, self._models.parts.bodies, body, early)
+        del body  # `waiting` gives it to the model
         stream_id = Headers(scope=scope).get(STREAM_ID)
-        if stream_id is None or self._streams is None or found.get("stream") is not True:
+        if stream_id is None or not is_stream:
             await waiting(scope, receive, send)
             return
         try:
-            kept = self._streams.keep(stream_id, lambda: waiting)
+            kept = self._models.parts.streams.keep(stream_id, lambda: waiting)
         except RequestFailed as e:
             wish.end()
             await problem_response(e.problem)(scope, receive, send)
@@ -463,7 +446,7 @@ class _Forward(Response):
     async def _model(self, name: str) -> Model:
         if not name:
             raise invalid("model name is missing from the request")
-        model = await self._listing.find(name)
+        model = await self._models.listing.find(name)
         if model is None:
             words = f"model '{name[:80]}' not found; {_HOW_TO_LIST}"
             raise invalid(words, event=Event.UNKNOWN_MODEL)
@@ -484,23 +467,25 @@ class _Waiting:
     then has status 200, so a later refusal is an event.
     """
 
-    def __init__(self, wish: Wish, body: bytes, early: EarlyStream | None) -> None:
+    def __init__(
+        self, wish: Wish, bodies: HeldBodies, body: bytes, early: EarlyStream | None
+    ) -> None:
         """`early` has the first events of a stream, None for other answers."""
-        self._wish, self._body, self._early = wish, body, early
+        self._wish, self._bodies, self._body, self._early = wish, bodies, body, early
         self._has_header = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with _bodies.hold(len(self._body)):
-                await self._answer(scope, receive, send)
+            await self._answer(scope, receive, send)
         finally:
             self._wish.end()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         left = asyncio.ensure_future(_until_left(receive))
         try:
-            if not await self._wait(left, send):
-                return
+            with self._bodies.hold(len(self._body)):  # the model's application counts it then
+                if not await self._wait(left, send):
+                    return
         finally:
             left.cancel()
             await asyncio.gather(left, return_exceptions=True)
@@ -511,7 +496,9 @@ class _Waiting:
             return
         served = self._wish.model.served
         assert served is not None  # a wish is granted by a model with an engine
-        replayed = _replayed(self._body, receive)
+        body, self._body = self._body, b""
+        replayed = _replayed(body, receive)
+        del body
         await served.app(_inner(scope), replayed, self._sender(send))
 
     async def _wait(self, left: asyncio.Future[None], send: Send) -> bool:
@@ -573,14 +560,12 @@ async def _until_left(receive: Receive) -> None:
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
     """Return a `receive` that gives the body, which was read before, and then what follows."""
-    is_given = False
+    left = [body]  # given away once, so that it is in memory once
 
     async def receive_again() -> Message:
-        nonlocal is_given
-        if is_given:
+        if not left:
             return await receive()
-        is_given = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return {"type": "http.request", "body": left.pop(), "more_body": False}
 
     return receive_again
 

@@ -6,8 +6,6 @@ The process reads the headers of the models' files, and ends before a model is o
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,10 +18,9 @@ import psutil
 from offload.errors import DeviceFailed
 from specoffload.config.options import PlanOptions, Ram
 from specoffload.config.resolution import Config
-from specoffload.server.engine.child import start_shielded
 from specoffload.server.engine.messages import Problem, problem_of
-from specoffload.server.engine.process import IGNORED_SIGNALS
 from specoffload.server.router.sharing import Needs, Room
+from specoffload.server.spawned import answer_of
 
 _LEVELS = 16  # parts of several devices' memory that are tried for the least that works
 
@@ -96,18 +93,9 @@ def least_level(works: Callable[[int], bool]) -> int:
 
 def plan_all(configs: Mapping[str, Config]) -> Planned:
     """Plan each model alone, with all free memory. Blocks until the process has ended."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(
-        target=_plan_all, args=(theirs, dict(configs)), name="plans", daemon=True
-    )
-    start_shielded(process)
-    theirs.close()
     found = Planned({}, Room(0, 0), ("the process that plans the models died",))
     with contextlib.suppress(EOFError, OSError):
-        found = ours.recv()
-    ours.close()
-    process.join()
+        found = answer_of("plans", _plan_all, dict(configs))
     return found
 
 
@@ -115,9 +103,6 @@ def _plan_all(line: Connection, configs: dict[str, Config]) -> None:
     # Imported here, because only this process may load the native library.
     from offload.store.store import room_now
 
-    for sig in IGNORED_SIGNALS:
-        signal.signal(sig, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     alone: dict[str, PlannedAlone] = {}
     complaints: list[str] = []
     for name, config in configs.items():
@@ -176,23 +161,13 @@ def check_one(config: Config) -> Problem | None:
 
     The process reads the headers of the model's files, and plans it.
     """
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_check_one, args=(theirs, config), name="check", daemon=True)
-    start_shielded(process)
-    theirs.close()
     found: Problem | None = problem_of(DeviceFailed("the process that reads the file died"))
     with contextlib.suppress(EOFError, OSError):
-        found = ours.recv()
-    ours.close()
-    process.join()
+        found = answer_of("check", _check_one, config)
     return found
 
 
 def _check_one(line: Connection, config: Config) -> None:
-    for sig in IGNORED_SIGNALS:
-        signal.signal(sig, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     problem = None
     try:
         _plan_with_all_memory(config)
