@@ -12,7 +12,7 @@ from offload.units import rate_words, size_words
 from specoffload.config.options import ServeOptions
 from specoffload.opening.context_size import Contexts
 from specoffload.opening.planning import Planned
-from specoffload.opening.speeds import prompt_words, rounded, speed_range, speed_words
+from specoffload.opening.speeds import mtp_speed, prompt_words, rounded, speed_range, speed_words
 
 # Ratio of modelled speeds up to which they count as alike. The model is not more exact
 # (docs/hybrid-model.md).
@@ -143,13 +143,6 @@ def _answer_words(planned: Planned) -> str:
         words.append(f"{answers} with --plan-for decode (prompts {prompts})")
     llama = planned.llama
     return ", ".join(words) + ("" if llama is None else f"; llama.cpp {_llama_answers(llama)}")
-
-
-def mtp_speed(planned: Planned) -> str:
-    """The expected tokens/s with drafts by the model's own layers, as a number or a range."""
-    return speed_range(
-        planned.expected["least_mtp_decode_tps"], planned.expected["most_mtp_decode_tps"]
-    )
 
 
 # -- beside llama.cpp ------------------------------------------------------------------------------

@@ -15,13 +15,13 @@ from offload.times.table import PAYS, CostTable, Way
 from offload.times.work import even
 from offload.units import milliseconds, rate_words, size_words
 from specoffload import report
-from specoffload.commands.plan_lines import context_lines, first_lines, mtp_speed
+from specoffload.commands.plan_lines import context_lines, first_lines
 from specoffload.config.hardware import PRESETS, hardware_of
 from specoffload.config.options import ServeOptions
 from specoffload.opening.context_size import Contexts
 from specoffload.opening.flag_costs import FlagCost
 from specoffload.opening.planning import ACCEPTED, Planned
-from specoffload.opening.speeds import prompt_words, rounded, speed_words
+from specoffload.opening.speeds import mtp_speed, prompt_words, rounded, speed_words
 
 _GIB = 1 << 30
 PLACES = {

@@ -26,6 +26,13 @@ def speed_words(planned: Planned, *, full_context: bool = False) -> str:
     return speed_range(least_tps, most_tps)
 
 
+def mtp_speed(planned: Planned) -> str:
+    """The expected tokens/s with drafts by the model's own layers, as a number or a range."""
+    return speed_range(
+        planned.expected["least_mtp_decode_tps"], planned.expected["most_mtp_decode_tps"]
+    )
+
+
 def prompt_words(planned: Planned) -> str:
     """The expected tokens/s of prompts."""
     return rounded(planned.expected["prefill_tps"])

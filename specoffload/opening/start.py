@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 
 from offload.device import choose_device
 from offload.engine import Engine
+from offload.notes import Note, NoteKind
 from offload.opening.start import Start
 from specoffload.config.resolution import Config
 from specoffload.config.speculation import ignored
 from specoffload.generation.generation import OnProgress, ignore
-from specoffload.opening.context_size import sized
+from specoffload.opening.context_size import context_complaint, sized
 from specoffload.opening.drafters import with_usable_drafters, without_text
 from specoffload.opening.flag_costs import flag_cost
 from specoffload.opening.kept_plan import KeptForPlan, with_imported_costs
@@ -54,6 +55,8 @@ def session_start(config: Config, *, imports_costs: bool = True) -> SessionStart
     planner = Planner(config)
     if words := tokenizer_complaint(planner.facts.header.metadata):
         log.warning("%s: %s", planner.facts.path.name, words)
+    if words := context_complaint(config, planner.facts):
+        config = replace(config, reasons=(Note(NoteKind.FLAGS, words), *config.reasons))
     config = sized(config, planner)
     if on_cpu:
         config = _without_gpu_flags(config, choice.reason)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from offload.decode import SMALL_BATCH
 from offload.engine import Engine
 from offload.measuring import streamed_kinds
-from offload.notes import Note, NoteKind
+from offload.notes import Note, NoteKind, kind_of
 from offload.times.table import ranges
 from specoffload.config.resolution import Config
 from specoffload.opening.draft_model import DraftModel
@@ -40,6 +40,11 @@ def startup_lines(
         *chosen,
         *config.reasons,
     )
+
+
+def always_shown(lines: Iterable[str]) -> list[str]:
+    """The start-up lines that every command shows: flags that do harm, and unused hardware."""
+    return [words for words in lines if kind_of(words) in (NoteKind.FLAGS, NoteKind.UNUSED)]
 
 
 def _device_lines(config: Config, target: Engine) -> Sequence[str]:

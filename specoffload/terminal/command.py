@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from offload.notes import NoteKind, kind_of
 from specoffload import report
 from specoffload.chat.conversation import Conversation, Delta, Message
 from specoffload.chat.format import ChatFormat
@@ -18,10 +17,10 @@ from specoffload.config.resolution import DEMO_WORDS, Config, chat_settings
 from specoffload.generation.generation import GenerateOptions, Piece
 from specoffload.session.chat import answer, format_of, missing_template_words
 from specoffload.session.session import Session
+from specoffload.session.startup_lines import always_shown
 from specoffload.terminal.chat import Keyboard, Talk, converse, limit_words
 from specoffload.terminal.screen import show_answer
 
-_ALWAYS_SAID = {NoteKind.FLAGS, NoteKind.UNUSED}
 _Part = TypeVar("_Part")
 
 
@@ -29,8 +28,8 @@ _Part = TypeVar("_Part")
 def opened(config: Config) -> Iterator[Session]:
     """Open a session with a progress bar, and close it at the end of the block.
 
-    Start-up lines are shown with --verbose. Those on slow flags and on hardware that is not used
-    are shown always. News that comes during answers is shown at the end.
+    Start-up lines are shown with --verbose, and those that every command shows always. News that
+    comes during answers is shown at the end.
     """
     if config.is_demo:
         report.note(DEMO_WORDS)
@@ -38,10 +37,11 @@ def opened(config: Config) -> Iterator[Session]:
     with report.steps(config.alias or config.model.name) as on_progress:
         session = Session(config, on_progress, on_news=news.append)
     with session:
+        shown = always_shown(session.notes)
         for words in session.notes:
             if words in config.remarks:
                 continue
-            say = report.note if kind_of(words) in _ALWAYS_SAID else report.detail
+            say = report.note if words in shown else report.detail
             say(words)
         yield session
     for words in news:

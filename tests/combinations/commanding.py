@@ -78,6 +78,7 @@ class _Run:
         self._case, self._models, self._folder = case, models, folder
         self._kept = folder / "kept"
         self._kept.mkdir()
+        self._n_ctx = 0  # tokens of the context that the last plan chose
 
     def faults(self) -> Iterator[str]:
         case = self._case
@@ -122,13 +123,18 @@ class _Run:
         return self._kept
 
     def _plan(self, left_out: tuple[str, ...], kept: Path) -> Mapping[str, float]:
-        """Speeds that `plan` expects of the case without the flags of some axes."""
+        """Speeds that `plan` expects of the case without the flags of some axes.
+
+        The first call is with all flags. Later ones are for the same context.
+        """
         command = self._case["command"]
         plan = command if command in _ELSEWHERE else "plan"
         words = words_of(self._case.replaced("command", plan), self._models, left_out=left_out)
-        found: Mapping[str, float] = json.loads(self._done([*words, "--json"], kept).out)[
-            "expected"
-        ]
+        if left_out:  # other flags would choose another context
+            words += ["--ctx-size", str(self._n_ctx)]
+        planned = json.loads(self._done([*words, "--json"], kept).out)
+        self._n_ctx = planned["ctx_size"]
+        found: Mapping[str, float] = planned["expected"]
         return found
 
     def _done(self, words: list[str], kept: Path, *, is_earlier: bool = False) -> Output:

@@ -26,6 +26,10 @@ FOUND: tuple[Case, ...] = (
     # A driver took more than the header promised, so that a start with a larger --vram was refused.
     Case.of("session", memory="tables", device="stand-in", experts="split"),
     Case.of("session", memory="dense", device="stand-in", experts="split"),
+    # What a flag costs was said by `run`, `chat` and `serve` alone. A server's line begins with the
+    # time, so its sentence was not found.
+    Case.of("command", command="serve", device="sim", cache="RAM"),
+    Case.of("command", command="profile", device="sim", cache="RAM"),
     # A question after one with an image that had been refused was refused, too.
     Case.of("request", history="unanswered image", length="short"),
 )

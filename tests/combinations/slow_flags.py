@@ -10,17 +10,21 @@ from combinations.cases import Case
 
 # Commands that name slow flags, and the axes whose values restrict where weights are computed.
 # Limits of memory restrict it too, but they are the user's.
-_SAY_SO = ("run", "chat", "serve", "plan", "plan as JSON", "plan elsewhere")
+_SAY_SO = (
+    *("run", "chat", "serve", "bench", "tune", "profile"),
+    *("plan", "plan as JSON", "plan elsewhere"),
+)
 _RESTRICTING = {
     "experts": ("split", "streamed", "in RAM"),
     "cache": ("RAM", "whole windows"),
     "measures": ("at length",),
 }
 _SPEEDS = ("prefill_tps", "decode_tps", "full_context_decode_tps")
-# The program names flags that cost over 5 % of a speed. These limits are further apart, because
-# a start may lose a little of one speed for another.
+# The program names flags that cost over 5 % of a speed, if another speed loses less without them.
+# These limits are further apart.
 _GAINS, _LOSES = 1.1, 0.98
-_SAID = re.compile(r"^\W*without (-[\w-]+)", re.MULTILINE)
+# A server's line begins with the time.
+_SAID = re.compile(r"^(?:[\dT:.-]+ )?\W*without (-[\w-]+)", re.MULTILINE)
 
 Plan = Callable[[tuple[str, ...]], Mapping[str, float]]
 
@@ -37,7 +41,8 @@ def slow_flags_unsaid(case: Case, plan: Plan, output: str) -> Iterator[str]:
         return  # the CPU alone ignores them, and says so
     now, without = plan(()), plan(axes)
     ratios = {name: without[name] / now[name] for name in _SPEEDS}
-    if max(ratios.values()) < _GAINS or min(ratios.values()) < _LOSES:
+    most, least = max(ratios.values()), min(ratios.values())
+    if most < _GAINS or most * least < _GAINS * _LOSES:
         return
     if case["command"] == "plan as JSON":
         said = bool(json.loads(output)["slow_flags"])
