@@ -244,20 +244,16 @@ class ChosenCrossover:
     note: str = ""  # a sentence for the user if the crossover could not be measured
 
 
-def chosen_crossover(
-    wanted: int | None, facts: ModelFacts, device: Device, *, token_major: bool
-) -> ChosenCrossover:
-    """Return `wanted`, or the crossover for this model and device if `wanted` is None.
+def chosen_crossover(facts: ModelFacts, device: Device, *, token_major: bool) -> ChosenCrossover:
+    """Return the crossover for this model and device.
 
-    On a GPU the crossover is measured. If there is not enough memory to measure, it is one token,
+    On a GPU it is measured. If there is not enough memory to measure, it is one token,
     because for more tokens CUDA's kernels read the weight once per token. On the CPU and on `sim`
     it is taken from measurements of ggml's CPU kernels (docs/mla.md): starts are fast, and two
     starts on one machine compute the same bits.
     `token_major`: True if attention stores all heads of a token side by side, as flash attention
     does. Raises DeviceFailed.
     """
-    if wanted is not None:
-        return ChosenCrossover(wanted)
     entries = (place.entry for name, place in facts.weights.items() if name.endswith(_WEIGHT))
     weight = next(entries, None)
     if weight is None:

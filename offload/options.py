@@ -40,7 +40,6 @@ class EngineOptions:
     projector: ProjectorOptions | None = None  # None: prompts have no images
     pooling: str | None = None  # kind of embeddings (plan/context.py); None: no embeddings
     numa: NumaPlan | None = None  # its teams replace n_threads and n_threads_batch
-    mla_crossover: int | None = None  # most tokens for MLA's broadcast form (tests); None: choose
     measure_links: MeasureLinks | None = None  # returns several links' rates; None: typical
     trial_folder: Path | None = None  # folder for results of AMX trials; None: try at each start
     measure_layouts: MeasureLayouts | None = None  # None: repack all, as llama.cpp does

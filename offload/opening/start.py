@@ -149,13 +149,8 @@ def _repacking(start: Start) -> Repacking:
 
 
 def _crossovers(start: Start) -> tuple[ChosenCrossover, ...]:
-    o = start.options
-    return tuple(
-        chosen_crossover(
-            o.mla_crossover,
-            start.facts,
-            choice.device,
-            token_major=start.context.flash_attn != "off",
-        )
-        for choice, _ in start.choices
-    )
+    devices = [choice.device for choice, _ in start.choices]
+    if not start.options.streaming.mla:
+        return (ChosenCrossover(0),) * len(devices)
+    token_major = start.context.flash_attn != "off"
+    return tuple(chosen_crossover(start.facts, its, token_major=token_major) for its in devices)

@@ -24,4 +24,5 @@ class StreamingOptions:
     prefetch: bool = True  # guess the experts of small batches from their tokens, and promote
     bounce: bool = True  # copy weights that cannot be pinned through a pinned ring
     doorbell: bool = True  # split layers run without a wait of the host, on CUDA
+    mla: bool = True  # MLA's value projections take the faster form; False: the library's own
     native: bool = True  # the backend itself, not Python, decides which nodes it computes

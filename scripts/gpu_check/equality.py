@@ -105,7 +105,7 @@ def _computed(
     """Returns logits [n_texts * n, n_vocab] and counts of the decodes, by batch size n."""
     settings: dict[str, Any] = {
         "device": setting.choice.name, "n_ctx": 128, "n_ubatch": 32, "n_outputs": 32,
-        "n_threads": 1, "n_threads_batch": 1, "repack": False, "mla_crossover": 0,
+        "n_threads": 1, "n_threads_batch": 1, "repack": False, "mla": False,
         "flash_attn": "off" if setting.args.small else "auto",
     }  # fmt: skip
     rows: dict[int, list[Logits]] = {n: [] for n in SIZES}

@@ -90,7 +90,7 @@ def _followed(
     """Returns the logits after each cut [n_rows, n_vocab], and how the text was cut."""
     options: dict[str, Any] = {
         "device": setting.choice.name, "n_ctx": 512, "n_ubatch": 32, "n_outputs": 32,
-        "n_threads": 1, "n_threads_batch": 1, "repack": False, "mla_crossover": 0,
+        "n_threads": 1, "n_threads_batch": 1, "repack": False, "mla": False,
         "flash_attn": "off" if setting.args.small else "auto",
         "min_batch": MinBatch(experts=1, dense=1),  # the device computes all batches
     }  # fmt: skip

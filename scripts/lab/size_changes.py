@@ -76,7 +76,7 @@ class Measured:
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
         settings: dict[str, Any] = {
             "n_ctx": 256, "n_ubatch": 64, "n_threads": 1, "n_threads_batch": 1,
-            "streaming": ALL, "mla_crossover": 0,
+            "streaming": ALL, "mla": False,
         }  # fmt: skip
         settings |= options
         if settings["streaming"] is not ALL:

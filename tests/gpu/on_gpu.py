@@ -38,7 +38,7 @@ def options(gpu: DeviceChoice, streaming: Streaming | None = None, **changes: An
         "repack": False,
         "n_threads_batch": 1,
         "flash_attn": "off",
-        "mla_crossover": 0,
+        "mla": False,
     }
     streaming = Streaming(bounce=False) if streaming is None else streaming
     return engine_options(device=gpu.name, streaming=streaming, **{**settings, **changes})

@@ -92,7 +92,7 @@ def test_a_token_has_the_bits_of_a_decode_that_waits(
 ) -> None:
     """They have biases, leading dense layers, shared experts, recurrent states."""
     path = write_preset(preset, models / f"doorbell-{preset}.gguf", size="tiny", seed=1)
-    rung = both(async_gpu, path, (1,), flash_attn="auto", mla_crossover=None)
+    rung = both(async_gpu, path, (1,), flash_attn="auto", mla=True)
     if async_gpu.device.backend is CUDA:
         assert max(rung[1]) > 0, "llama4's few experts all get slots, and its graph is then whole"
 

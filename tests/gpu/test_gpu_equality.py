@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from budgets import ON_GPU
+from crossovers import crossover_of
 from on_gpu import (
     Logits,
     assert_close,
@@ -219,10 +220,10 @@ def test_the_mla_switch_rounds_differently_and_streaming_does_not_change_its_bit
 ) -> None:
     rows = []
     for opened in (
-        options(gpu, stream_experts=False, mla_crossover=64),
-        options(gpu, slots_for(moe, "half"), mla_crossover=64),
+        options(gpu, stream_experts=False, mla=True),
+        options(gpu, slots_for(moe, "half"), mla=True),
     ):
-        with open_engine(moe, opened) as engine:
+        with crossover_of(64), open_engine(moe, opened) as engine:
             rows.append(logits(engine))
             assert engine.device is not None
             assert engine.device.mla.n_replaced > 0

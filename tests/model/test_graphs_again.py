@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from crossovers import crossover_of
 from numpy.typing import NDArray
 from player_calls import Compute, computing
 
@@ -35,11 +36,12 @@ WAYS = {
 
 
 def engine_of(
-    path: Path, way: str = "streamed", crossover: int | None = 3, **changes: Any
+    path: Path, way: str = "streamed", n_tokens: int | None = 3, **changes: Any
 ) -> Engine:
     options: dict[str, Any] = {"device": "sim", "n_ctx": 1024, "n_threads": 1}
-    options |= {"min_batch": MinBatch(1, 1), "streaming": WAYS[way], "mla_crossover": crossover}
-    return open_engine(path, engine_options(**options | changes))
+    options |= {"min_batch": MinBatch(1, 1), "streaming": WAYS[way]}
+    with crossover_of(n_tokens):
+        return open_engine(path, engine_options(**options | changes))
 
 
 def device_of(engine: Engine) -> StreamingDevice:
@@ -127,7 +129,7 @@ def test_batches_that_alternate_hardly_call_python(
     tiny_moe: Path, way: str, least: int, most_calls: float
 ) -> None:
     """ggml asks a device some thousand times about each graph that it builds."""
-    with engine_of(tiny_moe, way, crossover=0, min_batch=MinBatch(least, least)) as engine:
+    with engine_of(tiny_moe, way, n_tokens=0, min_batch=MinBatch(least, least)) as engine:
         device = device_of(engine)
         begin(engine)
         for _ in range(4):  # results move when a larger batch comes
@@ -142,7 +144,7 @@ def test_batches_that_alternate_hardly_call_python(
 
 @pytest.mark.parametrize("change", ["min batch", "unsplit"])
 def test_answers_that_a_switch_changes_are_asked_for_again(tiny_moe: Path, change: str) -> None:
-    with engine_of(tiny_moe, "stay", crossover=0, min_batch=MinBatch(NEVER, NEVER)) as engine:
+    with engine_of(tiny_moe, "stay", n_tokens=0, min_batch=MinBatch(NEVER, NEVER)) as engine:
         device = device_of(engine)
         begin(engine)
         for _ in range(2):
@@ -268,7 +270,7 @@ def test_parts_between_layers_that_the_cpu_computes_are_prepared_once(
     """Each of DeepSeek's parts has an MLA site. The other model's parts run as they were built."""
     path = write_preset(preset, models / f"deep-{preset}.gguf", size="tiny", n_layer=60, seed=5)
     crossover = 8 if preset == "deepseek-v3" else 0
-    with engine_of(path, crossover=crossover, min_batch=MinBatch(64, 64)) as engine:
+    with engine_of(path, n_tokens=crossover, min_batch=MinBatch(64, 64)) as engine:
         device = device_of(engine)
         begin(engine)
         for _ in range(2):  # results move when a larger batch comes

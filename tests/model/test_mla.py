@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from crossovers import crossover_of
 from numpy.typing import NDArray
 
 import offload.mla
@@ -67,9 +68,10 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Open:
     crossover."""
     monkeypatch.setattr(offload.stream.device, "MlaSwitch", Recorded)
 
-    def opened_with(path: Path, crossover: int | None, **changes: Any) -> Engine:
-        options = engine_options(device="sim", n_ctx=256, n_threads=1, mla_crossover=crossover)
-        return open_engine(path, engine_options(options, **changes))
+    def opened_with(path: Path, n_tokens: int | None, **changes: Any) -> Engine:
+        options = engine_options(device="sim", n_ctx=256, n_threads=1)
+        with crossover_of(n_tokens):
+            return open_engine(path, engine_options(options, **changes))
 
     return opened_with
 
@@ -295,7 +297,7 @@ def test_a_gpu_times_both_forms_for_1_to_2_n_head_tokens(
 ) -> None:
     facts, device = read_facts(request.getfixturevalue(model)), choose_device("sim").device
     monkeypatch.setattr(Device, "kind", "gpu")
-    chosen = chosen_crossover(None, facts, device, token_major=token_major)
+    chosen = chosen_crossover(facts, device, token_major=token_major)
     sizes = measured_sizes(N_HEAD)
     assert tuple(t.n_tokens for t in chosen.table) == sizes[: len(chosen.table)]
     assert all(t.matrix_s > 0 and t.broadcast_s > 0 for t in chosen.table)
@@ -340,7 +342,7 @@ def test_nothing_is_measured_that_the_device_does_not_take(
     monkeypatch.setattr(Device, "supports", lambda _, node: node.shape[3] == 1)
     device = choose_device("sim").device
     monkeypatch.setattr(Device, "kind", "gpu")
-    chosen = chosen_crossover(None, read_facts(tiny_moe), device, token_major=True)
+    chosen = chosen_crossover(read_facts(tiny_moe), device, token_major=True)
     assert [timing.n_tokens for timing in chosen.table] == [1]
     assert chosen.n_tokens in (0, 1)
 
@@ -352,12 +354,12 @@ def test_a_gpu_measures_unless_told_and_takes_one_token_where_it_cannot(
         raise DoesNotFit("7 MiB of device memory could not be had")
 
     facts, device = read_facts(tiny_moe), choose_device("sim").device
-    assert chosen_crossover(None, facts, device, token_major=True).n_tokens == 1
+    assert chosen_crossover(facts, device, token_major=True).n_tokens == 1
     monkeypatch.setattr(Device, "kind", "gpu")
-    chosen = chosen_crossover(None, facts, device, token_major=True)
+    chosen = chosen_crossover(facts, device, token_major=True)
     assert chosen.n_tokens == choose_crossover(chosen.table)
     monkeypatch.setattr(offload.mla, "measure_crossover", no_memory)
-    chosen = chosen_crossover(None, facts, device, token_major=True)
+    chosen = chosen_crossover(facts, device, token_major=True)
     assert chosen.n_tokens == 1
     assert "7 MiB of device memory could not be had): taking 1 token" in chosen.note
 
@@ -400,7 +402,7 @@ def test_a_model_without_the_projection_is_not_measured(
     monkeypatch.setattr(offload.mla, "measure_crossover", None)
     device = choose_device("sim").device
     monkeypatch.setattr(Device, "kind", "gpu")
-    chosen = chosen_crossover(None, read_facts(tiny_dense), device, token_major=True)
+    chosen = chosen_crossover(read_facts(tiny_dense), device, token_major=True)
     assert (chosen.n_tokens, chosen.table) == (0, ())
 
 

@@ -73,7 +73,7 @@ def plain(standin: DeviceChoice, deep: Path) -> Calls:
 
 
 def _opened(gpu: DeviceChoice, **changes: object) -> EngineOptions:
-    return options(gpu, **{"n_ctx": 256, "mla_crossover": None, "flash_attn": "auto", **changes})
+    return options(gpu, **{"n_ctx": 256, "mla": True, "flash_attn": "auto", **changes})
 
 
 def _streaming(path: Path, share: float, splitter: Splitter | None) -> Streaming:

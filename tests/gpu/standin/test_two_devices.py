@@ -103,7 +103,7 @@ def stream(
     opened = engine_options(
         device=",".join(gpu.name for gpu in gpus), streaming=streaming, n_ctx=512,
         n_ubatch=n_ubatch, n_outputs=128, n_threads=1, n_threads_batch=1, flash_attn="off",
-        mla_crossover=0, min_batch=min_batch,
+        mla=False, min_batch=min_batch,
         tensor_split=(1,) * len(gpus) if len(gpus) > 1 else (),
     )  # fmt: skip
     with open_engine(model, opened) as engine:
