@@ -29,6 +29,13 @@ def vocabulary_difference(target: Model, draft: Model, name: str) -> str:
     return ""
 
 
+def share_of_tokens(target: Model, draft: Model) -> float:
+    """Return the share of the draft's tokens whose text is one token of the target."""
+    known = {target.token_text(token) for token in range(target.n_vocab)}
+    n = sum(draft.token_text(token) in known for token in range(draft.n_vocab))
+    return n / max(1, draft.n_vocab)
+
+
 class TextStream:
     """Joins the bytes of tokens into text; invalid bytes become U+FFFD, never an error."""
 

@@ -15,7 +15,7 @@ from offload.engine import Engine
 from offload.measuring import Clock
 from offload.model_file import model_hash
 from offload.sequences.row_draft import RowDraft
-from offload.sequences.text import vocabulary_difference
+from offload.sequences.text import share_of_tokens, vocabulary_difference
 from specdec.errors import VocabularyMismatch
 from specdec.types import BlockModel, Target
 from specdec.whole_file import read_text
@@ -136,15 +136,26 @@ def draft_key(draft: DraftModel) -> str:
 
 
 def check_same_vocabulary(target: Engine, draft: DraftModel) -> None:
-    """Raises VocabularyMismatch, which names the first difference between the vocabularies."""
+    """Raises VocabularyMismatch, which names the first difference between the vocabularies.
+
+    It also says how to translate drafts, and the share of the draft's tokens that the target has.
+    """
     difference = abs(target.n_vocab - draft.n_vocab)
     if difference > _MAX_SIZE_DIFFERENCE:
         raise VocabularyMismatch(
             f"{draft.facts.path.name} has {draft.n_vocab} tokens and the target {target.n_vocab}; "
-            f"at most {_MAX_SIZE_DIFFERENCE} may differ: choose a draft of the same family"
+            f"at most {_MAX_SIZE_DIFFERENCE} may differ: {_remedy(target, draft)}"
         )
     if words := vocabulary_difference(target.model, draft.model, draft.facts.path.name):
-        raise VocabularyMismatch(f"{words}: choose a draft of the same family")
+        raise VocabularyMismatch(f"{words}: {_remedy(target, draft)}")
+
+
+def _remedy(target: Engine, draft: DraftModel) -> str:
+    share = share_of_tokens(target.model, draft.model)
+    return (
+        "choose a draft of the same family, or let its drafts be translated through text with "
+        f'--spec-replace "" ({100 * share:.0f} % of its tokens are tokens of the target, too)'
+    )
 
 
 def read_kept(path: Path) -> tuple[int, ...]:

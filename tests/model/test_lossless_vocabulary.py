@@ -22,6 +22,7 @@ from lossless_parts import (
     open_session,
 )
 
+from offload.sequences.text import share_of_tokens
 from specdec.errors import VocabularyMismatch
 from specoffload.config.resolution import demo_file, demo_prompts
 
@@ -112,8 +113,21 @@ def test_another_order_of_ids_costs_no_drafts(exact: Path, drafts: dict[str, Pat
 def test_without_replacement_another_vocabulary_is_refused(
     exact: Path, drafts: dict[str, Path]
 ) -> None:
-    with pytest.raises(VocabularyMismatch, match="bos token"):
+    remedy = r'bos token .*: choose a draft of the same family, or .* with --spec-replace "" '
+    with pytest.raises(VocabularyMismatch, match=rf"{remedy}\(100 % of its tokens are"):
         open_session(exact, FIXED, draft=drafts["permuted"])
+    with open_session(exact, FIXED | {"--spec-replace": ""}, draft=drafts["permuted"]) as opened:
+        assert generate(opened, texts()[1], GREEDY).stats.n_accepted > 0, "the remedy works"
+
+
+def test_a_refusal_counts_the_tokens_that_survive(exact: Path, drafts: dict[str, Path]) -> None:
+    with open_session(exact, TRANSLATED, draft=drafts["coarser"]) as opened:
+        draft = opened.draft
+        assert draft is not None
+        known = {opened.target.model.token_text(t) for t in range(opened.target.n_vocab)}
+        kept = [draft.model.token_text(t) in known for t in range(draft.n_vocab)]
+        assert share_of_tokens(opened.target.model, draft.model) == sum(kept) / len(kept)
+        assert 0.1 < sum(kept) / len(kept) <= 1.0
 
 
 def test_special_tokens_reach_the_draft_as_its_own(
