@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from offload.times.corrections import Corrections
+from offload.times.recent import RecentMedian
 from offload.times.table import (
     CONTRADICTS,
     PAYS,
@@ -36,8 +37,8 @@ from offload.times.table import (
 from offload.units import milliseconds
 
 _BUFFERED = 8  # decodes that are learnt from at once, as CPU caches are cold between decodes
-_STEP_RATE = 0.03  # learning rate of a draft step's time, and of a rewind's
-_OUTLIER = 3.0  # cap on the ratio of a draft step's time to the expected one
+_REWIND_RATE = 0.03  # learning rate of a rewind's time
+_OUTLIER = 3.0  # cap on the ratio of a rewind's time to its decode's
 _N_SCALED = 8  # decodes; the shortest of them gives the seconds of a relative table's unit
 _RISKED = 0.01  # share of the time that trials may cost, and share that doubted sizes may cost
 _CREDIT = 1.0  # decodes that trials of a way may cost in advance, at the start and after a surprise
@@ -113,6 +114,7 @@ class Learner:
         self._table, self._ways = table, ways
         self._on_ways, self._say = on_ways, say
         self.draft_step_s, self.is_relative = draft_step_s, relative
+        self._steps = RecentMedian(draft_step_s)
         self._replay = 0.0  # mean ratio of a rewind's time to its decode's
         self._corrections = Corrections()
         self._chosen: list[Way] = []
@@ -125,7 +127,7 @@ class Learner:
         self._most: dict[int, float] = {}
         self._least: dict[int, float] = {}
         self._served_s = self._risked_s = 0.0
-        self._n_refreshes = self._n_steps_seen = 0
+        self._n_refreshes = 0
         self.n_plans = self.n_retries = self.n_trials = self.n_changes = 0
         self.tried: dict[int, float] = {}
         self.times: list[float] = []
@@ -213,15 +215,11 @@ class Learner:
         `verify_s` seconds, and rewinding the rejected tokens took `rollback_s` seconds.
         """
         if n_draft_steps:
-            step_s = draft_s / n_draft_steps
-            self._n_steps_seen += 1
-            # The first steps count more, since the measured time may belong to other conditions.
-            rate = max(_STEP_RATE, 1 / (2 + self._n_steps_seen)) if self.draft_step_s > 0 else 1.0
-            most_s = _OUTLIER * (self.draft_step_s or step_s)
-            self.draft_step_s += rate * (min(step_s, most_s) - self.draft_step_s)
+            self._steps.see(draft_s / n_draft_steps)
+            self.draft_step_s = self._steps.value
         if n > 1 and verify_s > 0.0 and (rollback_s or self._replay):
             share = min(rollback_s / verify_s, _OUTLIER)
-            self._replay += _STEP_RATE * (share - self._replay)
+            self._replay += _REWIND_RATE * (share - self._replay)
 
     def _scale(self, n: int, seconds: float) -> None:
         """Find the seconds of the table's unit: the least that one of the first decodes implies."""
@@ -229,7 +227,9 @@ class Learner:
         self._n_scaled += 1
         if self.is_relative or factor < 1.0 / CONTRADICTS:
             self._corrections.scale(factor)
-            self.draft_step_s *= factor if self.is_relative else 1.0
+            if self.is_relative:
+                self._steps.scale(factor)
+                self.draft_step_s = self._steps.value
             self.is_relative = False
             self._restate()
             self._review()

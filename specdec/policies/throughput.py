@@ -10,9 +10,11 @@ probed only rarely, so it costs next to nothing.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from operator import mul
+from statistics import median_low
 
 import numpy as np
 
@@ -45,7 +47,8 @@ _LOSS_TOKENS, _LOSS_SHARE = 2.0, 0.003  # allowed loss: tokens, plus a share of 
 _LOSS_MORE = 0.0015
 _TRUST_TOKENS = 3.0  # tokens that a new drafter may cost; each judged token adds one
 _MOVED = 0.3  # change of a drafter's log-odds after which its plan is rebuilt
-_STEP_MEMORY = 0.1  # weight of the newest time of a drafter's step
+_ROW_MEMORY = 0.1  # weight of the newest share of a step that further rows take
+_STEPS_SEEN = 32  # newest times of a drafter's step that count
 _FLAT = 0.15  # price of a further row, in tokens, above which a tree is no better than a chain
 _CHAIN_ROWS = 4  # rows that a chain would fill
 _ROW_SHARE = 0.04  # first guess of a further row's time in a draft step, as a share of the step
@@ -85,6 +88,7 @@ class Throughput(Policy):
         self._n_rounds = 0
         self._alone_s: list[float] = []  # rounds without a draft that are not learnt from yet
         self._beside = 0  # rows of other sequences in each batch
+        self._steps_seen: dict[str, deque[float]] = {}  # by drafter, the kept time first
         self._step_shared_by = 1  # sequences that one draft decode serves
         self._row_share = _ROW_SHARE
         self._won = 0.0  # tokens gained over plain decoding in the same time
@@ -244,7 +248,7 @@ class Throughput(Policy):
             return draft_s
         share = draft_s / usual_s - 1.0  # of a step, for all further rows
         newest = min(1.0, max(0.0, share * draft.n_steps / draft.n_extra_rows))
-        self._row_share += _STEP_MEMORY * (newest - self._row_share)
+        self._row_share += _ROW_MEMORY * (newest - self._row_share)
         return draft_s / (1.0 + self._row_share * draft.n_extra_rows / draft.n_steps)
 
     def learn(self, round_: Round) -> None:
@@ -386,9 +390,13 @@ class Throughput(Policy):
     def _time_step(self, draft: Draft) -> None:
         """Learn the seconds of a drafter's step, if they were timed apart from others' steps."""
         if draft.step_s > 0:
-            usual = self._steps_s.get(draft.source) or draft.step_s
-            newest = min(draft.step_s, 4 * usual)
-            self._steps_s[draft.source] = usual + _STEP_MEMORY * (newest - usual)
+            kept = self._steps_s.get(draft.source)
+            newest = deque([kept] if kept else [], maxlen=_STEPS_SEEN)
+            seen = self._steps_seen.setdefault(draft.source, newest)
+            seen.append(draft.step_s)
+            # Two steps that agree outweigh a disturbed one, also the kept one. Other programs only
+            # make steps longer, so a shorter one counts at once.
+            self._steps_s[draft.source] = median_low(seen)
 
     def account(
         self,

@@ -329,6 +329,19 @@ def test_drafts_are_as_long_as_the_time_of_a_step_allows(
     assert least <= fmean(lengths[100:]) <= most
 
 
+@pytest.mark.parametrize("kept_s", [1e-6, 0.02, 0.5])
+def test_a_disturbed_step_of_one_of_several_drafters_is_corrected_by_two_rounds(
+    kept_s: float,
+) -> None:
+    steps_s = {"draft": kept_s, "mtp": 0.03}
+    policy = Throughput(CostProfile(tuple(1.0 + 0.02 * n for n in range(9))), steps_s=steps_s)
+    model = ModelDrafter(FakeTarget(peak=0.85))
+    for took_s in (0.01, 0.01, 7.0):  # the last one is interrupted
+        draft = replace(proposed(model, 0, [1, 2, 3], policy, 8), step_s=took_s)
+        policy.learn(Round(draft, 0, (-1,), took_s * draft.n_steps, 1.0))
+    assert steps_s == {"draft": 0.01, "mtp": 0.03}
+
+
 def test_a_translated_history_that_was_edited_is_read_anew() -> None:
     drafter = TranslatedDrafter(SuffixDrafter(), words(0), words(3))
     assert proposed(drafter, 0, [1, 2, 3, 4, 5, 1, 2], Fixed(2), 2).tokens == (3, 4)
