@@ -75,18 +75,21 @@ class CommandLine:
     def words_for(self, command: str) -> list[str]:
         """The typed arguments that `command` has too, without flags that only describe or show.
 
-        `--verbose` and those of the class `PlanOptions` are left out, with their values.
+        `--verbose` and those of the class `PlanOptions` are left out, with their values. Keys are
+        not shown, and no command takes what stands in their place.
         """
         own, kept = names_of(flags_of(self.command)), list[str]()
         other = names_of([f for f in flags_of(command) if f.field != "verbose"])
         rest = list(self.words)
         while rest:
             word = rest.pop(0)
-            name, equals, _ = word.partition("=")
-            flag = own.get(name)
+            name, equals, text = word.partition("=")
+            flag = own.get(name) or other.get(name)
             taken = [word]
-            if flag is not None and not flag.is_switch and not equals and rest:
-                taken.append(rest.pop(0))
+            if flag is not None and equals:
+                taken = [f"{name}={flag.said(text)}"]
+            elif flag is not None and not flag.is_switch and rest:
+                taken.append(flag.said(rest.pop(0)))
             if flag is None or (name in other and flag.section is not PlanOptions):
                 kept += taken
         return kept
@@ -219,7 +222,7 @@ class _Reader:
             other = self._elsewhere[name]
             takes_next = not other.is_switch and inline is None
             value = self._next(name, rest, other.help) if takes_next else inline or ""
-            self.ignored.append((f"{name} {value}".strip(), other.elsewhere))
+            self.ignored.append((f"{name} {other.said(value)}".strip(), other.elsewhere))
         elif flag is None:
             self._read_foreign(name, inline, rest)
         elif name in flag.off or flag.is_switch:
@@ -249,7 +252,7 @@ class _Reader:
 
         `name` is the flag or variable. Messages put `joint` between `name` and `text`.
         """
-        said = f"{name}{joint}{text}"
+        said = f"{name}{joint}{flag.said(text)}"
         if flag.digits_mean and text.isdecimal():
             self.remarks.append(f"{said} is read as {flag.digits_mean} {text}")
             flag = self._by_name[flag.digits_mean]
@@ -266,7 +269,7 @@ class _Reader:
         try:
             values = self._values(flag, text)
         except ValueError as e:
-            raise UsageError(f"{name}{joint}{text}: {e}") from None
+            raise UsageError(f"{name}{joint}{flag.said(text)}: {e}") from None
         if flag.section is not SweepOptions or not flag.swept:
             self._set(flag, values[0], name)
         if flag.swept and self._command == "bench":

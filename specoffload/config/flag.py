@@ -55,6 +55,7 @@ class Kind:
     read: Callable[[str], object]
     values: tuple[str, ...] = ()  # values that a shell completes
     is_open: bool = False
+    is_secret: bool = False  # True: values are keys, which are not even shown to who typed them
 
 
 def whole(text: str) -> int:
@@ -78,6 +79,7 @@ def _float(text: str) -> float:
 INT = Kind("N", whole, is_open=True)
 FLOAT = Kind("X", _float, is_open=True)
 TEXT = Kind("TEXT", str)
+SECRET = Kind("TEXT", str, is_secret=True)
 PATH = Kind("FILE", user_path)
 SWITCH = Kind("", str, is_open=True)  # takes no value
 HIDDEN = "(hidden)"  # shown in place of a value that is not open
@@ -216,8 +218,14 @@ class Flag:
         """`text`, a value of this flag, as users of the server may see it."""
         return text if self.kind.is_open else HIDDEN
 
+    def said(self, text: str) -> str:
+        """The value `text` as messages show it to who typed it."""
+        return HIDDEN if self.kind.is_secret and text else text
+
     def read(self, text: str) -> object:
         """The value that `text` means. Its ValueError says what the value must be."""
+        if self.kind.is_secret and text == HIDDEN:
+            raise ValueError("must be the key itself, which is not shown")
         value = self.kind.read(text)
         if isinstance(value, int | float):
             low = self.least is None or value >= self.least

@@ -28,6 +28,7 @@ from specoffload.config.flag import (
     INT,
     OPENS,
     PATH,
+    SECRET,
     SWITCH,
     TEXT,
     Flag,
@@ -89,7 +90,7 @@ _MODEL = (
         "hf_file", "--hf-file -hff LLAMA_ARG_HF_FILE", TEXT, "File of that repository.", rare=True,
     ),
     _model(
-        "hf_token", "--hf-token -hft", TEXT,
+        "hf_token", "--hf-token -hft", SECRET,
         "Token for private and gated repositories, like HF_TOKEN.", rare=True,
     ),
     _model(

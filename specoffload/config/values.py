@@ -347,7 +347,7 @@ SEED = Kind("N", seed, is_open=True)
 SAMPLER_NAMES = Kind("NAME;...", samplers, is_open=True)
 BREAKER = Kind("TEXT", breaker)
 LOGIT_BIAS = Kind("ID+BIAS", logit_bias)
-KEYS = Kind("KEY,...", keys)
+KEYS = Kind("KEY,...", keys, is_secret=True)
 N_PREDICT = Kind("N", _or_none(lambda n: n < 0), is_open=True)  # None: to the end of the context
 REASONING_BUDGET = Kind("N", _or_none(lambda n: n == -1, least=-1), is_open=True)  # None: no limit
 PARALLEL = Kind("N", _or_none(lambda n: n == -1), is_open=True)  # None: chosen at start

@@ -95,6 +95,8 @@ class Session:
         """
         if config.cache_disk is not None and config.cache_disk.folder is not None:
             made_folder(config.cache_disk.folder)  # before a large model is read
+        if config.slot_save_path is not None:
+            made_folder(config.slot_save_path, "--slot-save-path: no slots can be saved")
         measures = prices or thorough is not None  # these measure T(n)
         start = session_start(config, imports_costs=not measures)
         self.config = config = start.config

@@ -19,17 +19,21 @@ from offload.errors import UnusableFolder
 from offload.notes import Note, NoteKind
 
 SECRET_BYTES = 32
+_NO_PROMPTS = "--cache-disk: no prompts can be kept"
 _MOST_LOOKS, _LOOK_S = 20, 0.05  # looks at a secret that another server is writing
 
 
-def made_folder(folder: Path) -> None:
-    """Make the folder for its owner alone, unless there is one. Raises UnusableFolder."""
+def made_folder(folder: Path, cannot: str = _NO_PROMPTS) -> None:
+    """Make the folder for its owner alone, unless there is one.
+
+    Raises UnusableFolder. Its words begin with `cannot`: the flag, and what cannot be kept.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as e:
-        raise _unusable(folder, e.strerror or str(e)) from e
+        raise _unusable(folder, e.strerror or str(e), cannot) from e
 
 
 def foreign_writers(flag: str, folder: Path, harm: str) -> Note | None:
@@ -102,5 +106,5 @@ def _read_secret(path: Path) -> tuple[os.stat_result, bytes]:
         return os.fstat(handle), file.read(SECRET_BYTES + 1)
 
 
-def _unusable(folder: Path, why: str) -> UnusableFolder:
-    return UnusableFolder(f"--cache-disk: no prompts can be kept in {folder}: {why}")
+def _unusable(folder: Path, why: str, cannot: str = _NO_PROMPTS) -> UnusableFolder:
+    return UnusableFolder(f"{cannot} in {folder}: {why}")

@@ -37,6 +37,18 @@ def test_prompts_without_a_folder_are_refused_once(tiny_dense: Path, caches: Pat
     assert "Traceback" not in done.stderr
 
 
+def test_slots_without_a_folder_are_refused_at_the_start(tiny_dense: Path, caches: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "specoffload", "serve", "-m", tiny_dense, "--slot-save-path",
+         str(caches / "slots"), "--device", "cpu", "--port", "0"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == REFUSED, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert f"--slot-save-path: no slots can be saved in {caches / 'slots'}: Not a directory" in last
+    assert "Traceback" not in done.stderr
+
+
 def test_libmtmd_without_a_folder_is_refused_once(
     caches: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,29 @@ def test_a_plan_begins_with_the_flags_that_a_start_has_too() -> None:
 
 
 @pytest.mark.parametrize(
+    "words",
+    [("--api-key", "s3cret"), ("--api-key=s3cret",), ("--hf-token", "s3cret"), ("-hft", "s3cret")],
+)
+def test_a_plan_begins_without_the_keys_that_were_typed(words: tuple[str, ...]) -> None:
+    line = read_command_line("plan", ["m.gguf", *words])
+    kept = line.words_for("serve")
+    assert "s3cret" not in " ".join(kept)
+    assert len(kept) == 1 + len(words)
+    with pytest.raises(UsageError, match="must be the key itself"):  # nobody serves with it
+        read_command_line("serve", kept)
+
+
+@pytest.mark.parametrize(("command", "words"), [
+    ("serve", ["--api-key", "s3cret,,other"]),
+    ("serve", ["--api-key=s3cret,"]),
+])  # fmt: skip
+def test_a_refusal_does_not_show_a_key(command: str, words: list[str]) -> None:
+    with pytest.raises(UsageError, match="--api-key .*: must be a key") as e:
+        read_command_line(command, words)
+    assert "s3cret" not in str(e.value)
+
+
+@pytest.mark.parametrize(
     ("words", "expected"),
     [
         (("-fa",), Toggle.ON),
