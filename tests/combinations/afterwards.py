@@ -26,6 +26,10 @@ _TRUE_OF: Sequence[tuple[str, Callable[[Case], bool]]] = (
         "^decodes take .* other programs use the processors|^computing with .* threads again$",
         lambda case: case["machine"] == "busy" or os.getloadavg()[0] > 1,
     ),
+    (
+        "a measurement is not used, and is made again when needed: the (split costs|draft step)",
+        lambda case: case["machine"] == "busy" or os.getloadavg()[0] > 1,
+    ),
     (_CHANGED, lambda case: case["device"] != "cpu"),
     (
         r"^--spec-type eagle3: .* needs rows of the target's layers",
