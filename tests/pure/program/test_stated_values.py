@@ -86,7 +86,7 @@ def test_a_page_states_the_number_of_the_code(page: str, words: str) -> None:
 
 def test_the_page_names_every_flag_that_a_plan_is_made_without() -> None:
     """The flags whose cost a plan looks at, under any of their names."""
-    line = _page("plans").partition("A start prints it, too. It is about ")[2].partition(". ")[0]
+    line = _page("plans").partition("leaves the choice to you. It is about ")[2].partition(". ")[0]
     names = {field: flag.names + flag.off for field in _PLACING for flag in TABLE
              if (flag.section, flag.field) == (Options, field)}  # fmt: skip
     assert set(names) == set(_PLACING)

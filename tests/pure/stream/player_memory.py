@@ -424,7 +424,8 @@ class Machine:
         return Calls(*pointers, _NE, _NB, _DATA, _BUFFER, _PARAMETERS)
 
     def _compute(self, stream: int, _: int) -> int:
-        if stream == self.player.stream and self.waited_for > self.answered:
+        is_waiting = self.waited_for and self.waited_for > self.answered  # only rings have words
+        if stream == self.player.stream and is_waiting:
             self.n_computed_while_waiting += 1
         return self.statuses.pop() if self.statuses else 0
 
