@@ -22,8 +22,8 @@ _TABLES = re.compile(r"(^|\.)(ffn_gate_tid2eid|d2t)(\.weight)?$")
 # Tensors of more than one dimension that are added, multiplied element by element or convolved. The
 # kernels for these operations read 32-bit floats next to activations.
 _ELEMENTWISE = re.compile(
-    r"\.bias$|norm|scale(\.weight)?$|^rope_f|sinks|\.ssm_(a|d|dt)\b|conv1d|shortconv\.conv\."
-)
+    r"\.bias$|norm|scale(\.weight)?$|^rope_f|sinks|\.ssm_(a|d)\b|\.ssm_dt$|conv1d|shortconv\.conv\."
+)  # not ssm_dt.weight, which is a matrix (Mamba, Jamba), and may have any type
 
 _VECTOR_FACTORS = re.compile(r"ffn_gate_inp_shexp")  # vectors that are multiplied as matrices are
 

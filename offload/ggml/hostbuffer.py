@@ -26,6 +26,18 @@ if TYPE_CHECKING:
     from offload.store.expert_memory import ExpertMemory
 
 
+class OnDemand(Protocol):
+    """The parts that read experts when they are needed. Looked at in every decode."""
+
+    @property
+    def experts(self) -> ExpertMemory | None:
+        """The memory for some of the experts, once they are loaded; None if all are in memory."""
+
+    @property
+    def next_experts(self) -> NextExperts | None:
+        """Finds the experts that are read ahead, once there is a memory for some; else None."""
+
+
 class TensorHome(Protocol):
     """Decides where tensors lie, and fills them itself."""
 
@@ -36,12 +48,8 @@ class TensorHome(Protocol):
         """True while the model is being loaded: libllama's writes to tensors are then ignored."""
 
     @property
-    def experts(self) -> ExpertMemory | None:
-        """The memory for some of the experts, once they are loaded; None if all are in memory."""
-
-    @property
-    def next_experts(self) -> NextExperts | None:
-        """Finds the experts that are read ahead, once there is a memory for some; else None."""
+    def on_demand(self) -> OnDemand:
+        """The parts that read experts while the model computes, complete once it is loaded."""
 
 
 class MemoryTaker(Protocol):
@@ -92,6 +100,7 @@ class HostBufferType:
     ) -> None:
         self._lib = lib = library()
         self._memory, self.pending, self._home = memory, pending, home
+        self._on_demand = None if home is None else home.on_demand
         self._name = C.create_string_buffer(name.encode())
         self._keep: list[Any] = []
         cpu = lib.ggml_backend_cpu_buffer_type()
@@ -134,12 +143,12 @@ class HostBufferType:
     @property
     def experts(self) -> ExpertMemory | None:
         """The memory for some of the experts, None if all are in memory."""
-        return None if self._home is None else self._home.experts
+        return None if self._on_demand is None else self._on_demand.experts
 
     @property
     def next_experts(self) -> NextExperts | None:
         """Finds the experts that are read ahead, None if none are."""
-        return None if self._home is None else self._home.next_experts
+        return None if self._on_demand is None else self._on_demand.next_experts
 
     def pass_for(self, device: MemoryTaker) -> bool:
         """Let the device's own native code answer whether it takes weights in this memory.

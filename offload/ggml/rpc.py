@@ -17,7 +17,7 @@ from pathlib import Path
 
 from offload.errors import DeviceFailed, DeviceUnavailable, LibraryMismatch
 from offload.ggml.backend import Device
-from offload.ggml.hostbuffer import HostBufferType
+from offload.ggml.hostbuffer import HostBufferType, OnDemand
 from offload.ggml.library import abi, log
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import library
@@ -119,6 +119,10 @@ class _Nowhere:
     """Leaves tensors without memory, so that what libllama writes to them is dropped."""
 
     experts = next_experts = None  # its weights are all on another machine
+
+    @property
+    def on_demand(self) -> OnDemand:
+        return self
 
     def place(self, name: str, size_bytes: int) -> HostRange:
         raise AssertionError(name)

@@ -185,7 +185,7 @@ class PlacedWeights:
         self.host = self._host_buffers()
         recorder = self._routing if o.streaming.record_routing else None
         assert self.store is not None
-        self.native_experts = NativeExperts(self.store, self._facts.n_experts, recorder)
+        self.native_experts = NativeExperts(self.store.on_demand, self._facts.n_experts, recorder)
         patterns = plan.patterns(experts=True)
         return replace(
             placement,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from offload.decode import SMALL_BATCH, Batch
 from offload.ggml.context import Context
-from offload.ggml.hostbuffer import TensorHome
+from offload.ggml.hostbuffer import OnDemand
 from offload.ggml.row_context import RowContext
 from offload.images.mtmd import Projector
 from offload.routing.next_experts import Rows
@@ -155,14 +155,16 @@ class NativeExperts:
     While a layer is computed, experts that later layers are likely to use are read ahead.
     """
 
-    def __init__(self, home: TensorHome, n_experts: int, recorder: RoutingRecorder | None) -> None:
-        """`home` has the experts. While `recorder` is on, it records those of small batches."""
-        self._home, self._n_experts, self._recorder = home, n_experts, recorder
+    def __init__(
+        self, on_demand: OnDemand, n_experts: int, recorder: RoutingRecorder | None
+    ) -> None:
+        """While `recorder` is on, it records the experts of small batches."""
+        self._on_demand, self._n_experts, self._recorder = on_demand, n_experts, recorder
         self._guess = RoutingGuess()
 
     def expect(self, batch: Batch) -> None:
         """Take the batch of the next decode."""
-        memory, following = self._home.experts, self._home.next_experts
+        memory, following = self._on_demand.experts, self._on_demand.next_experts
         if memory is not None:
             memory.expect_batch(batch.n_at_once)
         self._guess.expect(batch.small_tokens)
@@ -175,7 +177,7 @@ class NativeExperts:
         `rows` returns the rows [n_tokens, n_embd] that these experts multiply. Raises DeviceFailed
         and DoesNotFit as ExpertMemory.need does.
         """
-        memory, following = self._home.experts, self._home.next_experts
+        memory, following = self._on_demand.experts, self._on_demand.next_experts
         n_tokens, n_used = ids.shape
         assert memory is not None
         used = np.unique(ids).tolist()

@@ -30,7 +30,7 @@ from numa.errors import PlacementRefused
 from numa.machine import MemoryStalls, read_limits
 from numa.memory import PlacedMemory
 from offload.errors import BadModel, DoesNotFit
-from offload.ggml.hostbuffer import mapping_without_reading
+from offload.ggml.hostbuffer import OnDemand, mapping_without_reading
 from offload.ggml.library.callback import Pending
 from offload.ggml.memory import HasAddress, HostRange, Pinner, ReservedAddresses
 from offload.model import LOOKED_UP, ModelFacts, TensorEntry, WeightPlace, is_experts
@@ -344,14 +344,14 @@ class Store:
         return [self.layout.spots[name] for name in names]
 
     @property
+    def on_demand(self) -> OnDemand:
+        """The parts that read experts while the model computes, complete once it is loaded."""
+        return self._held
+
+    @property
     def experts(self) -> ExpertMemory | None:
         """The experts in memory, once loading has finished; None if all are always there."""
         return self._held.experts
-
-    @property
-    def next_experts(self) -> NextExperts | None:
-        """Finds the experts that are read ahead, once loading has finished; None if none are."""
-        return self._held.next_experts
 
     @property
     def fraction(self) -> float:

@@ -10,6 +10,7 @@ from offload.model import TensorEntry
 NO_WEIGHTS = ("i8", "i16", "i32", "i64", "f64", "q8_1", "q8_K")
 WEIGHTS = ("f32", "f16", "bf16", "q4_0", "q8_0", "q4_K", "q6_K", "iq4_xs", "tq2_0", "mxfp4")
 MATRICES = (
+    "blk.1.ssm_dt.weight",  # of Mamba and Jamba
     *("token_embd.weight", "output.weight", "blk.3.attn_q.weight", "blk.0.ffn_gate_inp.weight"),
     *("blk.1.ffn_up_exps.weight", "blk.1.attn_kv_b.weight", "blk.2.ssm_in.weight"),
     *("blk.2.hc_attn_fn.weight", "blk.4.nextn.eh_proj.weight", "per_layer_token_embd.weight"),
@@ -18,7 +19,13 @@ FLOATS = (
     *("blk.0.attn_norm.weight", "blk.0.attn_q.bias", "blk.1.ffn_gate_exps.bias", "blk.2.ssm_a"),
     *("blk.2.ssm_conv1d.weight", "blk.2.ssm_conv1d_q.weight", "blk.0.attn_sinks.weight"),
     *("rope_freqs.weight", "rope_factors_long.weight", "blk.5.shortconv.conv.weight"),
-    *("blk.2.ssm_d", "blk.1.exp_probs_b.bias", "blk.1.hc_attn_norm.weight"),
+    *(
+        "blk.2.ssm_d",
+        "blk.2.ssm_dt",
+        "blk.2.ssm_dt.bias",
+        "blk.1.exp_probs_b.bias",
+        "blk.1.hc_attn_norm.weight",
+    ),
 )
 
 
