@@ -131,7 +131,7 @@ def _use_kept_prompt(session: Session, file: Path | None) -> None:
     """Load the KV cache in `file`, if that exists. Raises UsageError or BadRequest."""
     try:
         if file is not None and file.exists():
-            session.batcher.slots[0].read(file)
+            session.batcher.slots[0].read(file, session.batcher.make_room)
     except OSError as e:
         raise UsageError(f"--prompt-cache {file}: {e.strerror or e}") from e
 

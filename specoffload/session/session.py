@@ -412,7 +412,8 @@ class Session:
 
         Raises BadRequest for a slot or a file that cannot be used.
         """
-        return change_slot(self.batcher.slots, self.config.slot_save_path, number, action, filename)
+        folder, batcher = self.config.slot_save_path, self.batcher
+        return change_slot(batcher.slots, folder, number, action, filename, batcher.make_room)
 
     def forget(self) -> None:
         """Drop all cached prompts. The next prompt is then evaluated whole."""

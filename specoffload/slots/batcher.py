@@ -65,7 +65,7 @@ class Batcher:
         self._pool = SlotPool(
             slots, self._sequences, store_bytes, similar, lambda: target.taking(PROMPTS), folder
         )
-        self.slots, self.store = slots, self._pool.store
+        self.slots, self.store, self.make_room = slots, self._pool.store, self._pool.make_room
         self.on_round: list[Callable[[Round], None]] = []  # called with every round
         # Called with every round and the member of the decoding loop that it belongs to.
         self.on_member_round: list[Callable[[BatchMember, Round], None]] = []

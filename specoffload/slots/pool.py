@@ -148,17 +148,31 @@ class SlotPool:
 
         Loads nothing if it still does not fit. The prompt is then evaluated once there is room.
         """
-        while sum([s.n_held for s in self._slots]) + len(stored.tokens) > self._sequences.n_ctx:
-            idle = self.least_used()
-            if idle is None:
-                return
-            self.keep(idle)
-            idle.clear()
+        if not self.make_room(slot, len(stored.tokens)):
+            return
         try:
             slot.load(stored)
         except DeviceFailed as e:
             n = len(stored.tokens)
             log.warning("a kept prompt of %d tokens is not loaded, but evaluated again: %s", n, e)
+
+    def make_room(self, slot: Slot, n_tokens: int) -> bool:
+        """Clear idle slots until `slot`, as if it were empty, has room for a text of `n_tokens`.
+
+        The least recently used one comes first. Returns False, and clears none, if busy slots leave
+        too little room.
+        """
+        others = [other for other in self._slots if other is not slot]
+        n_busy = sum([other.n_held for other in others if other.is_busy])
+        if n_busy + n_tokens > self._sequences.n_ctx:
+            return False
+        idle = [other for other in others if not other.is_busy and other.n_held]
+        for other in sorted(idle, key=lambda s: s.last_used):
+            if sum([s.n_held for s in others]) + n_tokens <= self._sequences.n_ctx:
+                break
+            self.keep(other)
+            other.clear()
+        return True
 
     def least_used(self) -> Slot | None:
         """Return the idle slot with tokens that was used longest ago, or None."""

@@ -9,7 +9,7 @@ checkpoint, not from its first token.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -210,14 +210,24 @@ class Slot:
             raise BadRequest(f"slot {self.number} holds nothing to save")
         return write_sequence(path, self.saved(), self._target.made_by)
 
-    def read(self, path: Path) -> int:
+    def read(self, path: Path, make_room: MakeRoom) -> int:
         """Restore the sequence that was written to a file. Returns the bytes read.
 
         Raises OSError or BadRequest. The slot keeps what it holds, unless the state in the file is
         found to be damaged while it is loaded.
         """
+
+        def clear(n_tokens: int) -> None:
+            if not make_room(self, n_tokens):
+                raise BadRequest(
+                    f"the {n_tokens} tokens of {path.name} have no room beside the running "
+                    f"requests, in a context of {self._target.n_ctx} (--ctx-size): try again when "
+                    "those have ended"
+                )
+            self.clear()
+
         saved, n_bytes = read_sequence(
-            path, self._target, self.number, self.clear, most_checkpoints=self._most_checkpoints
+            path, self._target, self.number, clear, most_checkpoints=self._most_checkpoints
         )
         self._take_over(saved)
         self.mark()
@@ -234,10 +244,21 @@ class Slot:
 # -- files (llama.cpp's POST /slots/ID?action=...) -------------------------------------------------
 
 
+# Clears other slots until this one has room for so many tokens. False if that is not possible.
+MakeRoom = Callable[["Slot", int], bool]
+
+
 def change_slot(
-    slots: Sequence[Slot], folder: Path | None, number: int, action: SlotAction, filename: str
+    slots: Sequence[Slot],
+    folder: Path | None,
+    number: int,
+    action: SlotAction,
+    filename: str,
+    make_room: MakeRoom,
 ) -> SlotResult:
     """Save an idle slot to a file in `folder`, restore it from there, or erase it.
+
+    The texts of idle slots make room for what is restored, as they do for a request.
 
     Raises BadRequest if the slot does not exist or is busy, the name leads out of `folder`, or the
     file cannot be read. Raises NotWritten if the file cannot be written.
@@ -254,7 +275,7 @@ def change_slot(
         return SlotResult(n_tokens, 0, perf_counter() - began)
     path = file_of(folder, filename)
     try:
-        n_bytes = slot.write(path) if action == "save" else slot.read(path)
+        n_bytes = slot.write(path) if action == "save" else slot.read(path, make_room)
     except OSError as e:
         if action == "save":
             raise NotWritten(

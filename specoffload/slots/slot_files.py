@@ -88,13 +88,14 @@ def read_sequence(
     path: Path,
     sequences: Sequences,
     sequence: int,
-    clear: Callable[[], None] | None = None,
+    clear: Callable[[int], None] | None = None,
     *,
     most_checkpoints: int = 0,
 ) -> tuple[StoredPrompt, int]:
     """Load the sequence from the file `path`. Returns what the file holds, and the bytes read.
 
-    The sequence is emptied after the file was read and found to be whole, with `clear` if given.
+    The sequence is emptied after the file was read and found to be whole, with `clear` if given,
+    which gets the number of tokens that need room. What it raises is raised.
     Of the checkpoints, the last `most_checkpoints` are returned.
 
     Raises OSError if the file is not regular or is larger than any sequence of this context. Raises
@@ -124,7 +125,7 @@ def read_sequence(
     if clear is None:
         sequences.rewind(sequence, 0)
     else:
-        clear()
+        clear(n_tokens)
     state = sequences.save(sequence)[:_STATE_HEAD_BYTES] + raw[start:end]
     try:
         sequences.load(sequence, state, tokens)

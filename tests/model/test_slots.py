@@ -508,6 +508,53 @@ def test_a_slot_that_was_saved_goes_on_after_a_restart(
         assert got.stats.n_cached_tokens == saved.n_tokens
 
 
+@pytest.mark.parametrize("kind", ["qwen3moe", "deepseek-v3"])
+@pytest.mark.parametrize("store_mib", [0, 64])
+def test_a_restored_slot_finds_room_beside_idle_conversations(
+    kind: str, store_mib: int, models: Path, tmp_path: Path
+) -> None:
+    path = model(kind, models)
+    options = GenerateOptions(n_predict=4, ignore_eos=True)
+    more = {"slot_save_path": tmp_path, "cache_ram_bytes": store_mib << 20}
+    with open_slots(path, SPECS["alone"], 3, ctx_size=256, **more) as session:
+        texts = [[3 + (7 * i + n) % 90 for i in range(150)] for n in (0, 31)]
+        answers = [together(session, [texts[0]], replace(options, id_slot=0))[0]]
+        saved = session.change_slot(0, "save", "chat")
+        answers += together(session, [texts[1]], replace(options, id_slot=1))
+        session.change_slot(0, "erase", "")
+        assert session.slots()[1].n_tokens > 150, "no room for both"
+        restored = session.change_slot(0, "restore", "chat")
+        assert restored.n_tokens == saved.n_tokens
+        assert session.slots()[1].n_tokens == 0
+        for text, answer, is_kept in zip(texts, answers, (True, bool(store_mib)), strict=True):
+            (again,) = together(session, [text], options)
+            assert again.tokens == answer.tokens
+            assert (again.stats.n_cached_tokens > 0) == is_kept
+
+
+def test_a_slot_is_not_restored_beside_a_request_that_takes_its_room(
+    models: Path, tmp_path: Path
+) -> None:
+    path = model("qwen3moe", models)
+    options = GenerateOptions(n_predict=60, ignore_eos=True)
+    with open_slots(path, SPECS["alone"], 2, ctx_size=256, slot_save_path=tmp_path) as session:
+        text = [3 + 7 * i % 90 for i in range(150)]
+        short = replace(options, n_predict=1, id_slot=0)
+        together(session, [text], short)
+        n_tokens = session.change_slot(0, "save", "chat").n_tokens
+        together(session, [[5, 6, 7]], short)
+        held = session.slots()[0].n_tokens
+        running = session.start(text, replace(options, id_slot=1))
+        while not running.pieces:
+            session.step()
+        with pytest.raises(BadRequest, match=f"the {n_tokens} tokens of chat have no room beside"):
+            session.change_slot(0, "restore", "chat")
+        assert session.slots()[0].n_tokens == held, "it keeps what it holds"
+        while not running.is_over:
+            session.step()
+        assert session.change_slot(0, "restore", "chat").n_tokens == n_tokens
+
+
 def test_what_is_wrong_with_a_slot_or_its_file_is_one_sentence(
     models: Path, tmp_path: Path
 ) -> None:
@@ -678,15 +725,18 @@ def test_requests_that_another_thread_makes_during_steps_write_the_same(models: 
 
         texts = [session.tokenize(text, add_special=True, parse_special=True) for text in words]
         expected = in_turn(session, texts, options)
-        session.forget()
-        requests, n_during = [session.start(texts[0], options)], 0
-        with ThreadPoolExecutor(1) as second:
-            making = [second.submit(made, text) for text in words[1:]]
-            while making or not session.is_idle:
-                n_during += bool(making) and not session.is_idle
-                session.step()
-                while making and making[0].done():
-                    requests.append(making.pop(0).result())
-                    session.enqueue(requests[-1])
+        for _ in range(5):  # on a busy machine no step may run while the other thread computes
+            session.forget()
+            requests, n_during = [session.start(texts[0], options)], 0
+            with ThreadPoolExecutor(1) as second:
+                making = [second.submit(made, text) for text in words[1:]]
+                while making or not session.is_idle:
+                    n_during += bool(making) and not session.is_idle
+                    session.step()
+                    while making and making[0].done():
+                        requests.append(making.pop(0).result())
+                        session.enqueue(requests[-1])
+            if n_during > 1:
+                break
         assert n_during > 1
         assert [answer_of(r).text for r in requests] == [answer.text for answer in expected]
