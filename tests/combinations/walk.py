@@ -338,6 +338,7 @@ class Walk(RuleBasedStateMachine):
             fault = truth.fault_of(prompt, 24, running.result())
         assert not fault, f"beside a reload: {fault}"
         self._keep(self._ask(talk, 8, streamed=False))
+        self._no_unknown_engine()
 
     @precondition(lambda self: len(self.server.names) > 1)
     @step(which=WHICH)
@@ -350,6 +351,12 @@ class Walk(RuleBasedStateMachine):
     def sleep(self) -> None:
         """No model is open after a while, and the next request opens one."""
         wait_for("all models sleep", lambda: not {"loaded", "loading"} & {*self._states()}, 120)
+
+    def _no_unknown_engine(self) -> None:
+        """Each engine belongs to a model of the list. One that a reload forgot would stay."""
+        wait_for("each engine is of a model that is listed as open", lambda: (
+            self.server.n_engines() <= len([s for s in self._states() if s != "unloaded"])
+        ), 60)  # fmt: skip
 
     def _states(self) -> list[str]:
         return [model["status"]["value"] for model in self._talker.get("/models")["data"]]
@@ -449,6 +456,8 @@ class Walk(RuleBasedStateMachine):
                 wait_for("all slots are idle", lambda query=f"?model={name}": not any(
                     slot["is_processing"] for slot in self._talker.get("/slots" + query)
                 ), 30)  # fmt: skip
+        if len(self.server.names) > 1:
+            self._no_unknown_engine()
         most = self.server.most_open()
         assert most <= _MOST_OPEN, f"a process has {most} open files or threads at the end"
         self.server.terminate()

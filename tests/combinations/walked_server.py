@@ -139,6 +139,14 @@ class WalkedServer:
             engines[max(engines)].kill()
         return bool(engines)
 
+    def n_engines(self) -> int:
+        """The number of its processes that have loaded the native library."""
+        n = 0
+        for child in psutil.Process(self._process.pid).children():
+            with suppress(psutil.Error):  # it has just ended
+                n += any("libllama" in part.path for part in child.memory_maps())
+        return n
+
     def most_open(self) -> int:
         """The most files, sockets and pipes, or threads, that one of its processes has."""
         program = psutil.Process(self._process.pid)
