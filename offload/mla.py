@@ -244,8 +244,10 @@ class ChosenCrossover:
     note: str = ""  # a sentence for the user if the crossover could not be measured
 
 
-def chosen_crossover(facts: ModelFacts, device: Device, *, token_major: bool) -> ChosenCrossover:
-    """Return the crossover for this model and device.
+def chosen_crossover(
+    facts: ModelFacts, device: Device, *, token_major: bool, is_on: bool = True
+) -> ChosenCrossover:
+    """Return the crossover for this model and device. It is 0 if the switch is not `is_on`.
 
     On a GPU it is measured. If there is not enough memory to measure, it is one token,
     because for more tokens CUDA's kernels read the weight once per token. On the CPU and on `sim`
@@ -256,8 +258,8 @@ def chosen_crossover(facts: ModelFacts, device: Device, *, token_major: bool) ->
     """
     entries = (place.entry for name, place in facts.weights.items() if name.endswith(_WEIGHT))
     weight = next(entries, None)
-    if weight is None:
-        return ChosenCrossover(0)  # a model without MLA
+    if weight is None or not is_on:
+        return ChosenCrossover(0)  # also of a model without MLA
     if device.kind != "gpu":
         return ChosenCrossover(_CPU_FLOATS if weight.type in _FLOATS else _CPU_QUANTISED)
     kv_lora, v_dim, n_head = (*weight.shape, 1, 1, 1)[:3]

@@ -14,6 +14,7 @@ _CORRECTED = "corrected in use"
 _COUNTED = "counted in use"
 _SIZES = (1, 2, 4, 8, 16, 32, 64)  # tokens of the decodes that are listed
 USED = "used"
+TODAY = "today"
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def age(day: str, today: date) -> str:
         n_days = (today - date.fromisoformat(day)).days
     except ValueError:
         return ""
-    return "today" if n_days <= 0 else "1 day" if n_days == 1 else f"{n_days} days"
+    return TODAY if n_days <= 0 else "1 day" if n_days == 1 else f"{n_days} days"
 
 
 def of_machine(kept: Kept) -> list[Measurement]:

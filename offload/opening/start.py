@@ -149,8 +149,8 @@ def _repacking(start: Start) -> Repacking:
 
 
 def _crossovers(start: Start) -> tuple[ChosenCrossover, ...]:
-    devices = [choice.device for choice, _ in start.choices]
-    if not start.options.streaming.mla:
-        return (ChosenCrossover(0),) * len(devices)
-    token_major = start.context.flash_attn != "off"
-    return tuple(chosen_crossover(start.facts, its, token_major=token_major) for its in devices)
+    token_major, is_on = start.context.flash_attn != "off", start.options.streaming.mla
+    return tuple(
+        chosen_crossover(start.facts, choice.device, token_major=token_major, is_on=is_on)
+        for choice, _ in start.choices
+    )

@@ -1,4 +1,4 @@
-"""What a plan is asked for. Pure: it has no path, no callable and no switch of a run."""
+"""The request for a plan. Pure: it has no path, no callable and no switch of a run."""
 
 from __future__ import annotations
 

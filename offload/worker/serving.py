@@ -23,7 +23,7 @@ from offload.ggml.native_build import library_build
 from offload.ggml.pydevice import WrappedStream
 from offload.ggml.rpc import check_built, serve_devices
 from offload.ggml.threads import CpuTeam, ThreadPool
-from offload.mla import ChosenCrossover, chosen_crossover
+from offload.mla import chosen_crossover
 from offload.model_file import read_facts
 from offload.opening.start import Start
 from offload.options import EngineOptions
@@ -229,9 +229,8 @@ def _decide(options: WorkerOptions, choice: DeviceChoice, asked: LayersAsked) ->
     wanted = replace(options.wanted, reserve_bytes=asked.reserve_bytes)
     found = Found((found_device(choice, wanted.machine),), ram_bytes=room_now().available_bytes)
     layout = decide_part(facts, found, wanted)
-    crossover = ChosenCrossover(0)
-    if options.streaming.mla:
-        crossover = chosen_crossover(facts, choice.device, token_major=True)
+    is_on = options.streaming.mla
+    crossover = chosen_crossover(facts, choice.device, token_major=True, is_on=is_on)
     here = Here(found, (choice,))
     opened = EngineOptions(wanted=wanted, streaming=options.streaming, store=options.store)
     return Start(facts, opened, here, layout, crossovers=(crossover,))

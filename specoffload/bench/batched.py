@@ -21,7 +21,7 @@ from specoffload.config.speculation import SpecConfig
 from specoffload.errors import UsageError
 from specoffload.opening.draft_model import real_text
 from specoffload.session.session import Session
-from specoffload.session.startup_lines import always_shown
+from specoffload.session.startup_lines import show_always_shown
 
 # llama-batched-bench's columns, in its order. In JSONL, the keys of `_conditions` precede them.
 COLUMNS = ("pp", "tg", "pl", "n_kv", "t_pp", "speed_pp", "t_tg", "speed_tg", "t", "speed")
@@ -106,8 +106,7 @@ def bench_batched(config: Config, sweep: Sweep, form: str | None) -> None:
     )
     rows = []
     with Session(config) as session, report.progress("measuring batches") as bar:
-        for words in always_shown(session.notes):
-            report.note(words)
+        show_always_shown(session.notes)
         conditions = _conditions(session, sweep)
         cases = list(sweep.cases())
         _measure(session, sweep, *cases[0])  # warm-up, since the first run is too slow

@@ -73,7 +73,7 @@ from specoffload.config.options import BenchOptions
 from specoffload.config.resolution import Config, demo_prompts
 from specoffload.opening.drafters import with_usable_drafters
 from specoffload.session.session import Session
-from specoffload.session.startup_lines import always_shown
+from specoffload.session.startup_lines import show_always_shown
 
 N_PROMPTS = 4
 
@@ -325,8 +325,8 @@ def _open_session(config: Config, name: str, seen: dict[str, Any]) -> Iterator[S
     """Open a session as a path. Its own measurements are put into `seen` at the end."""
     is_plain = name == "wrapped"
     with Session(config, keeps_hits=False, prices=is_plain) as session:
-        for words in always_shown(session.notes) if is_plain else ():
-            report.note(words)
+        if is_plain:
+            show_always_shown(session.notes)
         yield SessionPath(session)
         if is_plain:
             seen["profile"] = list(session.costs.drafts.profile.step_s)

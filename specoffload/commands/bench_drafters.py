@@ -30,7 +30,7 @@ from specoffload.commands.bench import (
 from specoffload.config.options import BenchOptions
 from specoffload.config.resolution import Config, demo_prompts
 from specoffload.session.session import Session
-from specoffload.session.startup_lines import always_shown
+from specoffload.session.startup_lines import show_always_shown
 
 NOTHING, TOGETHER = "nothing", "all together"
 _FILES = frozenset({DrafterName.DRAFT, DrafterName.EAGLE3})  # drafters that --draft opens
@@ -88,8 +88,8 @@ def _drafting(config: Config, names: Sequence[DrafterName]) -> Config:
 @contextmanager
 def _opened(config: Config) -> Iterator[SessionPath]:
     with Session(config, keeps_hits=False) as session:
-        for words in () if session.speculation is not None else always_shown(session.notes):
-            report.note(words)
+        if session.speculation is None:
+            show_always_shown(session.notes)
         yield SessionPath(session)
 
 

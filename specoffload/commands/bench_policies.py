@@ -51,7 +51,7 @@ from specoffload.config.options import BenchOptions, WorkloadName
 from specoffload.config.resolution import Config
 from specoffload.errors import UsageError
 from specoffload.session.session import Session
-from specoffload.session.startup_lines import always_shown
+from specoffload.session.startup_lines import show_always_shown
 
 _FRAMES_PER_S = 4.0
 _HEADS = ("", "drafted", "accepted", "DA/DN", "copied, each", "tokens/s", "x no drafts")
@@ -88,8 +88,7 @@ def bench_policies(config: Config, own: BenchOptions) -> None:
     rows = _Rows(config, own)
     try:
         with Session(config, keeps_hits=False) as session:
-            for words in always_shown(session.notes):
-                report.note(words)
+            show_always_shown(session.notes)
             _measure_all(session, own, found, rows)
     except KeyboardInterrupt as e:
         interrupted = e

@@ -26,7 +26,7 @@ from specoffload import report
 from specoffload.config.resolution import DEMO_NAME, demo_file
 from specoffload.kept import MACHINE_FILE, Kept, KeptFile, KeptRun, machine_words, read_file
 from specoffload.kept_bounds import drop_absurd
-from specoffload.kept_list import Measurement, of_machine, of_model, refused
+from specoffload.kept_list import TODAY, Measurement, age, of_machine, of_model, refused
 from specoffload.kept_machine import (
     lines_of_disks,
     link_lines,
@@ -255,10 +255,10 @@ class KeptModel:
         """The summary as one sentence for a user."""
         if not (self.measured_on and self.n_sizes):
             return f"speeds of {self.model}: {self.why_not or 'none measured yet'}"
-        n_days = (today - date.fromisoformat(self.measured_on)).days
-        age = "today" if n_days <= 0 else "1 day ago" if n_days == 1 else f"{n_days} days ago"
+        days = age(self.measured_on, today)
+        ago = days if days == TODAY else f"{days} ago"
         times = plural(self.n_sizes, "decode time")
-        found = f"speeds of {self.model}: {times} of {self.measured_on} ({age})"
+        found = f"speeds of {self.model}: {times} of {self.measured_on} ({ago})"
         if self.why_not:
             return f"{found}; the next start measures anew, since {self.why_not}"
         return f"{found}, on this machine as it is now"

@@ -25,7 +25,7 @@ from specoffload.config.speculation import NO_DRAFTS, SpecConfig
 from specoffload.errors import UsageError
 from specoffload.kept import Kept, KeptFile
 from specoffload.session.session import Session
-from specoffload.session.startup_lines import always_shown
+from specoffload.session.startup_lines import show_always_shown
 from specoffload.speculation.draft_prices import curve_as_prices
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
@@ -80,7 +80,8 @@ def profile_config(config: Config, own: ProfileOptions) -> None:
             costs, calibration = session.costs.drafts.profile, session.costs.drafts.calibration
             table, kept_in = session.costs.run.table, str(session.costs.kept_in)
             steps_s = session.costs.drafts.steps_s
-            for note in (*always_shown(session.notes), *session.costs.notes):
+            show_always_shown(session.notes)
+            for note in session.costs.notes:
                 report.note(note)
             quality = _quality(session, costs)
     _show(costs, table, steps_s)

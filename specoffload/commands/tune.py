@@ -36,7 +36,7 @@ from specoffload.config.speculation import SpecConfig
 from specoffload.kept import KeptFile, today
 from specoffload.kept_machine import load_tuned, save_tuned
 from specoffload.session.session import SEQUENCE, Session
-from specoffload.session.startup_lines import always_shown
+from specoffload.session.startup_lines import show_always_shown
 from specoffload.speculation.costs import Thorough
 
 SIZES = (1, 8)
@@ -73,7 +73,8 @@ def tune_all(config: Config, minutes: float, *, asked: Collection[str] = ()) -> 
             measuring_config(config), on_progress, keeps_hits=False, prices=True, thorough=thorough
         )
     with session:
-        for note in (*always_shown(session.notes), *session.costs.notes):
+        show_always_shown(session.notes)
+        for note in session.costs.notes:
             report.note(note)
         show_table(session.costs.run.table)
         refused = session.costs.refused

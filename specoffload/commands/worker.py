@@ -24,7 +24,7 @@ from specoffload.config.rpc_secret import read_secret
 from specoffload.ctrl_c import EXIT_CODE
 from specoffload.errors import UsageError
 from specoffload.kept import KeptFile
-from specoffload.opening.target import wanted_of
+from specoffload.opening.target import projector_of, wanted_of
 from specoffload.server.worker import Worker
 from specoffload.server.worker_gate import Gate
 
@@ -44,7 +44,7 @@ def run_worker(config: Config, flags: WorkerFlags) -> None:
     options = WorkerOptions(
         facts.path,
         config.device,
-        replace(wanted_of(config), hybrid=splits, plan_for_splits=splits),
+        replace(wanted_of(config, projector_of(config)), hybrid=splits, plan_for_splits=splits),
         replace(config.streaming, splitter=stay if splits else None, warmup=False),
         n_threads=config.threads,
         kept_splits=file.load()[0].split_costs() if splits and file is not None else (),

@@ -26,7 +26,7 @@ from specoffload.opening.drafters import with_usable_drafters
 from specoffload.opening.kept_plan import disk_rate
 from specoffload.opening.planner import Planner
 from specoffload.opening.planning import Planned
-from specoffload.opening.target import rope_of, target_options
+from specoffload.opening.target import projector_of, rope_of, wanted_of
 from specoffload.opening.tokenizer import tokenizer_complaint
 
 # Mix of the request by which contexts are compared if no mix is known. It has more prompt tokens
@@ -184,7 +184,7 @@ class _InRam:
 
     def request_s(self, n_ctx: int) -> RequestSeconds | None:
         facts, config = self._facts, replace(self._config, ctx_size=n_ctx)
-        wanted = target_options(config).wanted
+        wanted = wanted_of(config, projector_of(config))
         context = replace(wanted.context, kv_offload=True)  # all of it is in RAM
         taken_bytes = context_memory(facts, context).total_bytes + wanted.reserve_bytes
         taken_bytes += mtp_context_bytes(facts, context) if wanted.mtp else 0

@@ -136,7 +136,7 @@ class Planner:
 
     @property
     def _found(self) -> Found:
-        """What is found on the machine to plan for, with as much RAM as `own` says."""
+        """The devices and the RAM to plan with. `own` may say how much RAM there is."""
         own, found, room = self._own, self._machine.found, self._room
         if self._here is not None or room is None:
             return found

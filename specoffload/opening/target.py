@@ -94,7 +94,7 @@ def projector_of(config: Config) -> ProjectorOptions | None:
 
 @dataclass(frozen=True)
 class There:
-    """What `specoffload plan` says of the machine that it plans for."""
+    """The machine that `specoffload plan` plans for, as its options describe it."""
 
     machine: Machine  # its rates
     is_typical: bool = False  # no rate was said, so that kept times of this machine count
@@ -109,14 +109,14 @@ def target_options(
     config: Config, kept: KeptForPlan = NOTHING_KEPT, there: There | None = None
 ) -> EngineOptions:
     """The options of the target's engine; `there`: on another machine than this one."""
-    spec, folder = config.spec, config.spec.kept_folder
+    spec, folder, projector = config.spec, config.spec.kept_folder, projector_of(config)
     return EngineOptions(
         device=config.device,
         remote=config.remote,
-        wanted=wanted_of(config, kept, there),
+        wanted=wanted_of(config, projector, kept, there),
         streaming=replace(config.streaming, record_routing=folder is not None),
         eagle=config.eagle,
-        projector=projector_of(config),
+        projector=projector,
         pooling=config.pooling,
         numa=config.numa,
         measure_links=None if there is not None and there.has_links else link_rates(config),
@@ -125,9 +125,10 @@ def target_options(
     )
 
 
-def _projector_bytes(config: Config, there: There | None) -> tuple[int, int]:
+def _projector_bytes(
+    config: Config, projector: ProjectorOptions | None, there: There | None
+) -> tuple[int, int]:
     """Return the bytes that a projector takes of the model's device, and those of other RAM."""
-    projector = projector_of(config)
     if projector is None:
         return 0, 0
     file_bytes = projector.path.stat().st_size
@@ -143,14 +144,17 @@ def _projector_bytes(config: Config, there: There | None) -> tuple[int, int]:
 
 
 def wanted_of(
-    config: Config, kept: KeptForPlan = NOTHING_KEPT, there: There | None = None
+    config: Config,
+    projector: ProjectorOptions | None,
+    kept: KeptForPlan = NOTHING_KEPT,
+    there: There | None = None,
 ) -> Wanted:
-    """What the configuration asks of the target's plan."""
+    """Return the request for the target's plan. `projector`: as `projector_of` returns it."""
     spec = config.spec
     tuned = None if config.ubatch_size else config.tuned_ubatch or kept.n_ubatch
     is_timed = there is None or there.is_typical  # kept times are of this machine
     vram = () if there is None else there.each_device_bytes
-    of_device, of_host = _projector_bytes(config, there)
+    of_device, of_host = _projector_bytes(config, projector, there)
     return Wanted(
         context=_context_of(config),
         tensor_split=config.tensor_split,

@@ -9,6 +9,7 @@ from offload.engine import Engine
 from offload.measuring import streamed_kinds
 from offload.notes import Note, NoteKind, kind_of
 from offload.times.table import ranges
+from specoffload import report
 from specoffload.config.resolution import Config
 from specoffload.opening.draft_model import DraftModel
 from specoffload.speculation.speculation import Speculation
@@ -45,6 +46,12 @@ def startup_lines(
 def always_shown(lines: Iterable[str]) -> list[str]:
     """The start-up lines that every command shows: flags that do harm, and unused hardware."""
     return [words for words in lines if kind_of(words) in (NoteKind.FLAGS, NoteKind.UNUSED)]
+
+
+def show_always_shown(lines: Iterable[str]) -> None:
+    """Print those of the start-up lines that every command shows."""
+    for words in always_shown(lines):
+        report.note(words)
 
 
 def _device_lines(config: Config, target: Engine) -> Sequence[str]:

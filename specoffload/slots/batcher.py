@@ -206,7 +206,7 @@ class Batcher:
             self._share.was_stopped(perf_counter() - began)
             return news  # a later step does the same or less
         except DoesNotFit as e:
-            return news + self._make_room(e)
+            return news + self._free_cells(e)
         except Exception as e:
             return news + [self._failed(request, e) for request in [*self._running.values()]]
         ended = perf_counter()
@@ -410,7 +410,7 @@ class Batcher:
             salt=request.options.cache_salt,
         )
 
-    def _make_room(self, error: DoesNotFit) -> list[Request]:
+    def _free_cells(self, error: DoesNotFit) -> list[Request]:
         """Free cells of the full KV cache. Returns the requests that failed.
 
         Clears the least recently used idle slot. If no slot is idle, the request that got its slot

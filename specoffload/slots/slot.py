@@ -244,7 +244,7 @@ class Slot:
 # -- files (llama.cpp's POST /slots/ID?action=...) -------------------------------------------------
 
 
-# Clears other slots until this one has room for so many tokens. False if that is not possible.
+# Clears other slots until this one has room for that many tokens. Returns False if it cannot.
 MakeRoom = Callable[["Slot", int], bool]
 
 

@@ -408,8 +408,7 @@ class _Forward(Response):
         try:
             if has_body:
                 async with self._models.parts.bodies.read(_chunks(receive)) as data:
-                    body = bytes(data)
-                found = read_json(bytearray(body)) if body else {}
+                    body, found = bytes(data), read_json(data) if data else {}
             model = await self._model(_name_in(found) or query.get("model", [""])[0])
             autoload = self._models.autoload
             if asked := query.get("autoload"):

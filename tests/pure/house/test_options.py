@@ -1,4 +1,4 @@
-"""What a plan is asked for is pure data, made once. Switches of a run never reach a plan."""
+"""The request for a plan is pure data, made once. Switches of a run never reach a plan."""
 
 from __future__ import annotations
 

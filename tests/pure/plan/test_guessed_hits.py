@@ -68,7 +68,7 @@ def test_slots_never_hit_less_than_their_share() -> None:
 
 
 def test_hits_that_rounding_lifts_above_one_are_all_hits() -> None:
-    """Where nearly all experts are kept, their excess is divided by what is not."""
+    """The excess over 1 is divided by the share of the other experts, which is nearly 0 here."""
 
     class Lifted:
         def at(self, share: float) -> float:

@@ -273,7 +273,7 @@ def speeds(sizes: dict[int, float], step_factor: float, n_before: int) -> float:
     )
 
     class Timed(CostProfile):
-        """The true times. The learner hears of each decode."""
+        """Has the true times, and tells the learner the time of each decode."""
 
         def time(self, n: int) -> float:
             learner.took(n, true_s[n - 1])
@@ -322,7 +322,7 @@ def test_a_policy_that_starts_with_a_wrong_table_is_helped_by_the_learner(kind: 
         policy = Throughput(first, n_max=16, costs=learner)
 
         class Timed(CostProfile):
-            """The true times. The learner hears of each decode, with noise."""
+            """Has the first times, and tells the learner each decode's time, with noise."""
 
             def time(self, n: int) -> float:
                 if learns:
