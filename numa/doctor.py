@@ -32,10 +32,10 @@ def diagnose(
 
     `setting` returns the number in a file below /proc/sys, or None if there is none.
     """
-    found: list[Finding] = []
+    findings: list[Finding] = []
 
     def find(code: str, severity: Literal["bad", "warn"], sentence: str, advice: str) -> None:
-        found.append(Finding(code, severity, sentence, advice))
+        findings.append(Finding(code, severity, sentence, advice))
 
     if not topology.from_kernel:
         find(
@@ -45,7 +45,7 @@ def diagnose(
             " taken for one node",
             "mount /sys/devices/system/node into the container if the host has several",
         )
-        return found
+        return findings
     if not topology.is_numa:
         return [Finding("one-node", "info", ONE_NODE, "nothing to do")]
     if not topology.ggml_is_numa:
@@ -82,4 +82,4 @@ def diagnose(
                 f" {format_list(tuple(nodes))}: each copy crosses the link between nodes",
                 "use --numa single, which takes the GPU's node",
             )
-    return found
+    return findings

@@ -13,12 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from numa.errors import BadTopology
-from numa.topology import Core, Gpu, Node, ReservedPages, Topology, parse_list
+from numa.topology import Core, Gpu, MemoryNode, ReservedPages, Topology, parse_list
 
 _CPU = "sys/devices/system/cpu"
 _NODE = "sys/devices/system/node"
 _PCI = "sys/bus/pci/devices"
 _DISPLAY_CLASS = "0x03"
+# Intel's hybrid processors have a device for each kind of core (Linux 5.18 and later).
+_SLOW_KINDS = ("sys/devices/cpu_atom/cpus", "sys/devices/cpu_lowpower/cpus")
+_FAST_KIND = "sys/devices/cpu_core/cpus"
+# The kernel's estimate of a core's speed (Arm, and x86 of late), and the highest clock rate.
+_SPEEDS = ("cpu_capacity", "cpufreq/cpuinfo_max_freq")
+# A core below this share of the fastest one's speed is slow. Cores of one kind differ by up to 8 %
+# in their highest clock rate, AMD's dense cores have two thirds of the others', and Arm's middle
+# cores about 80 %.
+_FAST_SHARE = 0.75
 _LOCAL_DISTANCE, _REMOTE_DISTANCE = 10, 20
 # Version 1 of control groups writes "no limit" as the largest page-aligned signed number.
 _V1_UNLIMITED_BYTES = 1 << 62
@@ -69,25 +78,29 @@ def _without_sysfs() -> Topology:
     n_cores = psutil.cpu_count(logical=False) or n_cpus
     cpus = tuple(range(n_cpus))
     memory = psutil.virtual_memory()
-    node = Node(0, cpus, int(memory.total), int(memory.available), (_LOCAL_DISTANCE,))
+    node = MemoryNode(0, cpus, int(memory.total), int(memory.available), (_LOCAL_DISTANCE,))
     cores = tuple(Core(cpus[i::n_cores], 0) for i in range(n_cores))
     return Topology((node,), cores, (), cpus, (0,), from_kernel=False)
 
 
-def _whole_machine(base: Path, online: tuple[int, ...], node_id: int = 0) -> Node:
+def _whole_machine(base: Path, online: tuple[int, ...], node_id: int = 0) -> MemoryNode:
     memory = _meminfo(base, "proc/meminfo")
     free = memory.get("MemAvailable", memory.get("MemFree", 0))
     huge_pages = _read_huge_pages(base, f"{_NODE}/node{node_id}")
-    return Node(node_id, online, memory.get("MemTotal", 0), free, (_LOCAL_DISTANCE,), huge_pages)
+    return MemoryNode(
+        node_id, online, memory.get("MemTotal", 0), free, (_LOCAL_DISTANCE,), huge_pages
+    )
 
 
-def _read_node(base: Path, node_id: int, ids: tuple[int, ...], online: tuple[int, ...]) -> Node:
+def _read_node(
+    base: Path, node_id: int, ids: tuple[int, ...], online: tuple[int, ...]
+) -> MemoryNode:
     folder = f"{_NODE}/node{node_id}"
     memory = _meminfo(base, f"{folder}/meminfo")
     # The kernel gives clean page cache back on demand, so it counts as free for placement.
     free = sum(memory.get(key, 0) for key in ("MemFree", "Inactive(file)", "SReclaimable"))
     cpus = _list(base, f"{folder}/cpulist") or ()
-    return Node(
+    return MemoryNode(
         id=node_id,
         cpus=tuple(c for c in cpus if c in set(online)),
         memory_bytes=memory.get("MemTotal", 0),
@@ -119,24 +132,42 @@ def _read_huge_pages(base: Path, folder: str) -> tuple[ReservedPages, ...]:
 
 def _meminfo(base: Path, name: str) -> dict[str, int]:
     """'Node 0 MemTotal:  32 kB' and 'MemTotal:  32 kB' -> {'MemTotal': 32768}."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for line in (_read(base, name) or "").splitlines():
         match = re.match(r"(?:Node \d+ )?([\w()]+):\s+(\d+ kB)$", line.strip())
         if match:
-            found[match.group(1)] = _parse_kib(match.group(2), name)
-    return found
+            sizes[match.group(1)] = _parse_kib(match.group(2), name)
+    return sizes
 
 
-def _read_cores(base: Path, online: tuple[int, ...], nodes: tuple[Node, ...]) -> tuple[Core, ...]:
+def _read_cores(
+    base: Path, online: tuple[int, ...], nodes: tuple[MemoryNode, ...]
+) -> tuple[Core, ...]:
     node_of = {cpu: node.id for node in nodes for cpu in node.cpus}
+    slow = _slow_cpus(base, online)
     cores: dict[tuple[int, ...], Core] = {}
     for cpu in online:
         siblings = _list(base, f"{_CPU}/cpu{cpu}/topology/thread_siblings_list") or (cpu,)
         present = tuple(c for c in siblings if c in set(online)) or (cpu,)
         if cpu not in node_of:
             raise BadTopology(f"processor {cpu} is online but belongs to no node in /{_NODE}")
-        cores.setdefault(present, Core(present, node_of[cpu]))
+        cores.setdefault(present, Core(present, node_of[cpu], cpu not in slow))
     return tuple(sorted(cores.values(), key=lambda c: (c.node, c.cpus)))
+
+
+def _slow_cpus(base: Path, online: tuple[int, ...]) -> frozenset[int]:
+    """The processors that are much slower than others, by the first source that tells it."""
+    fast = set(_list(base, _FAST_KIND) or ()) & set(online)
+    slow = {cpu for kind in _SLOW_KINDS for cpu in _list(base, kind) or ()} & set(online)
+    if fast and slow:
+        return frozenset(slow)
+    for name in _SPEEDS:
+        speeds = {cpu: _int(base, f"{_CPU}/cpu{cpu}/{name}") for cpu in online}
+        known = {cpu: speed for cpu, speed in speeds.items() if speed}
+        if len(known) == len(online):
+            least = _FAST_SHARE * max(known.values())
+            return frozenset(cpu for cpu, speed in known.items() if speed < least)
+    return frozenset()
 
 
 def _read_gpus(base: Path) -> tuple[Gpu, ...]:
@@ -154,7 +185,7 @@ def _read_gpus(base: Path) -> tuple[Gpu, ...]:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProcessLimits:
     """Limits of this process by its control group and /proc/self/status. None means unlimited.
 
     `memory_bytes` is the limit of the whole group, or of the parent that has least room left.
@@ -168,7 +199,7 @@ class Limits:
     kept_bytes: int = 0
 
 
-def read_limits(root: Path) -> Limits:
+def read_limits(root: Path) -> ProcessLimits:
     """The tightest limits of this process's control group (version 1 or 2) and of its parents.
 
     A container sees the host's /sys, so only control groups tell which part of the machine it may
@@ -187,7 +218,7 @@ def read_limits(root: Path) -> Limits:
         kept = _kept_bytes(root, folder)
         if memory is None or limit - kept < memory - kept_bytes:
             memory, kept_bytes = limit, kept
-    return Limits(cpus, nodes, memory, kept_bytes)
+    return ProcessLimits(cpus, nodes, memory, kept_bytes)
 
 
 class MemoryStalls:
@@ -240,22 +271,22 @@ def _stalled_s(root: Path, name: str) -> float | None:
 
 def _n_at_limit(root: Path, folders: Iterable[str]) -> int | None:
     """How often allocations met the limit of one of these groups; None if none has a limit."""
-    found = None
+    n_times = None
     for folder in folders:
         if _limit_bytes(root, folder) is None:
             continue
         events = (_read(root, f"{folder}/memory.events") or "").splitlines()
         counts = [line.split(" ", 1)[1] for line in events if line.startswith(("max ", "high "))]
         counts.append(_read(root, f"{folder}/memory.failcnt") or "")
-        found = (found or 0) + sum(int(count) for count in counts if count.isdigit())
-    return found
+        n_times = (n_times or 0) + sum(int(count) for count in counts if count.isdigit())
+    return n_times
 
 
 def _limit_bytes(root: Path, folder: str) -> int | None:
     """The limit on the memory of one control group; None if it has none."""
     texts = [_read(root, f"{folder}/{name}") for name in _MEMORY_LIMITS]
-    found = [int(text) for text in texts if text is not None and text.isdigit()]
-    limit = min(found, default=_V1_UNLIMITED_BYTES)
+    limits = [int(text) for text in texts if text is not None and text.isdigit()]
+    limit = min(limits, default=_V1_UNLIMITED_BYTES)
     return None if limit >= _V1_UNLIMITED_BYTES else limit
 
 
@@ -285,15 +316,15 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     Groups are nested, and the tightest limit holds. Version 2 writes `cpu.max`, version 1
     `cpu.cfs_quota_us` and `cpu.cfs_period_us` (docs.kernel.org/admin-guide/cgroup-v2.html).
     """
-    found = []
+    quotas = []
     for folder in _group_folders(root, "cpu"):
         words = (_read(root, f"{folder}/cpu.max") or "").split()
         if not words:
             parts = (_read(root, f"{folder}/cpu.cfs_{of}_us") for of in ("quota", "period"))
             words = [word for word in parts if word]
         if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):
-            found.append(int(words[0]) / int(words[1]))  # "max" and -1 are no limit
-    return min(found, default=None)
+            quotas.append(int(words[0]) / int(words[1]))  # "max" and -1 are no limit
+    return min(quotas, default=None)
 
 
 def _group_folders(root: Path, controller: str) -> list[str]:
@@ -375,4 +406,4 @@ def _numbered(root: Path, folder: str, prefix: str) -> list[int]:
     except OSError:
         return []
     numbers = (re.fullmatch(prefix + r"(\d+)", name) for name in names)
-    return sorted(int(found[1]) for found in numbers if found)
+    return sorted(int(match[1]) for match in numbers if match)

@@ -176,16 +176,16 @@ def node_reads(weights: Iterable[PlacedWeight], team_nodes: Sequence[int]) -> li
     Rows are divided among threads as in llama.cpp (ggml-cpu.c in llama-cpp-python 0.3.36):
     ggml_compute_forward_mul_mat and ggml_compute_forward_mul_mat_id, if ggml_is_numa().
     """
-    found: list[NodeRead] = []
+    reads: list[NodeRead] = []
     for weight in weights:
         for start, stop, thread in _thread_reads(weight, len(team_nodes)):
             node = team_nodes[thread]
-            last = found[-1] if found else None
+            last = reads[-1] if reads else None
             if last and last.node == node and last.stop_bytes == start:
-                found[-1] = NodeRead(last.start_bytes, stop, node)
+                reads[-1] = NodeRead(last.start_bytes, stop, node)
             else:
-                found.append(NodeRead(start, stop, node))
-    return found
+                reads.append(NodeRead(start, stop, node))
+    return reads
 
 
 def _thread_reads(weight: PlacedWeight, n_threads: int) -> Iterable[tuple[int, int, int]]:

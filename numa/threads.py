@@ -16,6 +16,16 @@ _MIN_CORES_TO_SPARE_TWO = 8
 _MAX_DRAFT_THREADS = 8
 
 
+def cpumask(cpus: Sequence[int]) -> list[bool]:
+    """`ggml_threadpool_params.cpumask`: one bool per processor number.
+
+    Raises NoSuchNode for processors that ggml has no bit for (512 and up).
+    """
+    if cpus and max(cpus) >= GGML_MAX_CPUS:
+        raise NoSuchNode(f"processor {max(cpus)} is beyond ggml's mask of {GGML_MAX_CPUS} bits")
+    return [cpu in cpus for cpu in range(GGML_MAX_CPUS)]
+
+
 @dataclass(frozen=True)
 class Team:
     """Threads that compute together: thread i runs on processor `cpus[i]`.
@@ -31,17 +41,6 @@ class Team:
     def n_threads(self) -> int:
         return len(self.cpus)
 
-    def cpumask(self) -> list[bool]:
-        """`ggml_threadpool_params.cpumask`: one bool per processor number.
-
-        Raises NoSuchNode for processors that ggml has no bit for (512 and up).
-        """
-        if self.cpus and max(self.cpus) >= GGML_MAX_CPUS:
-            raise NoSuchNode(
-                f"processor {max(self.cpus)} is beyond ggml's mask of {GGML_MAX_CPUS} bits"
-            )
-        return [cpu in self.cpus for cpu in range(GGML_MAX_CPUS)]
-
     def in_mask_order(self, *, openmp: bool) -> "Team":
         """The team as ggml binds it with `strict_cpu`, in ascending order of the mask's processors.
 
@@ -56,10 +55,10 @@ class Team:
 
     def cpus_per_node(self) -> dict[int, list[int]]:
         """By memory node, the processors of the threads that read it."""
-        found: dict[int, list[int]] = {}
+        by_node: dict[int, list[int]] = {}
         for cpu, node in zip(self.cpus, self.nodes, strict=True):
-            found.setdefault(node, []).append(cpu)
-        return found
+            by_node.setdefault(node, []).append(cpu)
+        return by_node
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,52 @@ class ThreadPlan:
     batch: Team
     draft: Team
     reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Processors:
+    """The processors that some threads run on; () means wherever the kernel puts them.
+
+    If `strict`, each thread is bound to one of them. There are then as many as threads.
+    """
+
+    cpus: tuple[int, ...] = ()
+    strict: bool = False
+
+    @property
+    def mask(self) -> str:
+        """The processors as a mask in hexadecimal, as llama.cpp's --cpu-mask takes it."""
+        return hex(sum(1 << cpu for cpu in self.cpus))
+
+    @property
+    def words(self) -> str:
+        """The processors as text, such as "processors 0-3, one thread each"."""
+        each = ", one thread each" if self.strict else ""
+        return f"processor{'s' * (len(self.cpus) != 1)} {format_list(self.cpus)}{each}"
+
+
+EVERYWHERE = Processors()
+
+
+def one_each(topology: Topology, n_threads: int) -> tuple[int, ...]:
+    """A processor for each of `n_threads`, or all usable ones if they are fewer.
+
+    Each core gets one thread before any core gets a second one, and fast cores come first.
+    """
+    cores = sorted(topology.usable_cores, key=lambda core: not core.is_fast)
+    n_rounds = max((len(core.cpus) for core in cores), default=0)
+    ordered = [core.cpus[i] for i in range(n_rounds) for core in cores if i < len(core.cpus)]
+    return tuple(sorted(ordered[:n_threads]))
+
+
+def processors_for(topology: Topology, n_threads: int) -> tuple[int, ...]:
+    """The processors on which `n_threads` run on a machine with one node, or () for all.
+
+    They are the performance cores' first ones, if some cores are much slower and the performance
+    cores are enough for a thread each.
+    """
+    fast = () if topology.is_numa else topology.performance_cores
+    return tuple(core.cpus[0] for core in fast) if n_threads <= len(fast) else ()
 
 
 def plan_threads(

@@ -1,6 +1,7 @@
 """The machine's memory nodes, cores and GPUs, as `numa.machine` reads them. Pure."""
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from numa.errors import BadTopology, NoSuchNode
 
@@ -13,10 +14,15 @@ ONE_NODE = "one memory node: page placement changes nothing here and is left alo
 
 @dataclass(frozen=True)
 class Core:
-    """One physical core. `cpus` are its hardware threads. The first one is used first."""
+    """One physical core. `cpus` are its hardware threads. The first one is used first.
+
+    `is_fast` is False for a core that is much slower than others of its machine, such as Intel's
+    efficiency cores and Arm's little ones.
+    """
 
     cpus: tuple[int, ...]
     node: int
+    is_fast: bool = True
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,7 @@ class ReservedPages:
 
 
 @dataclass(frozen=True)
-class Node:
+class MemoryNode:
     """One memory node. `distances` follows Topology.nodes; `cpus` are the online processors."""
 
     id: int
@@ -54,7 +60,7 @@ class Topology:
     process. `from_kernel` is False if the single node is an assumption.
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[MemoryNode, ...]
     cores: tuple[Core, ...]
     gpus: tuple[Gpu, ...]
     allowed_cpus: tuple[int, ...]
@@ -62,7 +68,7 @@ class Topology:
     huge_page_mode: str = "never"
     from_kernel: bool = True
 
-    def node(self, node_id: int) -> Node:
+    def node(self, node_id: int) -> MemoryNode:
         """The node with this number. Raises NoSuchNode if there is none."""
         for node in self.nodes:
             if node.id == node_id:
@@ -79,8 +85,25 @@ class Topology:
     def usable_cores(self) -> tuple[Core, ...]:
         """Cores that this process may use, with only the hardware threads in its cpuset."""
         allowed = set(self.allowed_cpus)
-        trimmed = (Core(tuple(c for c in k.cpus if c in allowed), k.node) for k in self.cores)
+        trimmed = (replace(k, cpus=tuple(c for c in k.cpus if c in allowed)) for k in self.cores)
         return tuple(core for core in trimmed if core.cpus)
+
+    def within(self, cpus: Collection[int]) -> "Topology":
+        """The machine as a process sees it that may use only `cpus`; all allowed ones if none."""
+        if not cpus:
+            return self
+        return replace(self, allowed_cpus=tuple(c for c in self.allowed_cpus if c in cpus))
+
+    @property
+    def performance_cores(self) -> tuple[Core, ...]:
+        """The usable cores that are fast. () if all usable ones are alike.
+
+        ggml divides each operation evenly and waits for the last thread, so a slow core holds up
+        all fast ones.
+        """
+        cores = self.usable_cores
+        fast = tuple(core for core in cores if core.is_fast)
+        return fast if 0 < len(fast) < len(cores) else ()
 
     @property
     def memory_nodes(self) -> tuple[int, ...]:

@@ -62,34 +62,39 @@ class TuneResult:
 
 
 def fingerprint(topology: Topology) -> str:
-    """The facts on which a tuned choice depends: usable cores and rounded memory of each node."""
-    cores = topology.usable_cores
+    """The facts on which a tuned choice depends: usable cores and rounded memory of each node.
+
+    Performance cores are counted too, if there are others.
+    """
+    cores, n_fast = topology.usable_cores, len(topology.performance_cores)
     parts = [
         f"node{n.id}:{sum(c.node == n.id for c in cores)}c,{round(n.memory_bytes / (1 << 30))}g"
         for n in topology.nodes
     ]
-    return " ".join(parts)
+    return " ".join([*parts, f"{n_fast} fast"] if n_fast else parts)
 
 
 def strategies(topology: Topology, plan: ThreadPlan, size_bytes: int) -> list[Candidate]:
     """Every strategy worth a trial with all threads, the most promising first.
 
-    On a machine with one node, only `single` is worth a trial. `single` needs a node with room for
+    On a machine with one node, only `single` is worth a trial, on the performance cores alone if
+    there are others, and on all cores. `single` needs a node with room for
     `size_bytes` of weights. `rows` and `distribute` need ggml's static partition of rows.
     """
     n_threads = plan.decode.n_threads
     if not topology.is_numa:
-        return [Candidate(Strategy.SINGLE, n_threads)]
-    found = [
+        counts = filter(None, (len(topology.performance_cores), n_threads))
+        return [Candidate(Strategy.SINGLE, n) for n in counts]
+    candidates = [
         Candidate(Strategy.SINGLE, len(cpus), node=node)
         for node, cpus in sorted(plan.decode.cpus_per_node().items())
         if topology.node(node).free_bytes >= size_bytes
     ]
-    found.insert(0, Candidate(Strategy.INTERLEAVE, n_threads))
+    candidates.insert(0, Candidate(Strategy.INTERLEAVE, n_threads))
     if topology.ggml_is_numa:
         rows, distribute = (Candidate(s, n_threads) for s in (Strategy.ROWS, Strategy.DISTRIBUTE))
-        found = [rows, *found, distribute]
-    return found
+        candidates = [rows, *candidates, distribute]
+    return candidates
 
 
 def variations(winner: Candidate, *, with_pages: bool = True) -> list[Candidate]:
@@ -99,8 +104,12 @@ def variations(winner: Candidate, *, with_pages: bool = True) -> list[Candidate]
     """
     counts = {max(round(winner.n_threads * share), 1) for share in _THREAD_SHARES}
     fewer = sorted((n for n in counts if n < winner.n_threads), reverse=True)
-    found = [replace(winner, n_threads=n) for n in fewer]
-    return [*found, replace(winner, huge_pages=not winner.huge_pages)] if with_pages else found
+    candidates = [replace(winner, n_threads=n) for n in fewer]
+    return (
+        [*candidates, replace(winner, huge_pages=not winner.huge_pages)]
+        if with_pages
+        else candidates
+    )
 
 
 Measure = Callable[[Candidate], Mapping[int, float]]

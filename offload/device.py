@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from offload.backends import CUDA, backend_of
 from offload.errors import DeviceUnavailable
 from offload.ggml.backend import Device, all_devices
-from offload.ggml.installed import cuda_unused, device_complaint
+from offload.ggml.installed import cuda_unused, no_device_reason
 from offload.units import parse_bytes, parse_rate, parse_seconds
 
 
@@ -33,17 +33,25 @@ class DeviceChoice:
         """The device as text, in the form that kept measurements use."""
         return f"{self.name}, {self.description}"
 
+    @property
+    def shares_ram(self) -> bool:
+        """True for a GPU that shares the RAM with the CPU, so that no link leads to it."""
+        return self.on_gpu and self.device.is_integrated
+
 
 def devices() -> list[DeviceChoice]:
-    """Return a choice for every CPU and GPU device that ggml knows."""
-    found = []
+    """Return a choice for every CPU and GPU device that ggml knows.
+
+    GPUs that share the RAM with the CPU are the last ones.
+    """
+    listed = []
     for device in all_devices():
         if device.kind in ("cpu", "gpu"):
             on_gpu = device.kind == "gpu"
-            found.append(
+            listed.append(
                 DeviceChoice(device.name, device.description, device, on_gpu, on_gpu, "asked for")
             )
-    return found
+    return sorted(listed, key=lambda device: device.shares_ram)
 
 
 def has_gpu() -> bool:
@@ -65,7 +73,7 @@ def choose_devices(wanted: str, *, all_gpus: bool = False) -> tuple[DeviceChoice
     """
     chosen = _chosen(wanted, all_gpus=all_gpus)
     for device in chosen:
-        if device.on_gpu and (why := device_complaint(device.name)):
+        if device.on_gpu and (why := no_device_reason(device.name)):
             raise DeviceUnavailable(
                 f"{device.name} cannot be used: {why}; --device cpu computes without it"
             )
@@ -75,7 +83,7 @@ def choose_devices(wanted: str, *, all_gpus: bool = False) -> tuple[DeviceChoice
 def _chosen(wanted: str, *, all_gpus: bool) -> tuple[DeviceChoice, ...]:
     names = device_names(wanted)
     if all_gpus and wanted.lower() == "auto":
-        gpus = [choice for choice in devices() if choice.on_gpu]
+        gpus = [choice for choice in devices() if choice.on_gpu and not choice.shares_ram]
         if len(gpus) > 1:
             return tuple(replace(gpu, reason="one of several GPUs") for gpu in gpus)
     chosen = [_choose(name) for name in names]
@@ -86,6 +94,11 @@ def _chosen(wanted: str, *, all_gpus: bool) -> tuple[DeviceChoice, ...]:
             raise DeviceUnavailable(
                 f"--device {wanted}: {names[i]} cannot be one of several devices; several devices "
                 "are GPUs or sim"
+            )
+        if choice.shares_ram:
+            raise DeviceUnavailable(
+                f"--device {wanted}: {choice.name} shares the RAM with the CPU and cannot be one "
+                "of several devices; leave it out"
             )
         if choice.sim is not None:
             chosen[i] = replace(choice, name=f"sim{i}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 
@@ -17,14 +17,17 @@ from offload.errors import DoesNotFit, NotSupported
 from offload.ggml.library.log import opening
 from offload.images.decoding import NO_IMAGES, Bitmap, decoded_files
 from offload.images.mtmd import ImagePrompt, Projector
+from offload.model import ModelFacts
 from offload.model_file import read_facts
+from offload.notes import OnProgress
 from offload.opening.opened import open_start
 from offload.opening.start import Start, decide_start
 from offload.options import EngineOptions
 from offload.plan.host import PROMPTS
+from offload.plan.layout import Layout
 from offload.schedule.slots import StreamCounters
+from offload.sequences.sequences import Sequences
 from offload.sequences.text import ModelText
-from offload.store.store import OnProgress
 from offload.stream.device import StreamingDevice
 from offload.threads.numa_plan import NOT_OURS
 from offload.times.min_batch import MinBatch, by_device
@@ -56,38 +59,39 @@ class Engine(ModelText):
 
         Raises BadModel, DoesNotFit, DeviceFailed or DeviceUnavailable.
         """
-        opened = open_start(start, on_progress)
-        self.start = start = opened.start  # another one if it was planned again
-        self.facts, self.options = start.facts, start.options
-        self.layout, self.repacking = start.layout, start.repacking
-        self.choices, self.choice = start.choices, start.choice
-        draft_on = start.layout.draft_on
-        # The device for the draft model, or None if --device does not name it.
-        self.draft_choice = None if draft_on is None else start.here.choice(draft_on)
-        self._closing, self._model, self._context = opened.closing, opened.model, opened.context
-        self._images, self.projector = opened.images, opened.projector
-        self.notes = opened.notes  # sentences for the user, e.g. on what the library's build lacks
-        self.row_complaint = opened.row_complaint
-        self.plan = opened.plan
-        self.remote, self.tables, self.routing = opened.remote, opened.tables, opened.routing
-        weights = opened.weights
-        self.store, self.placer, self.numa = weights.store, weights.placer, weights.numa
-        self.parts, self.devices, self.hybrid = weights.parts, weights.devices, weights.hybrid
-        self.ways = weights.ways
-        self.native_experts, self.host = weights.native_experts, weights.host
-        self.ram_cache, self.threads = opened.ram_cache, opened.threads
-        self.embedder, self.row_draft = opened.embedder, opened.row_draft
-        self.sequences = opened.sequences
-        self._experts = opened.experts  # the memory for some experts, None if all are in memory
-        self.taking = opened.taking
+        # The open parts. `opened.start` is another one than `start` if it was planned again.
+        self.opened = open_start(start, on_progress)
+        self._model = self.opened.model
 
     def __repr__(self) -> str:
-        return f"Engine({self.facts.path.name} on {self.choice.name}, {self.sequences.n_ctx} cells)"
+        on = self.start.choice.name
+        return f"Engine({self.facts.path.name} on {on}, {self.sequences.n_ctx} cells)"
+
+    @property
+    def start(self) -> Start:
+        """The decision how the model was opened."""
+        return self.opened.start
+
+    @property
+    def facts(self) -> ModelFacts:
+        """The facts in the file's header."""
+        return self.start.facts
+
+    @property
+    def layout(self) -> Layout:
+        """The places of the weights, and who computes them."""
+        return self.start.layout
+
+    @property
+    def sequences(self) -> Sequences:
+        """The texts in the KV cache."""
+        return self.opened.sequences
 
     @property
     def image_decoder(self) -> Path | None:
         """The program that decodes image files, None without a projector."""
-        return None if self._images is None or self.projector is None else self._images.decoder
+        images, projector = self.opened.images, self.opened.projector
+        return None if images is None or projector is None else images.decoder
 
     def image_prompt(
         self, parts: Sequence[str | bytes | Bitmap], *, add_special: bool
@@ -98,11 +102,12 @@ class Engine(ModelText):
         tokens can only be counted. Raises BadRequest for a file that is no image, and NotSupported
         without a projector.
         """
-        if self.projector is None or self.image_decoder is None:
+        projector = self.opened.projector
+        if projector is None or self.image_decoder is None:
             raise NotSupported(NO_IMAGES)
         files = [part for part in parts if isinstance(part, bytes)]
         bitmaps = iter(decoded_files(files, self.image_decoder) if files else ())
-        return self.projector.prompt(
+        return projector.prompt(
             [next(bitmaps) if isinstance(part, bytes) else part for part in parts],
             self.layout.context.n_ubatch,
             add_special=add_special,
@@ -111,12 +116,14 @@ class Engine(ModelText):
     @property
     def device(self) -> StreamingDevice | None:
         """The first streaming device, or None if no weights can stream."""
-        return self.parts[0].device if self.parts else None
+        parts = self.opened.weights.parts
+        return parts[0].device if parts else None
 
     @property
     def place(self) -> str:
         """Name of the computing device in kept measurements of a draft model."""
-        return self.choice.name if self.remote is None else self.remote.words
+        remote = self.opened.remote
+        return self.start.choice.name if remote is None else remote.words
 
     @property
     def reads_experts(self) -> bool:
@@ -125,17 +132,18 @@ class Engine(ModelText):
 
     @property
     def numa_notes(self) -> tuple[str, ...]:
-        """Sentences on the places of threads and pages, and on refusals. () without a NumaPlan."""
-        if self.numa is None:
-            return ()
-        placed = self.placer.notes if self.placer is not None else ()
-        if self.numa.candidate is not None and not placed:
+        """Sentences on the places of threads and pages, and on refusals. () if none is chosen."""
+        weights, threads = self.opened.weights, self.opened.threads
+        if weights.numa is None:
+            return (threads.sentence, *threads.notes) if threads.is_bound else ()
+        placed = weights.placer.notes if weights.placer is not None else ()
+        if weights.numa.candidate is not None and not placed:
             placed = (NOT_OURS,)
-        return (self.threads.sentence, *self.threads.notes, *placed)
+        return (threads.sentence, *threads.notes, *placed)
 
     def close(self) -> None:
         """Free all resources. A second call does nothing."""
-        self._closing.close()
+        self.opened.closing.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -151,19 +159,21 @@ class Engine(ModelText):
 
         With several devices, they are for all devices together. `min_batches` has those of each.
         """
-        return self.ways.now.min_batch
+        return self.opened.weights.ways.now.min_batch
 
     @property
     def min_batches(self) -> dict[str, MinBatch]:
         """The thresholds of each device, by its name."""
-        return {part.choice.name: part.device.min_batch for part in self.parts}
+        return {part.choice.name: part.device.min_batch for part in self.opened.weights.parts}
 
     def min_batch_words(self, kinds: Sequence[str]) -> str:
         """Return a clause on who computes which batches, such as "the GPU computes ..."."""
-        found = self.min_batches
-        if len(set(found.values())) < 2:
+        by_device = self.min_batches
+        if len(set(by_device.values())) < 2:
             return f"the GPU computes {self.min_batch.words(kinds)}"
-        return "; ".join(f"{name} computes {its.words(kinds)}" for name, its in found.items())
+        return "; ".join(
+            f"{name} computes {min_batch.words(kinds)}" for name, min_batch in by_device.items()
+        )
 
     def set_min_batch(self, value: MinBatch, *, is_measured: bool = False) -> None:
         """Set the thresholds from which streamed weights are computed on the device.
@@ -175,14 +185,14 @@ class Engine(ModelText):
         while batches have the same number of tokens and the same number of rows of logits.
         """
         each = self.min_batches_of(value) if is_measured else ()
-        self.ways.use(replace(self.ways.now, min_batch=value, min_batches=each))
+        self.opened.weights.ways.change(min_batch=value, min_batches=each)
 
     def min_batches_of(self, value: MinBatch) -> tuple[MinBatch, ...]:
         """Return the thresholds of each device, if `value` comes from decodes on all devices.
 
         Returns () if there is at most one device.
         """
-        plans = [part.plan for part in self.parts]
+        plans = [part.plan for part in self.opened.weights.parts]
         if len(plans) < 2:
             return ()
         crossovers = [plan.min_batch for plan in plans]
@@ -200,7 +210,7 @@ class Engine(ModelText):
         if start + sum(batches) > self.n_ctx:
             return
         checkpoint = None if s.can_rewind or not start else s.checkpoint(0, lasting=True)
-        with self.routing.paused():
+        with self.opened.routing.paused():
             for n in batches:
                 s.extend(0, [0] * n, n_logits=0)
                 if checkpoint is None:
@@ -216,16 +226,17 @@ class Engine(ModelText):
         """
         with opening(self.facts.path):
             tokens = self.tokenize("a") or [0]
-            self._context.decode(Batch(tokens[:1], [0], [0], [True], self.layout.context.n_ubatch))
-            self._context.remove(0, 0)
-            if self.projector is not None:
+            context, n_ubatch = self.opened.context, self.layout.context.n_ubatch
+            context.decode(Batch(tokens[:1], [0], [0], [True], n_ubatch))
+            context.remove(0, 0)
+            if (projector := self.opened.projector) is not None:
                 with suppress(DoesNotFit):  # a request with an image gets the error
-                    self._try_out_image(self.projector)
+                    self._try_out_image(projector)
 
     def _try_out_image(self, projector: Projector) -> None:
         grey = Bitmap(_TRIAL_PX, _TRIAL_PX, b"\x80" * (3 * _TRIAL_PX**2), b"trial")
         prompt = projector.prompt(["a", grey], self.layout.context.n_ubatch, add_special=False)
-        with self.routing.paused():
+        with self.opened.routing.paused():
             for image in prompt.images:
                 self.sequences.extend_batch([(0, image.tokens, 0)])
                 self.sequences.rewind(0, 0)
@@ -238,8 +249,8 @@ class Engine(ModelText):
         A step raises DeviceFailed if a copy or a read failed. Drop the iterator before the next
         decode.
         """
-        slots = chain.from_iterable(device.fill(uses or {}) for device in self.devices)
-        memory = self._experts
+        slots = chain.from_iterable(device.fill(uses or {}) for device in self.opened.devices)
+        memory = self.opened.experts
         return slots if memory is None else chain(slots, memory.fill(uses))
 
     def memory_for_prompts(self, asked_bytes: int | None) -> int | None:
@@ -248,7 +259,7 @@ class Engine(ModelText):
         Returns `asked_bytes` if all experts are in memory. If experts are read from the disk, the
         result is at most a share of the experts' memory, and is reserved in it.
         """
-        memory = self._experts
+        memory = self.opened.experts
         if memory is None:
             return asked_bytes
         most_bytes = int(_PROMPT_SHARE * memory.capacity_bytes)
@@ -258,23 +269,34 @@ class Engine(ModelText):
 
     def settle(self) -> None:
         """Wait until no copy is under way. The trace then holds all counted copies."""
-        for device in self.devices:
+        for device in self.opened.devices:
             device.settle()
+
+    def prefer_cached(self) -> bool:
+        """Let routers of small batches prefer experts in slots, as `streaming.route` says.
+
+        Returns False if that was not asked for, or if no experts stream through slots. Call it when
+        nothing more is measured, because measurements are those of the model's own routing.
+        """
+        found = [device.routing for device in self.opened.devices if device.routing is not None]
+        for routing in found if self.layout.plan.layout.pools else ():
+            routing.turn_on()
+        return any(routing.is_on for routing in found)
 
     def counters(self) -> StreamCounters:
         """Return the counts of streaming since the engine was opened, all 0 if nothing streams."""
-        return sum((part.device.counters() for part in self.parts), StreamCounters())
+        return sum((part.device.counters() for part in self.opened.weights.parts), StreamCounters())
 
     def counters_by_device(self) -> dict[str, StreamCounters]:
         """Return the counts of streaming, by name of the device."""
-        return {part.choice.name: part.device.counters() for part in self.parts}
+        return {part.choice.name: part.device.counters() for part in self.opened.weights.parts}
 
     def disk_counters(self) -> dict[str, float]:
         """Return the counts of experts and of tables' rows read from the disk.
 
         Has no counts of experts if all are in memory, and none of rows if the tables are.
         """
-        memory, tables = self._experts, self.tables
+        memory, tables = self.opened.experts, self.opened.tables
         experts = {} if memory is None else memory.counters.as_dict()
         return experts if tables is None else experts | asdict(tables.counters)
 
@@ -285,4 +307,4 @@ class Engine(ModelText):
     @property
     def n_ctx(self) -> int:
         """Tokens that one sequence can hold."""
-        return self._context.n_ctx
+        return self.opened.context.n_ctx

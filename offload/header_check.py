@@ -1,4 +1,4 @@
-"""Checks the numbers and names of a model's header against its weights. Pure.
+"""Checks a model's header: its numbers and names, the types of its tensors, its tokenizer. Pure.
 
 Whoever plans or opens a model reads its header through `offload.model_file.read_facts`, which calls
 this first. So the plan's formulas get whole numbers from 0 on, and lists of at most one entry per
@@ -7,12 +7,12 @@ layer. The library checks more when it loads a model (`offload.load_check`).
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from offload.errors import BadModel
-from offload.header_types import type_complaints
-from offload.model import ModelFacts, TensorEntry, is_experts, layer_of
+from offload.model import Header, ModelFacts, TensorEntry, is_experts, layer_of
 
 # Keys that hold one whole number, and never a list. The first three are in every model.
 REQUIRED = ("block_count", "context_length", "embedding_length")
@@ -20,6 +20,7 @@ SINGLE = frozenset({*REQUIRED, "expert_count", "nextn_predict_layers"})
 _AT_LEAST_1 = frozenset({*REQUIRED, "full_attention_interval"})  # the latter divides
 # Keys that hold a whole number, or a list with a number for each layer.
 COUNTS = SINGLE | {
+    *("block_size", "selector_top_k"),  # of block drafts
     *("attention.compress_ratios", "attention.head_count", "attention.head_count_kv"),
     *("attention.indexer.block_size", "attention.indexer.key_length", "attention.indexer.kpool"),
     "attention.indexer.head_count",
@@ -59,11 +60,21 @@ _NO_MODELS = {  # by general.architecture, or by general.type
 
 def check_header(facts: ModelFacts) -> None:
     """Raise BadModel with one sentence for a header that contradicts itself or its weights."""
-    for what in _complaints(facts):
+    for what in _reasons(facts):
         raise BadModel(f"{facts.path}: {what}")
 
 
-def _complaints(facts: ModelFacts) -> Iterator[str]:
+def value_reasons(header: Header) -> Iterator[str]:
+    """Yield a sentence for each number by which the library would abort."""
+    for key, value in header.metadata.items():
+        values = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(x, float) and not math.isfinite(x) for x in values):
+            yield f"{key} is not a finite number; the file is damaged"
+        if key.endswith("_epsilon") and any(isinstance(x, float) and x < 0 for x in values):
+            yield f"{key} is {value}, below 0; the file is damaged"
+
+
+def _reasons(facts: ModelFacts) -> Iterator[str]:
     architecture = facts.architecture
     if not _NAME.fullmatch(architecture):
         yield f"names the architecture {architecture!r:.80}; the file is damaged"
@@ -77,7 +88,7 @@ def _complaints(facts: ModelFacts) -> Iterator[str]:
     yield from _layers(facts)
     yield from _experts(facts)
     yield from _ngram_lists(facts)
-    yield from type_complaints(place.entry for place in facts.weights.values())
+    yield from type_reasons(place.entry for place in facts.weights.values())
     embedding, n_embd = facts.weights.get("token_embd.weight"), facts.number("embedding_length")
     if embedding and architecture != _EAGLE and embedding.entry.shape[0] != n_embd:
         yield (
@@ -216,3 +227,67 @@ def _ngram_lists(facts: ModelFacts) -> Iterator[str]:
             yield f"{name} lists {len(values)} numbers, and {n_wanted} are needed"
         if not all(type(v) is int and v >= least for v in values):
             yield f"{name} must list whole numbers from {least} on; the file is damaged"
+
+
+_BPE = "gpt2"  # the file's name of byte-pair encoding
+
+
+def tokenizer_reason(metadata: Mapping[str, object]) -> str:
+    """Return a sentence if the file does not say how texts are split into words, else "".
+
+    llama.cpp warns in the same case (`missing pre-tokenizer type` in src/llama-vocab.cpp). Other
+    tokenizers than byte-pair encoding need no such key.
+    """
+    if metadata.get("tokenizer.ggml.model") != _BPE or metadata.get("tokenizer.ggml.pre"):
+        return ""
+    return (
+        "the file has no tokenizer.ggml.pre, so texts are split by llama.cpp's default "
+        "pre-tokenizer: answers may be much worse; take a newer conversion of the model"
+    )
+
+
+# The library checks a weight's shape when it opens a file, and no more of its type than that rows
+# are whole blocks. A kernel that meets a type without a product reads through a null pointer, and
+# ends the process by SIGSEGV. One that meets a type that it was not written for ends it by an
+# assertion.
+#
+# Types that are no weights, by ggml's names: integers, doubles, and what kernels make of the other
+# factor of a product. They have no product of their own (`vec_dot` in ggml-cpu.c).
+_NO_WEIGHTS = frozenset({"i8", "i16", "i32", "i64", "f64", "q8_1", "q8_K"})
+_NUMBERS = ("i32", "i64")
+# Tables of whole numbers: experts by token (DeepSeek-V4), and the tokens that an EAGLE-3 file
+# drafts.
+_TABLES = re.compile(r"(^|\.)(ffn_gate_tid2eid|d2t)(\.weight)?$")
+# Tensors of more than one dimension that are added, multiplied element by element or convolved. The
+# kernels for these operations read 32-bit floats next to activations.
+_ELEMENTWISE = re.compile(
+    r"\.bias$|norm|scale(\.weight)?$|^rope_f|sinks|\.ssm_(a|d)\b|\.ssm_dt$|conv1d|shortconv\.conv\."
+    r"|_conv_base$"
+)  # not ssm_dt.weight, which is a matrix (Mamba, Jamba), and may have any type
+
+_VECTOR_FACTORS = re.compile(r"ffn_gate_inp_shexp")  # vectors that are multiplied as matrices are
+
+
+def type_reasons(entries: Iterable[TensorEntry]) -> Iterator[str]:
+    """Yield a sentence for each tensor whose type no kernel reads where the tensor is used."""
+    for entry in entries:
+        allowed = _allowed(entry)
+        if allowed is None:
+            if entry.type in _NO_WEIGHTS:
+                yield (
+                    f"{entry.name} has the type {entry.type}, in which no weights are multiplied; "
+                    "the file is damaged"
+                )
+        elif entry.type not in allowed:
+            yield (
+                f"{entry.name} has the type {entry.type}, and must have {' or '.join(allowed)}; "
+                "the file is damaged"
+            )
+
+
+def _allowed(entry: TensorEntry) -> tuple[str, ...] | None:
+    """Return the types that a tensor may have, or None if it may have any type of weights."""
+    if _TABLES.search(entry.name):
+        return _NUMBERS
+    is_vector = len(entry.shape) < 2 and not _VECTOR_FACTORS.search(entry.name)
+    return ("f32",) if is_vector or _ELEMENTWISE.search(entry.name) else None

@@ -14,6 +14,7 @@ import os
 import select
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from offload.errors import BadModel, OffloadError
 from offload.ggml.library.callback import Pending
 from offload.ggml.model import Model, ModelPlacement
 from offload.ggml.wanted import wanted_tensors
+from offload.kv_overrides import read_override
 from offload.model import ModelFacts
 from offload.model_file import read_facts
 
@@ -36,12 +38,15 @@ def check_loads(facts: ModelFacts, *, load_mtp: bool) -> None:
     long as the first part of the model stays the same.
     """
     about = facts.path.stat()
-    if why := _refusal(facts.path, load_mtp, about.st_size, about.st_mtime_ns):
+    overrides = tuple(map(str, facts.overrides))
+    if why := _refusal(facts.path, load_mtp, overrides, about.st_size, about.st_mtime_ns):
         raise BadModel(why)
 
 
 @lru_cache(256)
-def _refusal(path: Path, load_mtp: bool, size_bytes: int, changed_ns: int) -> str:
+def _refusal(
+    path: Path, load_mtp: bool, overrides: tuple[str, ...], size_bytes: int, changed_ns: int
+) -> str:
     """Return why the library refuses the model, or "". Sizes and times are part of the cache's key.
 
     The helper is started again after a file that ended it.
@@ -54,7 +59,7 @@ def _refusal(path: Path, load_mtp: bool, size_bytes: int, changed_ns: int) -> st
     assert helper.stdin is not None
     assert helper.stdout is not None
     with contextlib.suppress(BrokenPipeError):
-        helper.stdin.write(json.dumps([os.fspath(path), load_mtp]).encode() + b"\n")
+        helper.stdin.write(json.dumps([os.fspath(path), load_mtp, overrides]).encode() + b"\n")
         helper.stdin.flush()
     if not select.select([helper.stdout], [], [], _LIMIT_S)[0]:
         end_helper()
@@ -119,9 +124,12 @@ _TOO_MANY = "wrong number of tensors"
 _MOST_NAMED = 3  # most weights that are named
 
 
-def refusal_here(path: Path, load_mtp: bool) -> str:
+def refusal_here(path: Path, load_mtp: bool, overrides: Sequence[str] = ()) -> str:
     """Return why the library refuses the model, or "". An assertion ends this process."""
-    placement = ModelPlacement(no_alloc=True, load_mode="none", load_mtp=load_mtp)
+    read = tuple(map(read_override, overrides))
+    placement = ModelPlacement(
+        no_alloc=True, load_mode="none", load_mtp=load_mtp, kv_overrides=read
+    )
     try:
         Model(path, placement, Pending()).close()
     except OffloadError as e:
@@ -153,6 +161,6 @@ def answer_lines() -> None:
     This is the helper process, whose standard output is a pipe to the asking one.
     """
     for line in sys.stdin.buffer:
-        path, load_mtp = json.loads(line)
-        answer = refusal_here(Path(path), load_mtp)
+        path, load_mtp, overrides = json.loads(line)
+        answer = refusal_here(Path(path), load_mtp, overrides)
         os.write(_TO_ASKER, json.dumps(answer).encode() + b"\n")

@@ -16,7 +16,7 @@ from offload.sequences.sequences import Sequences
 from offload.stream.layer_clock import BrokenOff, LayerClock
 from offload.stream.split_measuring import (
     LinkTimes,
-    Measured,
+    SecondsByRows,
     SplitSides,
     costs_of,
     on_device,
@@ -24,7 +24,7 @@ from offload.stream.split_measuring import (
     on_link,
 )
 from offload.times.min_batch import NEVER, MinBatch
-from offload.times.search import Wanted, budget_s, fill, one_timing
+from offload.times.search import TimingRequest, budget_s, fill, one_timing
 from offload.times.table import CostTable, Way
 
 LEAD_TOKENS = 16  # tokens decoded before a timed decode if weights stream through slots
@@ -42,7 +42,7 @@ Progress = Callable[[float], None]
 
 def streamed_kinds(target: Engine) -> tuple[str, ...]:
     """Return the kinds of weights that stream: "experts", "dense"."""
-    streamed = () if target.plan is None else target.plan.streamed
+    streamed = () if target.opened.plan is None else target.opened.plan.streamed
     kinds = {"experts" if is_experts(entry) else "dense" for entry in streamed}
     return tuple(sorted(kinds, reverse=True))
 
@@ -59,12 +59,16 @@ def ways_of(target: Engine, *, fixed: bool, splits: bool) -> tuple[Way, ...]:
     split.
     """
     kinds = streamed_kinds(target)
-    found = [Way.FIXED] if fixed and kinds else [Way.IN_PLACE]
+    ways = [Way.FIXED] if fixed and kinds else [Way.IN_PLACE]
     if not fixed:
-        found += [way for way, kind in _KINDS.items() if kind in kinds]
-    if splits and target.hybrid is not None and not target.ways.now.declined:
-        found.append(Way.SPLIT)
-    return tuple(found)
+        ways += [way for way, kind in _KINDS.items() if kind in kinds]
+    if (
+        splits
+        and target.opened.weights.hybrid is not None
+        and not target.opened.weights.ways.now.declined
+    ):
+        ways.append(Way.SPLIT)
+    return tuple(ways)
 
 
 _KINDS = {Way.STREAMED: "experts", Way.DENSE: "dense"}
@@ -83,21 +87,23 @@ def measure_split(target: Engine) -> dict[str, MeasuredCosts]:
     more, because other programs have probably disturbed them. Decodes tokens in sequence 0, which
     must be empty, and leaves it empty. Raises DeviceFailed.
     """
-    if target.hybrid is None:
+    if target.opened.weights.hybrid is None:
         return {}
-    found = _measured_split(target)
-    if any(costs.is_doubtful for costs in found.values()):
-        found = _measured_split(target)
-    return found
+    by_device = _measured_split(target)
+    if any(costs.is_doubtful for costs in by_device.values()):
+        by_device = _measured_split(target)
+    return by_device
 
 
 def _measured_split(target: Engine) -> dict[str, MeasuredCosts]:
-    measured: dict[str, Measured] = {part.choice.name: {} for part in target.parts}
+    measured: dict[str, SecondsByRows] = {
+        part.choice.name: {} for part in target.opened.weights.parts
+    }
     links: dict[str, LinkTimes | None] = dict.fromkeys(measured)
     kinds: dict[str, tuple[float, ...]] = {}
-    host: Measured = {}
-    ways, sequences = target.ways, target.sequences
-    with target.routing.paused(), ways.trying(ways.now.splitting_by(all_on_device)):
+    host: SecondsByRows = {}
+    ways, sequences = target.opened.weights.ways, target.sequences
+    with target.opened.routing.paused(), ways.trying(ways.now.splitting_by(all_on_device)):
         target.build_anew()  # otherwise a graph that was built without splits would be used again
         for n in (1, min(8, target.n_ctx - 1)):
             take_splits(target)  # forgets split layers of earlier graphs
@@ -111,21 +117,37 @@ def _measured_split(target: Engine) -> dict[str, MeasuredCosts]:
     if not (any(measured.values()) or ways.now.declined):
         ways.decline("no layer is split: the device takes no layer's experts")
     target.build_anew()
-    found = {}
+    by_device = {}
     for name, device in measured.items():
         link = links[name]
         if device and host and link:
-            found[name] = costs_of(device, host, link, kinds[name])
-    return found
+            by_device[name] = costs_of(device, host, link, kinds[name])
+    return by_device
 
 
 def take_splits(target: Engine) -> list[tuple[str, SplitSides]]:
     """Return a split layer of each executor that has one, with the name of its device."""
     return [
         (part.choice.name, sides)
-        for part in target.parts
+        for part in target.opened.weights.parts
         for executor in part.device.executors.values()
         if (sides := executor.take_split()) is not None
+    ]
+
+
+def last_splits(target: Engine) -> list[tuple[str, SplitSides]]:
+    """Return a split layer of the target's last decode on each device that has one.
+
+    Streams of draft contexts are left out: their graphs may have been freed since.
+    """
+    firsts = (
+        (part, next(iter(part.device.executors.values()), None))
+        for part in target.opened.weights.parts
+    )
+    return [
+        (part.choice.name, sides)
+        for part, executor in firsts
+        if executor is not None and (sides := executor.take_split()) is not None
     ]
 
 
@@ -133,7 +155,7 @@ def measure(
     target: Engine,
     text: Sequence[int],
     table: CostTable,
-    wanted: Wanted,
+    request: TimingRequest,
     date: str,
     *,
     most_s: float | None = None,
@@ -143,17 +165,17 @@ def measure(
     """Time decodes of `target` on running text, and add their entries to `table`.
 
     Takes about `most_s` seconds, or a first start's budget if that is None. Takes half as long if
-    `wanted.again` is set. Returns the seconds spent, and empties sequence 0.
+    `request.again` is set. Returns the seconds spent, and empties sequence 0.
 
     Each timed decode gets the next tokens of the text, because a batch that was just decoded would
     find all of its experts in the slots. Routing is recorded during the measurement if the options
     ask for it.
     """
-    is_on = target.routing.is_on
+    is_on = target.opened.routing.is_on
     try:
-        with target.ways.trying(target.ways.now):
-            target.routing.is_on = target.options.streaming.record_routing
-            measuring = _Measuring(target, text, table, wanted, most_s)
+        with target.opened.weights.ways.trying(target.opened.weights.ways.now):
+            target.opened.routing.is_on = target.start.options.streaming.record_routing
+            measuring = _Measuring(target, text, table, request, most_s)
 
             shown = 0.0  # sizes that turn out to be needed would move the bar back
 
@@ -163,11 +185,11 @@ def measure(
                 on_progress(shown)
                 on_entry()
 
-            fill(table, measuring.wanted, measuring.times, measuring.left_s, date, entered)
+            fill(table, measuring.request, measuring.times, measuring.left_s, date, entered)
             on_progress(1.0)  # also if all was timed before the budget was spent
             return measuring.most_s - measuring.left_s()
     finally:
-        target.routing.is_on = is_on
+        target.opened.routing.is_on = is_on
         target.sequences.rewind(_SEQUENCE, 0)
         target.build_anew()
 
@@ -185,11 +207,11 @@ class _Measuring:
         target: Engine,
         text: Sequence[int],
         table: CostTable,
-        wanted: Wanted,
+        request: TimingRequest,
         most_s: float | None,
     ) -> None:
         self._target, self._table = target, table
-        plan = target.plan
+        plan = target.opened.plan
         self._layers = sorted({layer_of(e.name) for e in plan.streamed}) if plan else []
         self._held_layers = 0.0
         if plan is not None and plan.streamed_bytes:
@@ -199,25 +221,25 @@ class _Measuring:
         self._fixed = target.min_batch
         self._last = (Way.FIXED, 0)  # the way and size of the last timed decode
         # Prefill is timed up to the ubatch if there are ways to compare, otherwise not at all.
-        n_most = n_most_at_once(target) if len(wanted.ways) > 1 else wanted.n_verify
+        n_most = n_most_at_once(target) if len(request.ways) > 1 else request.n_verify
         n_most = min(n_most, target.n_ctx - 1, len(text))
-        self.wanted = replace(
-            wanted,
-            n_verify=min(wanted.n_verify, n_most, target.layout.context.n_outputs),
+        self.request = replace(
+            request,
+            n_verify=min(request.n_verify, n_most, target.layout.context.n_outputs),
             n_most=n_most,
             n_split=min(SMALL_BATCH, n_most_at_once(target)),
-            n_repeats=n_repeats_of(wanted.n_least),
+            n_repeats=n_repeats_of(request.n_least),
             part=self._part,
         )
-        span = max(_LONG_SPAN if wanted.n_least > 1 else _SPAN, n_most)
+        span = max(_LONG_SPAN if request.n_least > 1 else _SPAN, n_most)
         self._walk = TextWalk(target.sequences, _SEQUENCE, text, 0, span)
-        self._go(wanted.ways[0])
+        self._go(request.ways[0])
         self._walk.time_s(1)
         self._one_s = self._walk.time_s(1)
         if self._one_s < _DEEP_BELOW_S and min(len(text), target.n_ctx) >= _DEPTH + span:
             self._walk = TextWalk(target.sequences, _SEQUENCE, text, _DEPTH, span)
-        self.most_s = most_s or budget_s(self._one_s, len(wanted.ways))
-        self.most_s *= 0.5 if wanted.again else 1.0
+        self.most_s = most_s or budget_s(self._one_s, len(request.ways))
+        self.most_s *= 0.5 if request.again else 1.0
 
     def left_s(self) -> float:
         return self.most_s - (perf_counter() - self._began)
@@ -226,9 +248,9 @@ class _Measuring:
         if way is self._way:
             return
         self._way = way
-        ways, min_batch = self._target.ways, _SETTINGS.get(way, self._fixed)
-        its = replace(ways.now, min_batch=min_batch, min_batches=())
-        ways.use(replace(its, may_split=way is Way.SPLIT, unsplit=frozenset()))
+        ways, min_batch = self._target.opened.weights.ways, _SETTINGS.get(way, self._fixed)
+        changed = replace(ways.now, min_batch=min_batch, min_batches=())
+        ways.use(replace(changed, may_split=way is Way.SPLIT, unsplit=frozenset()))
         # This decode computes no logits, so the next, timed decode builds its graph anew.
         self._walk.time_s(1, n_logits=0)
 
@@ -293,7 +315,7 @@ class _Measuring:
         """
         clock = LayerClock(self._layers[1], self._layers[1 + n_layers])
         with ExitStack() as timing:
-            for device in self._target.devices:
+            for device in self._target.opened.devices:
                 timing.enter_context(device.timing_layers(clock))
             try:
                 return self._walk.time_s(n, n_logits=rows)
@@ -311,13 +333,14 @@ def use_split_costs(target: Engine, costs: Mapping[str, MeasuredCosts]) -> None:
 
     A device without costs of its own uses those of the first device that has some.
     """
-    if target.hybrid is None or not costs:
+    weights = target.opened.weights
+    if weights.hybrid is None or not costs:
         return
     by_name = {name: ByCosts(measured.costs()) for name, measured in costs.items()}
     splitter = next(iter(by_name.values()))
-    own = {i: by_name.get(part.choice.name) for i, part in enumerate(target.parts)}
+    own = {i: by_name.get(part.choice.name) for i, part in enumerate(weights.parts)}
     others = {i: s for i, s in own.items() if s and s is not splitter}
-    target.ways.use(replace(target.ways.now, splitter=splitter, splitters=others))
+    weights.ways.change(splitter=splitter, splitters=others)
 
 
 # -- one decode's time -----------------------------------------------------------------------------

@@ -186,8 +186,8 @@ class MlaSwitch:
         """Return the value projections of a graph, in order."""
         # Searching for the last node is fast, because few nodes are conts and hundreds products.
         outputs, index_of = graph.find("CONT"), graph.positions()
-        found = (_site(graph, output, index, index_of) for index, output in outputs)
-        return [site for site in found if site is not None]
+        sites = (_site(graph, output, index, index_of) for index, output in outputs)
+        return [site for site in sites if site is not None]
 
 
 def _site(

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 
+from offload.kv_overrides import KvOverride
+
 _LAYER = re.compile(r"^blk\.(\d+)\.")
 _STATE = re.compile(r"^cache_(?:r|s|ple_r)_l(\d+)$")
 _CACHE = re.compile(r"cache_[a-z_]+_l(\d+)")
@@ -24,7 +26,7 @@ LOOKED_UP = frozenset(
     }
 )
 
-Value = str | int | float | bool
+HeaderValue = str | int | float | bool
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class TensorEntry:
 class Header:
     """A GGUF file's contents before its weights begin."""
 
-    metadata: dict[str, Value | tuple[Value, ...]]
+    metadata: dict[str, HeaderValue | tuple[HeaderValue, ...]]
     tensors: tuple[TensorEntry, ...]
     lengths: dict[str, int] = field(default_factory=dict)  # lengths of all arrays in the metadata
     has_byte_tokens: bool = True  # False: the library cannot split text with this vocabulary
@@ -64,6 +66,7 @@ class ModelFacts:
     header: Header
     weights: dict[str, WeightPlace]
     part_layers: range | None = None  # the layers that `weights` has; None: all
+    overrides: tuple[KvOverride, ...] = ()  # by which `header` differs from the file's
 
     def part(self, first: int, end: int) -> ModelFacts:
         """Return the facts of a device that computes the layers `first` to `end - 1`.
@@ -171,8 +174,8 @@ class ModelFacts:
     @cached_property
     def expert_weights(self) -> tuple[TensorEntry, ...]:
         """The routed experts' matrices [n_in, n_out, n_experts], in layer order."""
-        found = [entry for entry in self.loaded if is_experts(entry)]
-        return tuple(sorted(found, key=lambda entry: (layer_of(entry.name), entry.name)))
+        entries = [entry for entry in self.loaded if is_experts(entry)]
+        return tuple(sorted(entries, key=lambda entry: (layer_of(entry.name), entry.name)))
 
     @cached_property
     def expert_biases(self) -> tuple[TensorEntry, ...]:

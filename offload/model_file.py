@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from functools import lru_cache
 from pathlib import Path
 
 from offload.errors import BadModel
 from offload.ggml.gguf import read_header
-from offload.header_check import check_header
+from offload.header_check import check_header, value_reasons
+from offload.header_overrides import overriding
+from offload.kv_overrides import KvOverride
 from offload.model import Header, ModelFacts, WeightPlace
 from offload.regular_file import open_regular
 
 _SPLIT = re.compile(r"^(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
+
+FileStamps = tuple[tuple[int, int, int] | None, ...]  # one of each part of a model
 
 _HEADER_BYTES, _N_SAMPLES, _SAMPLE_BYTES = 1 << 20, 64, 4096
 
@@ -22,34 +25,35 @@ _TOKENS = "tokenizer.ggml.tokens"
 _PER_TOKEN = ("tokenizer.ggml.scores", "tokenizer.ggml.token_type")
 
 
-def read_facts(path: str | Path) -> ModelFacts:
+def read_facts(path: str | Path, overrides: tuple[KvOverride, ...] = ()) -> ModelFacts:
     """Read and check a model file's header, or the headers of all parts of a split model.
 
-    They are kept as long as no part of the model changes, because a start needs them several times
-    and a vocabulary takes long to read. Raises BadModel with one sentence for a path that is not a
-    usable model.
+    `overrides` take the place of the file's values. Headers are kept as long as no part of the
+    model changes, because a start needs them several times and a vocabulary takes long to read.
+    Raises BadModel with one sentence for a path that is not a usable model, or a wrong override.
     """
     path = first_part(Path(path))
     _check_path(path)
-    return _facts(path, _stamps(path))
+    stamps = stamps_of(path)
+    return _overridden_facts(path, stamps, overrides) if overrides else _facts(path, stamps)
 
 
-def _stamps(path: Path) -> tuple[tuple[int, int, int] | None, ...]:
+def stamps_of(path: Path) -> FileStamps:
     """Return (size in bytes, time of change in ns, inode) of each part, None if it is missing."""
     match = _SPLIT.match(path.name)
-    found: list[tuple[int, int, int] | None] = []
+    stamps: list[tuple[int, int, int] | None] = []
     for part in _parts(path, int(match["count"]) if match else 1):
         try:
             about = part.stat()
         except OSError:
-            found.append(None)
+            stamps.append(None)
         else:
-            found.append((about.st_size, about.st_mtime_ns, about.st_ino))
-    return tuple(found)
+            stamps.append((about.st_size, about.st_mtime_ns, about.st_ino))
+    return tuple(stamps)
 
 
 @lru_cache(8)
-def _facts(path: Path, stamps: tuple[tuple[int, int, int] | None, ...]) -> ModelFacts:
+def _facts(path: Path, stamps: FileStamps) -> ModelFacts:
     """Read the headers of the model's parts. `stamps` are part of the cache's key."""
     del stamps
     header = read_header(path)
@@ -61,9 +65,9 @@ def _facts(path: Path, stamps: tuple[tuple[int, int, int] | None, ...]) -> Model
         if not part.exists():
             raise BadModel(f"{path}: a part of this split model is missing: {part}")
         _check_path(part)
-        its = read_header(part)
-        _check_part(part, its, number, header)
-        for entry in its.tensors:
+        part_header = read_header(part)
+        _check_part(part, part_header, number, header)
+        for entry in part_header.tensors:
             if entry.name in weights:
                 raise BadModel(
                     f"{part}: has {entry.name}, and so has {weights[entry.name].file.name}: they "
@@ -87,16 +91,24 @@ def _facts(path: Path, stamps: tuple[tuple[int, int, int] | None, ...]) -> Model
     return facts
 
 
+@lru_cache(8)
+def _overridden_facts(
+    path: Path, stamps: FileStamps, overrides: tuple[KvOverride, ...]
+) -> ModelFacts:
+    return overriding(_facts(path, stamps), overrides)
+
+
 # Architectures of encoders, whose files need not say that they read in both directions.
 _ENCODERS = frozenset(
     {"bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "neo-bert",
      "modern-bert", "eurobert", "gemma-embedding", "llama-embed", "t5encoder"}
 )  # fmt: skip
 _REFUSED = {
-    "dflash": "is a draft that only works inside its target's context, and writes nonsense alone: "
-    "open its target",
-    "eagle3": "is a draft head for another model, and writes nothing alone: open its target, and "
-    "name this file with --draft",
+    **dict.fromkeys(
+        ("dflash", "eagle3"),
+        "is a draft head for another model, and writes nothing alone: open its target, and name "
+        "this file with --draft",
+    ),
     "gemma4-assistant": "is a draft head that reads the hidden rows of a Gemma 4, which is not "
     "supported: open the Gemma 4 without it",
     "graniteswitch": "chooses between adapters in its file, which was not tested with experts in "
@@ -134,6 +146,18 @@ def model_hash(facts: ModelFacts) -> str:
                 f.seek(max(0, size * i // _N_SAMPLES - _SAMPLE_BYTES))
                 digest.update(f.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:24]
+
+
+def behaviour_hash(facts: ModelFacts) -> str:
+    """A hash of the file and of the values that replace its own (`--override-kv`).
+
+    Measurements and texts of a model belong to both. Without such values it is the file's hash.
+    """
+    of_file = model_hash(facts)
+    if not facts.overrides:
+        return of_file
+    words = ",".join(sorted(map(str, facts.overrides)))
+    return hashlib.sha256(f"{of_file}\0{words}".encode()).hexdigest()[: len(of_file)]
 
 
 def first_part(path: Path) -> Path:
@@ -177,12 +201,8 @@ def _check_path(path: Path) -> None:
 
 def _check_values(path: Path, header: Header) -> None:
     """Raise BadModel for numbers that would make the library abort or read past an array."""
-    for key, value in header.metadata.items():
-        values = value if isinstance(value, tuple) else (value,)
-        if any(isinstance(x, float) and not math.isfinite(x) for x in values):
-            raise BadModel(f"{path}: {key} is not a finite number; the file is damaged")
-        if key.endswith("_epsilon") and any(isinstance(x, float) and x < 0 for x in values):
-            raise BadModel(f"{path}: {key} is {value}, below 0; the file is damaged")
+    for what in value_reasons(header):
+        raise BadModel(f"{path}: {what}")
     if not header.has_byte_tokens:
         raise BadModel(
             f"{path}: its vocabulary lacks tokens for single bytes (<0x00> to <0xFF>), without"
@@ -204,8 +224,8 @@ def _n_parts(header: Header) -> int:
 
 def _check_part(part: Path, header: Header, number: int, first: Header) -> None:
     """Raise BadModel unless the header is that of part `number` of this model, counted from 0."""
-    found, count = header.metadata.get("split.no"), _n_parts(first)
-    if found != number or _n_parts(header) != count:
+    part_number, count = header.metadata.get("split.no"), _n_parts(first)
+    if part_number != number or _n_parts(header) != count:
         raise BadModel(
             f"{part}: says that it is {_part_words(header)}, and its name that it is part "
             f"{number + 1} of {count}: parts were exchanged, or belong to another model"

@@ -1,8 +1,11 @@
-"""Sentences for the user, with their kinds."""
+"""Sentences for the user, with their kinds, and the progress of long steps."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
+
+OnProgress = Callable[[str, float], None]  # gets a step's name and the fraction that is done
 
 
 class NoteKind(StrEnum):

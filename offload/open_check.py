@@ -5,8 +5,8 @@ from __future__ import annotations
 from offload.load_check import check_loads
 from offload.model import ModelFacts
 from offload.model_file import check_writes
-from offload.plan.row_draft import ARCHITECTURE as EAGLE
-from offload.plan.row_draft import mtp_complaint
+from offload.plan.row_draft import no_mtp_reason
+from offload.plan.row_file import ROW_FILES
 
 
 def check_opens(facts: ModelFacts, *, is_draft: bool = False) -> None:
@@ -16,8 +16,8 @@ def check_opens(facts: ModelFacts, *, is_draft: bool = False) -> None:
     """
     if not is_draft:
         check_writes(facts)
-        check_loads(facts, load_mtp=not mtp_complaint(facts))
+        check_loads(facts, load_mtp=not no_mtp_reason(facts))
         return
-    if facts.architecture != EAGLE:  # which drafts by the target's rows
+    if facts.architecture not in ROW_FILES:  # which draft by the target's rows
         check_writes(facts)
     check_loads(facts, load_mtp=False)

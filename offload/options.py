@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from numa.threads import EVERYWHERE, Processors
 from offload.device import MeasureLinks
 from offload.plan.repacking import MeasureLayouts
 from offload.plan.wanted import Wanted
@@ -36,10 +37,18 @@ class EngineOptions:
     wanted: Wanted = Wanted()
     streaming: StreamingOptions = StreamingOptions()
     store: StoreOptions = StoreOptions()
-    eagle: Path | None = None  # an EAGLE-3 file that drafts from the model's rows, if it is usable
+    row_file: Path | None = None  # a file that drafts from the model's rows, if it is usable
     projector: ProjectorOptions | None = None  # None: prompts have no images
     pooling: str | None = None  # kind of embeddings (plan/context.py); None: no embeddings
     numa: NumaPlan | None = None  # its teams replace n_threads and n_threads_batch
+    # Processors of threads that `numa` does not bind: of one-token decodes, and of larger ones.
+    decode_on: Processors = EVERYWHERE
+    batch_on: Processors = EVERYWHERE
     measure_links: MeasureLinks | None = None  # returns several links' rates; None: typical
     trial_folder: Path | None = None  # folder for results of AMX trials; None: try at each start
     measure_layouts: MeasureLayouts | None = None  # None: repack all, as llama.cpp does
+
+    @property
+    def processors(self) -> tuple[Processors, Processors]:
+        """The processors of threads for one-token decodes, and for larger ones."""
+        return self.decode_on, self.batch_on

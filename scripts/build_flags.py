@@ -143,11 +143,11 @@ def _cuda_compiler(
     if "CMAKE_CUDA_COMPILER" in own:
         return ""
     here = toolkits(environ, root)
-    toolkit, complaints = chosen(here, driver)
+    toolkit, reasons = chosen(here, driver)
     if toolkit is None:
-        why = "; ".join(complaints) or "there is no nvcc"
+        why = "; ".join(reasons) or "there is no nvcc"
         raise Refused(f"{why}; {_TOOLKIT.format(needed=needed(driver))}")
-    notes += complaints
+    notes += reasons
     if toolkit.is_on_path:
         return ""
     notes.append(f"{toolkit} is used from {toolkit.nvcc}")

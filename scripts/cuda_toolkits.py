@@ -58,7 +58,7 @@ def oldest_toolkit(card: Card) -> Version:
     return _OLDEST[max(known)] if known else (0, 0)
 
 
-def complaint(toolkit: Toolkit, driver: CudaDriver) -> str:
+def reason(toolkit: Toolkit, driver: CudaDriver) -> str:
     """Return why the toolkit cannot make a library for this machine, or ""."""
     version = toolkit.version
     if version is None:
@@ -86,14 +86,14 @@ def complaint(toolkit: Toolkit, driver: CudaDriver) -> str:
 def chosen(
     toolkits: Sequence[Toolkit], driver: CudaDriver
 ) -> tuple[Toolkit | None, tuple[str, ...]]:
-    """Return the first toolkit that suits the machine, and the complaints about those before it."""
-    complaints = []
+    """Return the first toolkit that suits the machine, and why each one before it does not."""
+    reasons = []
     for toolkit in toolkits:
-        why = complaint(toolkit, driver)
+        why = reason(toolkit, driver)
         if not why:
-            return toolkit, tuple(complaints)
-        complaints.append(why)
-    return None, tuple(complaints)
+            return toolkit, tuple(reasons)
+        reasons.append(why)
+    return None, tuple(reasons)
 
 
 def needed(driver: CudaDriver) -> str:

@@ -89,9 +89,9 @@ def unsuited(wheel: Wheel, version: str, root: Path = Path("/")) -> str:
     driver = nvidia_driver(root)
     if wheel.code is None or driver is None:
         return ""
-    reasons = [wheel.code.complaint_on(card, driver) for card in driver.cards]
+    reasons = [wheel.code.reason_on(card, driver) for card in driver.cards]
     if not reasons:
-        return wheel.code.complaint(driver)
+        return wheel.code.reason(driver)
     return reasons[0] if all(reasons) else ""
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from specdec.costs.calibration import Calibration
 from specdec.costs.profile import CostProfile, LiveCosts
-from specdec.decoding.acceptance import Acceptance, MatchAcceptance
+from specdec.decoding.acceptance import AcceptanceRule, MatchAcceptance
 from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.ngram_cache import LookupCache, NgramCache
 from specdec.drafters.ngrams import NgramMapK, NgramMapK4V, NgramMod, NgramSimple
@@ -31,7 +31,7 @@ from specdec.options import (
     PolicyName,
     SpecOptions,
 )
-from specdec.policies.cost_curve import N_UNFITTED, Family, fit
+from specdec.policies.cost_curve import N_UNFITTED, CurveFamily, fit
 from specdec.policies.published import Bandit, Costs, Fitted, PMinKept, PMins, Ratio, Speed
 from specdec.policies.rules import Fixed, PMin
 from specdec.policies.throughput import Throughput
@@ -39,7 +39,7 @@ from specdec.types import Chooser, Drafter, Policy
 from specdec.whole_file import read_text
 
 _BLOCK = 4  # tokens per draft of `fixed`; suits general text, code 8 to 15 (llama.cpp #10466)
-_FAMILIES: dict[PolicyName, Family] = {
+_FAMILIES: dict[PolicyName, CurveFamily] = {
     PolicyName.RATIONAL: "rational",
     PolicyName.EXPONENTIAL: "exponential",
     PolicyName.POWER: "power",
@@ -139,6 +139,8 @@ def build_drafter(
     for name, drafter, need in (
         (DrafterName.MTP, own, "a model with layers for it"),
         (DrafterName.EAGLE3, own, "an EAGLE-3 file of the model"),
+        (DrafterName.DFLASH, own, "a DFlash file of the model"),
+        (DrafterName.DSPARK, own, "a DSpark file of the model"),
         (DrafterName.DRAFT, model, "a draft model"),
     ):
         if name in options.drafters:
@@ -208,7 +210,7 @@ def _corpus(
 
 def build_acceptance(
     options: SpecOptions, chooser: Chooser, rng: np.random.Generator
-) -> Acceptance:
+) -> AcceptanceRule:
     """Acceptance by match, or at the rates of synthetic drafts.
 
     For rejection sampling, the caller makes a `RejectionAcceptance` of its sampler instead.

@@ -15,6 +15,8 @@ class DrafterName(StrEnum):
     DRAFT = "draft"
     MTP = "mtp"
     EAGLE3 = "eagle3"
+    DFLASH = "dflash"
+    DSPARK = "dspark"
     NGRAM_SIMPLE = "ngram-simple"
     NGRAM_MAP_K = "ngram-map-k"
     NGRAM_MAP_K4V = "ngram-map-k4v"
@@ -24,7 +26,11 @@ class DrafterName(StrEnum):
     SYNTHETIC = "synthetic"
 
 
-FROM_ROWS = (DrafterName.MTP, DrafterName.EAGLE3)  # draft from the target's hidden rows
+# Draft a whole block of tokens in one pass, whose price does not depend on the draft's length.
+BY_BLOCK = (DrafterName.DFLASH, DrafterName.DSPARK)
+# Files beside the target that draft from its hidden rows.
+ROW_FILES = (DrafterName.EAGLE3, *BY_BLOCK)
+FROM_ROWS = (DrafterName.MTP, *ROW_FILES)  # draft from the target's hidden rows
 
 # Drafters that need no model. They read the text alone, at microseconds a token.
 OF_TEXT = (DrafterName.NGRAM_MOD, DrafterName.SUFFIX)
@@ -34,6 +40,8 @@ DRAFTER_ALIASES = {
     "draft-simple": DrafterName.DRAFT,
     "draft-mtp": DrafterName.MTP,
     "draft-eagle3": DrafterName.EAGLE3,
+    "draft-dflash": DrafterName.DFLASH,
+    "draft-dspark": DrafterName.DSPARK,
     "lookup": DrafterName.NGRAM_CACHE,
 }
 
@@ -129,6 +137,11 @@ class SpecOptions:
     def from_rows(self) -> DrafterName | None:
         """The named drafter that drafts from the target's hidden rows. There is at most one."""
         return next((name for name in self.drafters if name in FROM_ROWS), None)
+
+    @property
+    def from_file(self) -> DrafterName | None:
+        """The named drafter of a file that drafts from the target's hidden rows, or None."""
+        return next((name for name in self.drafters if name in ROW_FILES), None)
 
     def name(self, option: str) -> str:
         """The name by which a field was set, for messages, or the field's own name."""

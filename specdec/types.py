@@ -418,10 +418,13 @@ class DraftRequest:
 
     `policy` decides how many tokens are drafted. `walks` has the walks begun so far, by name of
     drafter. `trees` makes trees of at most `n_nodes` nodes for the walks, if the target can verify
-    them in this step. Texts with different `salt`s do not draft for each other.
+    them in this step. Texts with different `salt`s do not draft for each other. The first `n_same`
+    tokens are those of the sequence's last request; None: all that it had are the same.
     """
 
-    __slots__ = ("history", "limit", "n_nodes", "policy", "salt", "sequence", "trees", "walks")
+    __slots__ = (
+        "history", "limit", "n_nodes", "n_same", "policy", "salt", "sequence", "trees", "walks",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -436,6 +439,7 @@ class DraftRequest:
         self.sequence, self.history, self.salt = sequence, history, salt
         self.policy, self.limit = policy, limit
         self.trees, self.n_nodes = trees, n_nodes
+        self.n_same: int | None = None
         self.walks: dict[str, Walk] = {}
 
     def begin(self, limit: int, source: str) -> Walk:
@@ -443,10 +447,10 @@ class DraftRequest:
         walk = self.walks[source] = self.policy.begin(limit, source)
         return walk
 
-    def reading(self, history: Sequence[int]) -> DraftRequest:
+    def reading(self, history: Sequence[int], n_same: int) -> DraftRequest:
         """The same request for another text. Both requests share their walks."""
         other = DraftRequest(self.sequence, history, self.policy, self.limit, salt=self.salt)
-        other.walks = self.walks
+        other.n_same, other.walks = n_same, self.walks
         return other
 
 

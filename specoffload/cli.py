@@ -21,15 +21,18 @@ from specoffload.config.options import (
     BenchOptions,
     ChatOptions,
     CommandOptions,
+    DistilOptions,
+    JudgeOptions,
     Options,
     PlanOptions,
     ProfileOptions,
+    PruneOptions,
     RunOptions,
     ServeOptions,
     SweepOptions,
     WorkerFlags,
 )
-from specoffload.config.speculation import measuring_only, remark
+from specoffload.config.speculation import measuring_only, noted
 from specoffload.config.typer_commands import HELP_ALL, add_command, show_all_flags
 from specoffload.errors import KNOWN, UsageError, meaning_of
 from specoffload.generation.generation import AskedOptions
@@ -66,6 +69,13 @@ tune_app = typer.Typer(
 )
 
 
+draft_app = typer.Typer(
+    help="Make a draft model for a model and texts of your own, or judge one.",
+    no_args_is_help=True,
+    options_metavar="",
+)
+
+
 def config_of(
     line: CommandLine,
     options: Options | None = None,
@@ -87,7 +97,7 @@ def config_of(
         report.be_verbose(library_level=options.library_log)
     options = located(options, line.environment, header_only=header_only)
     config = resolve(options, read_host(line.environment))
-    for words in config.remarks if says else ():
+    for words in config.notes if says else ():
         report.note(words)
     return config
 
@@ -121,13 +131,13 @@ def run(line: CommandLine) -> None:
     kept = line.names(RunOptions, "prompt_cache", "prompt_cache_all", "prompt_cache_ro")
     piped = piped_text() if prompt is None else None
     if model is not None and prompt is None and piped is None and own.conversation is not False:
-        _converse(line, remark(options, kept, "/save keeps a conversation"), None)
+        _converse(line, noted(options, kept, "/save keeps a conversation"), None)
         return
     if own.prompt_cache is None:
-        options = remark(options, kept, "no --prompt-cache")
+        options = noted(options, kept, "no --prompt-cache")
     if model is None and prompt is not None and prompt == own.words and len(prompt.split()) == 1:
         said = f"continuing the text {prompt!r}; docs/models.md says how to name a model"
-        options = replace(options, remarks=(*options.remarks, said))
+        options = replace(options, notes=(*options.notes, said))
     if model is None and own.conversation is None:  # the embedded pair knows code, not questions
         own = replace(own, conversation=False)
     run_prompt(
@@ -245,16 +255,27 @@ def bench(line: CommandLine) -> None:
     options = line.options
     if not own.by_policy:
         names = line.names(BenchOptions, "only_policies", "workloads", "blocks")
-        options = remark(options, names, "no --policies")
+        options = noted(options, names, "no --policies")
+    if own.texts is None:
+        names = line.names(BenchOptions, "conversations", "runs", "n_responses")
+        options = noted(options, names, "no --texts")
+    if not own.by_agent and not own.agent_urls:
+        options = noted(options, line.names(BenchOptions, "tool_choice"), "no --agent")
+    else:
+        _bench_agent(line, options, own)
+        return
     if own.texts is not None:
         if own.by_drafter or own.by_policy or own.vs or own.n_pp or own.n_tg or own.n_pl:
             raise UsageError(
                 "--texts opens no model: leave out --drafters, --policies, --vs, -npl, -npp and "
                 "-ntg"
             )
-        from specoffload.commands.bench_texts import bench_texts
+        from specoffload.commands.bench_texts import bench_responses, bench_texts
 
-        bench_texts(own)
+        if own.n_responses:
+            bench_responses(own)
+        else:
+            bench_texts(own)
         return
     if line.of(SweepOptions).is_asked:
         _bench_sweep(line, options, own)
@@ -267,6 +288,15 @@ def bench(line: CommandLine) -> None:
         from specoffload.commands.bench_drafters import bench_drafters
 
         bench_drafters(config_of(line, options), own)
+        return
+    if own.strengths:
+        if own.output is not None or own.vs is not None or own.by_policy:
+            raise UsageError(
+                "--route-cached compares our routing alone: leave out --output, --vs and --policies"
+            )
+        from specoffload.commands.bench_routing import bench_routing
+
+        bench_routing(config_of(line, options), own)
         return
     if own.by_policy:
         if own.vs is not None or own.n_pp or own.n_tg or own.n_pl:
@@ -287,6 +317,23 @@ def bench(line: CommandLine) -> None:
         from specoffload.commands.bench import bench_config
 
         bench_config(config_of(line, options), own)
+
+
+def _bench_agent(line: CommandLine, options: Options, own: BenchOptions) -> None:
+    """Play an agent's tasks with the model of `options`, or at the given addresses."""
+    from specoffload.commands.bench_agent import N_PREDICT, bench_agent, bench_agent_at
+
+    others = own.by_drafter or own.by_policy or own.vs or own.n_pp or own.n_tg or own.n_pl
+    if others or own.texts or own.output or line.of(SweepOptions).is_asked:
+        raise UsageError(
+            "--agent plays tasks alone: leave out --drafters, --policies, --texts, --vs, --output, "
+            "-npl, -npp, -ntg and lists of values"
+        )
+    n_predict = own.n_predict if line.names(BenchOptions, "n_predict") else N_PREDICT
+    if own.agent_urls:
+        bench_agent_at(own, n_predict)
+    else:
+        bench_agent(config_of(line, options), own, n_predict)
 
 
 def _bench_sweep(line: CommandLine, options: Options, own: BenchOptions) -> None:
@@ -317,8 +364,16 @@ def profile(line: CommandLine) -> None:
         return
     options = line.options
     if own.plot is None:
-        options = remark(options, line.names(ProfileOptions, "plot_with", "labels"), "no --plot")
+        options = noted(options, line.names(ProfileOptions, "plot_with", "labels"), "no --plot")
     profile_config(_config_without_drafts(line, "profile only measures", options), own)
+
+
+def report_speeds(line: CommandLine) -> None:
+    """Measure a model here, beside what was predicted, and write one file that can be sent."""
+    from specoffload.commands.report_machine import report_machine
+
+    path = line.of(CommandOptions).report_file
+    report_machine(config_of(line), line.of(BenchOptions), path)
 
 
 def plan(line: CommandLine) -> None:
@@ -328,8 +383,11 @@ def plan(line: CommandLine) -> None:
     config = replace(config_of(line, header_only=True), serves=True)
     details = line.options.verbose or line.options.library_log > 0
     start = ("serve", *line.words_for("serve"))
-    cache_ram_mib = line.of(ServeOptions).cache_ram_mib
-    plan_config(config, line.of(PlanOptions), start, cache_ram_mib=cache_ram_mib, details=details)
+    serve = line.of(ServeOptions)
+    plan_config(
+        config, line.of(PlanOptions), start, cache_ram_mib=serve.cache_ram_mib,
+        parallel=serve.parallel, details=details,
+    )  # fmt: skip
 
 
 def models(line: CommandLine) -> None:
@@ -366,7 +424,9 @@ def doctor(line: CommandLine) -> None:
     from specoffload.kept import thread_words
 
     config = config_of(line)
-    threads_now = thread_words(config.threads, config.threads_batch)
+    threads_now = thread_words(
+        config.threads, config.threads_batch, config.decode_on, config.batch_on
+    )
     examine(
         line.environment.profile_folder,
         threads_now=threads_now,
@@ -392,11 +452,39 @@ def tune_numa(line: CommandLine) -> None:
     tune(config, line.environment.profile_folder, time_limit_s=limit_s)
 
 
+def draft_prune(line: CommandLine) -> None:
+    """Write the ids of the tokens that your texts use most, for --draft-vocab."""
+    from specoffload.commands.draft_prune import prune
+
+    prune(line.of(PruneOptions))
+
+
+def draft_judge(line: CommandLine) -> None:
+    """Measure how well a draft guesses a model, and whether it pays on this machine."""
+    from specoffload.commands.draft_judge import judge
+
+    config = _config_without_drafts(line, "draft judge only measures")
+    judge(config, line.of(JudgeOptions))
+
+
+def draft_distil(line: CommandLine) -> None:
+    """Train a draft on what a model writes after your texts. Ctrl-C stops it, and it goes on."""
+    from specoffload.commands.draft_distil import distil
+
+    config = _config_without_drafts(line, "draft distil only trains and measures")
+    distil(config, line.of(DistilOptions))
+
+
 for command in (run, chat, serve, worker, bench, profile, plan, models, demo, trace, doctor):
     add_command(app, command.__name__, command)
+add_command(app, "report", report_speeds)
 app.add_typer(tune_app, name="tune")
 add_command(tune_app, "all", tune_all, under="tune")
 add_command(tune_app, "numa", tune_numa, under="tune")
+app.add_typer(draft_app, name="draft")
+add_command(draft_app, "prune", draft_prune, under="draft")
+add_command(draft_app, "judge", draft_judge, under="draft")
+add_command(draft_app, "distil", draft_distil, under="draft")
 
 
 _Every = Annotated[bool, typer.Option(HELP_ALL, help="Show the flags of all commands and leave.")]
@@ -432,7 +520,7 @@ def commands() -> list[tuple[str, str]]:
     """(name, first paragraph of the help) of each command, in the order of --help."""
     return [
         (before + str(command.name), " ".join(str(command.help).partition("\n\n")[0].split()))
-        for before, group in (("", app), ("tune ", tune_app))
+        for before, group in (("", app), ("tune ", tune_app), ("draft ", draft_app))
         for command in group.registered_commands
     ]
 

@@ -52,7 +52,7 @@ class _Owed:
         )
 
 
-class _State:
+class _SignalState:
     leave_at_once = True
     number: int = signal.SIGINT  # signal that came first
     handled: frozenset[int] = frozenset()
@@ -64,36 +64,36 @@ class _State:
 
 def install(*numbers: signal.Signals) -> None:
     """Install the handler of these signals. Call it on the main thread."""
-    _State.handled = frozenset(numbers)
+    _SignalState.handled = frozenset(numbers)
     if not numbers:
         return
-    _State.asleep, _State.woken = os.pipe()
-    os.set_blocking(_State.woken, False)
+    _SignalState.asleep, _SignalState.woken = os.pipe()
+    os.set_blocking(_SignalState.woken, False)
     for number in numbers:
         signal.signal(number, _on_interrupt)
-    signal.set_wakeup_fd(_State.woken, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(_SignalState.woken, warn_on_full_buffer=False)
     sys.unraisablehook = _on_unraisable
     threading.Thread(target=_watch, name="ctrl-c", daemon=True).start()
 
 
 def _exit_code() -> int:
-    return 128 + _State.number
+    return 128 + _SignalState.number
 
 
 def _exception() -> KeyboardInterrupt | SystemExit:
     """Return what the signal that came first raises."""
-    return KeyboardInterrupt() if _State.number == signal.SIGINT else SystemExit(_exit_code())
+    return KeyboardInterrupt() if _SignalState.number == signal.SIGINT else SystemExit(_exit_code())
 
 
 def commands_begin() -> None:
     """Raise KeyboardInterrupt at Ctrl-C from now on, so that commands close what they opened."""
-    _State.leave_at_once = False
+    _SignalState.leave_at_once = False
 
 
 def commands_have_ended() -> None:
     """Exit at once at Ctrl-C from now on, since nothing is left to close."""
-    _State.owed = None
-    _State.leave_at_once = True
+    _SignalState.owed = None
+    _SignalState.leave_at_once = True
 
 
 def _leave() -> NoReturn:
@@ -102,12 +102,12 @@ def _leave() -> NoReturn:
 
 
 def _on_interrupt(number: int, frame: FrameType | None) -> None:
-    if _State.owed is None:
-        _State.number = number
-    _State.handled_s = time.monotonic()
-    if _State.leave_at_once:
+    if _SignalState.owed is None:
+        _SignalState.number = number
+    _SignalState.handled_s = time.monotonic()
+    if _SignalState.leave_at_once:
         _leave()
-    owed = _State.owed
+    owed = _SignalState.owed
     pending = pending_around(frame)
     if pending is not None:
         pending.keep(_exception())
@@ -117,7 +117,7 @@ def _on_interrupt(number: int, frame: FrameType | None) -> None:
             _leave()
         _owe(None)
     else:
-        _State.owed = None
+        _SignalState.owed = None
         if owed is not None and owed.kept_in is not None and not owed.is_raised:
             owed.kept_in.first = None  # dropped, since C returned to code that does not raise it
         raise _exception()
@@ -132,19 +132,19 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def _owe(pending: Pending | None) -> None:
-    since_s = _State.owed.since_s if _State.owed is not None else time.monotonic()
-    _State.owed = owed = _Owed(since_s, pending)
+    since_s = _SignalState.owed.since_s if _SignalState.owed is not None else time.monotonic()
+    _SignalState.owed = owed = _Owed(since_s, pending)
     # threading.Thread needs locks, which the main thread may hold while the handler runs.
     _thread.start_new_thread(_remind, (owed,))
 
 
 def _remind(owed: _Owed) -> None:
     time.sleep(_REMIND_S)
-    if _State.owed is owed:
+    if _SignalState.owed is owed:
         if owed.is_raised:
-            _State.owed = None
+            _SignalState.owed = None
         else:
-            signal.pthread_kill(threading.main_thread().ident or 0, _State.number)
+            signal.pthread_kill(threading.main_thread().ident or 0, _SignalState.number)
 
 
 def _on_unraisable(what: sys.UnraisableHookArgs) -> None:
@@ -160,13 +160,13 @@ def _is_ours(number: int) -> bool:
 
 def _watch() -> None:
     """Exit if the handler does not run soon after a Ctrl-C, since the main thread is in C."""
-    while number := os.read(_State.asleep, 1):
+    while number := os.read(_SignalState.asleep, 1):
         # A server has its own handlers. It may be over, and ours back, at the end of the sleep.
-        if number[0] not in _State.handled or not _is_ours(number[0]):
+        if number[0] not in _SignalState.handled or not _is_ours(number[0]):
             continue
         # The handler may have run shortly before this thread woke, so accept earlier runs, too.
         since_s = time.monotonic() - _MOST_IN_C_S / 2
         time.sleep(_MOST_IN_C_S)
-        if _is_ours(number[0]) and _State.handled_s < since_s:
-            _State.number = number[0]
+        if _is_ours(number[0]) and _SignalState.handled_s < since_s:
+            _SignalState.number = number[0]
             _leave()

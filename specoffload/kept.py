@@ -13,7 +13,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, date, datetime
+from datetime import UTC, datetime
 from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -21,14 +21,15 @@ from typing import TYPE_CHECKING, Literal
 import psutil
 from pydantic import TypeAdapter, ValidationError
 
+from numa.threads import Processors
 from numa.tune import TuneResult
 from offload.ggml.native_build import library_build
 from offload.model import ModelFacts
-from offload.model_file import model_hash
+from offload.model_file import behaviour_hash
 from offload.plan.repacking import LayoutTimes
 from offload.plan.ubatch_search import UbatchTrial
 from offload.plan.workload import TokenMix
-from offload.routing.routing import LEAST_TOKENS, N_KEPT, SHARES, CountedHits, counted_hits
+from offload.routing.routing import SHARES, CountedHits
 from offload.schedule.division import DeviceCosts, MeasuredCosts
 from offload.times.hits import Sharing
 from offload.times.table import CostTable
@@ -39,7 +40,6 @@ from specoffload.kept_bounds import drop_absurd
 if TYPE_CHECKING:
     from offload.device import DeviceChoice
     from offload.engine import Engine
-    from offload.routing.routing import RoutingRecorder
     from offload.times.min_batch import MinBatch
 
 log = logging.getLogger("specoffload.kept")
@@ -50,7 +50,6 @@ MIX_HALF_LIFE_TOKENS = float(1 << 18)  # newer tokens after which older ones wei
 _MOST_BYTES = 4 << 20
 _MOST_RUNS = 24  # most runs kept of one model; one more replaces the oldest
 _SLOTS_ALIKE = 0.1  # relative difference of slots up to which two runs count as equal
-_OFTEN, _OFTEN_MIX = 4 * N_KEPT, 1 << 16  # new tokens after which a session saves its counts
 
 
 @dataclass
@@ -58,7 +57,6 @@ class KeptDraft:
     """Measurements of one draft model beside the target, and the drafters' calibration."""
 
     step_s: float = 0.0
-    step_by_depth_s: dict[int, float] = field(default_factory=dict)  # by tokens of context
     calibration: dict[str, Bins] = field(default_factory=dict)
 
 
@@ -75,6 +73,7 @@ class KeptRun:
     n_least: int = 0  # least timings per size in a thorough measurement
     drafts: dict[str, KeptDraft] = field(default_factory=dict)
     splits: dict[str, MeasuredCosts] = field(default_factory=dict)  # `split` of several devices
+    split_date: str = ""  # day on which all times of split layers were last repeated twice
 
     def difference(self, settings: Mapping[str, str], sharing: Sharing) -> str:
         """A clause on the first setting that differs; "" if this run's costs are valid."""
@@ -99,7 +98,7 @@ def _setting_words(mine: Mapping[str, str], theirs: Mapping[str, str], other: Se
     """A clause on how a kept run's settings differ from these, in the names of `other`. Pure."""
     if (STREAMED in mine) != (STREAMED in theirs):
         return f"the kept run had {'' if STREAMED in mine else 'no '}weights streamed to the GPU"
-    on_device = [its.get(CACHE, ON_DEVICE) == ON_DEVICE for its in (mine, theirs)]
+    on_device = [settings.get(CACHE, ON_DEVICE) == ON_DEVICE for settings in (mine, theirs)]
     if on_device[0] != on_device[1]:
         return f"the kept run had the KV cache {'on the GPU' if on_device[0] else 'in RAM'}"
     both = [name for name in other if name in mine and name in theirs]
@@ -139,7 +138,7 @@ class KeptDisk:
 
     rates: dict[int, float]  # bytes/s by number of reads
     date: str
-    complaints: list[str] = field(default_factory=list)  # what makes it slow
+    complaints: list[str] = field(default_factory=list)  # reasons why it is slow, by the file's key
 
     @property
     def bytes_per_s(self) -> float:
@@ -157,6 +156,21 @@ class KeptLinks:
 
 
 @dataclass
+class KeptEngines:
+    """The measured seconds of a draft token, by the name of the engine."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    date: str = ""
+
+
+@dataclass(frozen=True)
+class KeptLayouts(LayoutTimes):
+    """The measured times of both layouts of a kind of weight, and the day."""
+
+    date: str = ""
+
+
+@dataclass
 class Kept:
     """The contents of a kept file. `model` is a hash of the model's bytes; "" in machine.json."""
 
@@ -166,12 +180,13 @@ class Kept:
     runs: list[KeptRun] = field(default_factory=list)
     hits: CountedHits | None = None
     mix: TokenMix = TokenMix(0, 0)
-    engines: dict[str, dict[str, float]] = field(default_factory=dict)  # seconds of a draft token
+    engines: dict[str, KeptEngines] = field(default_factory=dict)  # by draft and settings
     numa: TuneResult | None = None
     disks: dict[str, KeptDisk] = field(default_factory=dict)  # by the kernel's name; machine.json
     links: dict[str, KeptLinks] = field(default_factory=dict)  # by the devices; machine.json
     batch_costs: str = ""  # T(n) of `profile --import`, as GGML_BATCH_COSTS; "": none
-    layouts: dict[str, LayoutTimes] = field(default_factory=dict)  # by kind; machine.json
+    batch_costs_date: str = ""
+    layouts: dict[str, KeptLayouts] = field(default_factory=dict)  # by kind; machine.json
     workers: list[DeviceCosts] = field(default_factory=list)  # of split layers, by workers
     ubatches: list[KeptUbatch] = field(default_factory=list)
 
@@ -216,13 +231,13 @@ class Kept:
         of_runs = [
             DeviceCosts(
                 run.settings.get("device", ""), int(run.settings["threads"].split("/")[0]),
-                run.settings.get("build", ""), run.split, run.date,
+                run.settings.get("build", ""), run.split, run.split_date or run.date,
             )
             for run in self.runs
             if run.split is not None and run.settings.get("threads", "").split("/")[0].isdigit()
         ]  # fmt: skip
-        found = [*reversed(self.workers), *reversed(of_runs)]
-        return tuple(sorted(found, key=lambda one: one.date, reverse=True))
+        costs = [*reversed(self.workers), *reversed(of_runs)]
+        return tuple(sorted(costs, key=lambda one: one.date, reverse=True))
 
     def drop(self, run: KeptRun) -> None:
         """Forget the run with the same settings."""
@@ -282,7 +297,7 @@ class KeptFile:
 
     def __init__(self, folder: Path, facts: ModelFacts | None = None) -> None:
         """The file of the model with these `facts`; None: the file for all models."""
-        self._model = "" if facts is None else model_hash(facts)
+        self._model = "" if facts is None else behaviour_hash(facts)
         self._n_experts = 0 if facts is None else facts.n_experts
         self._expert_bytes = None if facts is None else facts.one_expert_bytes
         self.path = folder / MACHINE_FILE
@@ -302,9 +317,9 @@ class KeptFile:
         measurement that is out of bounds (`kept_bounds`), and it counts as missing, too.
         """
         nothing = Kept(self._model, machine_words())
-        kept, complaint = read_file(self.path)
+        kept, reason = read_file(self.path)
         if kept is None:
-            return nothing, complaint
+            return nothing, reason
         if (kept.model, kept.machine) != (nothing.model, nothing.machine):
             return nothing, f"{self.path} is not used: it is of another model or machine"
         said = drop_absurd(kept, self._expert_bytes)
@@ -354,46 +369,6 @@ class KeptFile:
         return ""
 
 
-class HitKeeper:
-    """Keeps a session's recorded hits and token counts, at its end and during long use."""
-
-    def __init__(
-        self, file: KeptFile, n_experts: int, recorder: RoutingRecorder,
-        tokens: Callable[[], TokenMix],
-    ) -> None:  # fmt: skip
-        """`tokens` returns the tokens that the session has evaluated and generated so far."""
-        self._file, self._n_experts, self._recorder = file, n_experts, recorder
-        self._tokens, self._kept_mix = tokens, TokenMix(0, 0)
-        self._n_kept = 0
-
-    @property
-    def is_due(self) -> bool:
-        """True if many tokens were counted since the last `keep`."""
-        new = self._new_tokens()
-        n_recorded = self._recorder.n_tokens - self._n_kept
-        return n_recorded >= _OFTEN or new.n_prompt + new.n_generated >= _OFTEN_MIX
-
-    def _new_tokens(self) -> TokenMix:
-        now, kept = self._tokens(), self._kept_mix
-        return TokenMix(now.n_prompt - kept.n_prompt, now.n_generated - kept.n_generated)
-
-    def keep(self) -> str:
-        """Add the records since the last call to the kept file, if there are enough.
-
-        Returns a sentence if the file cannot be written, else "".
-        """
-        mix, hits = self._new_tokens(), None
-        n_new = min(self._recorder.n_tokens - self._n_kept, N_KEPT)
-        if n_new >= LEAST_TOKENS:
-            recorded = {layer: ids[-n_new:] for layer, ids in self._recorder.recorded().items()}
-            hits = counted_hits(recorded, self._n_experts, date.fromisoformat(today()))
-            self._n_kept = self._recorder.n_tokens
-        if hits is None and mix.n_prompt + mix.n_generated < LEAST_TOKENS:
-            return ""
-        self._kept_mix = self._tokens()
-        return self._file.update(lambda kept: kept.count(hits, mix))
-
-
 # -- settings of a run -----------------------------------------------------------------------------
 
 
@@ -402,31 +377,31 @@ def settings_of(target: Engine, fixed: MinBatch | None) -> dict[str, str]:
 
     `fixed` is the user's --min-batch, or None for auto.
     """
-    o, plan = target.layout.context, target.plan
+    o, plan = target.layout.context, target.opened.plan
     batch = None if plan is None else plan.attention_batch
-    found = {
+    settings = {
         "flash-attn": o.flash_attn,
         "ubatch": str(o.n_ubatch),
         CACHE: ON_DEVICE if o.kv_offload else f"in RAM, batches of {batch} copy from it",
     }
-    if target.repacking.setting:
-        found["layout"] = target.repacking.setting
+    if target.start.repacking.setting:
+        settings["layout"] = target.start.repacking.setting
     if plan is not None:
-        s = target.options.streaming
-        found |= {
+        s = target.start.options.streaming
+        settings |= {
             STREAMED: str(plan.streamed_bytes),
             "min-batch": "auto" if fixed is None else f"{fixed.experts}/{fixed.dense}",
             "prefetch depth": str(s.depth),
             "guesses": str(s.prefetch),
         }
-    if target.remote is not None:
-        found["workers"] = target.remote.words
-    if len(target.choices) > 1:
-        ranges = "/".join(f"{its.first}-{its.end - 1}" for _, its in target.choices)
-        found["layers"] = f"{ranges} on {target.options.device}"
-    return found | {
-        "threads": thread_words(o.n_threads, o.n_threads_batch),
-        "device": place_words([choice for choice, _ in target.choices]),
+    if target.opened.remote is not None:
+        settings["workers"] = target.opened.remote.words
+    if len(target.start.choices) > 1:
+        ranges = "/".join(f"{layers.first}-{layers.end - 1}" for _, layers in target.start.choices)
+        settings["layers"] = f"{ranges} on {target.start.options.device}"
+    return settings | {
+        "threads": thread_words(o.n_threads, o.n_threads_batch, *target.start.options.processors),
+        "device": place_words([choice for choice, _ in target.start.choices]),
         "build": library_build(),
     }
 
@@ -436,6 +411,14 @@ def place_words(choices: Sequence[DeviceChoice]) -> str:
     return "; ".join(choice.words for choice in choices)
 
 
-def thread_words(n_threads: int, n_threads_batch: int) -> str:
-    """Thread counts in the form that kept settings use: one token / several tokens."""
-    return f"{n_threads}/{n_threads_batch}"
+def thread_words(
+    n_threads: int, n_threads_batch: int, decode_on: Processors, batch_on: Processors
+) -> str:
+    """Threads in the form that kept settings use: their numbers for one token / several tokens.
+
+    Processors follow if threads do not run everywhere.
+    """
+    counts = f"{n_threads}/{n_threads_batch}"
+    if not decode_on.cpus and not batch_on.cpus:
+        return counts
+    return f"{counts} on {' / '.join(dict.fromkeys((decode_on.words, batch_on.words)))}"

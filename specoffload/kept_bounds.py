@@ -9,21 +9,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from datetime import date
 from typing import Any, Protocol
 
 from numa.tune import TuneResult
+from offload.plan.workload import TokenMix
 from offload.schedule.division import DeviceCosts, MeasuredCosts
+from offload.times.hits import Sharing
 from offload.times.table import CostTable
+from specdec.costs.profile import CostProfile
+from specdec.errors import BadProfile
 
 _TIMES_SLOWER = 20.0  # most times that a measurement may exceed what a slow machine takes
 _SLOW_BYTES_PER_S = 1e9  # rate at which a slow machine reads weights, and a slow link copies them
 _SLOW_CALL_S = 1e-3  # what a slow machine takes for a product or a copy, whatever its size
+_MOST_DAYS = 30  # age in days from which a measurement is made again
 
 
-class Run(Protocol):
+def is_old(day: str, today: str) -> bool:
+    """True if an ISO date lies so far before `today` that its measurement is made again.
+
+    True also for a text that is no date, and for a day to come, when the clock was wrong. A machine
+    in another time zone may be a day ahead.
+    """
+    try:
+        n_days = (date.fromisoformat(today) - date.fromisoformat(day)).days
+    except ValueError:
+        return True
+    return not -1 <= n_days < _MOST_DAYS
+
+
+class MeasuredRun(Protocol):
     """The measurements of a run, as `specoffload.kept.KeptRun` has them."""
 
     table: CostTable
+    sharing: Sharing
+    n_verify: int
+    n_least: int
     split: MeasuredCosts | None
     date: str
     drafts: dict[str, Any]
@@ -33,13 +55,16 @@ class Run(Protocol):
 class Profile(Protocol):
     """The measurements of a kept file, as `specoffload.kept.Kept` has them."""
 
-    runs: list[Any]  # of `Run`
-    engines: dict[str, dict[str, float]]
+    runs: list[Any]  # of `MeasuredRun`
+    engines: dict[str, Any]
     numa: TuneResult | None
     disks: dict[str, Any]
     links: dict[str, Any]
     layouts: dict[str, Any]
     workers: list[DeviceCosts]
+    mix: TokenMix
+    batch_costs: str
+    batch_costs_date: str
     ubatches: list[Any]
 
 
@@ -51,7 +76,7 @@ class Bounds:
     most: float
     unit: str
 
-    def complaint(self, values: Iterable[float]) -> str:
+    def reason(self, values: Iterable[float]) -> str:
         """Return a clause on the first value out of bounds, or "" if there is none."""
         for value in values:
             if not self.least <= value <= self.most:  # also True for NaN
@@ -65,6 +90,13 @@ LINK_RATE = Bounds(1e7, 1e13, "bytes/s")
 PRODUCT = Bounds(1e-9, 60.0, "s")  # a product of one weight
 TOKEN = Bounds(1e-7, 600.0, "s")  # a token of a prompt, of a draft or of an answer
 DECODE = Bounds(1e-6, 3600.0, "s")
+TOKENS = Bounds(0.0, 1e12, "tokens")
+SLOWDOWN = Bounds(1.0, _TIMES_SLOWER, "times")  # of the link or the CPU while both work
+SLOTS = Bounds(0.0, 1e9, "slots or layers")
+EXPERTS = Bounds(0.0, 1e9, "experts")
+BATCH = Bounds(0.0, 1e7, "tokens in a batch")
+TIMINGS = Bounds(0.0, 1e6, "timings")
+THREADS = Bounds(1.0, 1e5, "threads")
 
 
 def expert_bounds(expert_bytes: float, n_rows: int = 1) -> Bounds:
@@ -73,17 +105,19 @@ def expert_bounds(expert_bytes: float, n_rows: int = 1) -> Bounds:
     return Bounds(0.0, _TIMES_SLOWER * slow_s, "s")
 
 
-def split_complaint(costs: MeasuredCosts, expert_bytes: float) -> str:
+def split_reason(costs: MeasuredCosts, expert_bytes: float) -> str:
     """Return a clause on a time of a split layer that is out of bounds, or ""."""
     whole = expert_bounds(expert_bytes)
     for side, times in (("the CPU", costs.host), ("the device", costs.device)):
         for n, s in sorted(times.by_rows_s.items()):
-            if why := expert_bounds(expert_bytes, n).complaint([s]):
+            if why := expert_bounds(expert_bytes, n).reason([s]):
                 return f"an expert of {n} rows takes {side} {why}"
-        if why := whole.complaint([times.fixed_s]):
+        if why := whole.reason([times.fixed_s]):
             return f"a layer takes {side} {why}, whatever its experts"
-    why = whole.complaint([costs.copy_s / costs.link_slowdown])
-    return why and f"an expert's copy takes {why}"
+    if why := whole.reason([costs.copy_s / costs.link_slowdown]):
+        return f"an expert's copy takes {why}"
+    why = SLOWDOWN.reason([costs.host_slowdown, costs.link_slowdown])
+    return why and f"while CPU and link work, one is slowed down {why}"
 
 
 def drop_absurd(kept: Profile, expert_bytes: float | None = None) -> list[str]:
@@ -91,64 +125,125 @@ def drop_absurd(kept: Profile, expert_bytes: float | None = None) -> list[str]:
 
     `expert_bytes`: size of one expert of the model. None: unknown, so times of experts stay.
     """
-    said = [
-        *_without(
-            kept.disks, "the speed of disk", lambda its: DISK_RATE.complaint(its.rates.values())
+    return [
+        *_drop_of_parts(kept),
+        *_drop_of_tune(kept),
+        *_drop_of_use(kept),
+        *_drop_of_layers(kept, expert_bytes),
+    ]
+
+
+def _drop_of_parts(kept: Profile) -> Iterator[str]:
+    """Drop what is out of bounds of disks, links, layouts of weights and engines of drafts."""
+    yield from _without(
+        kept.disks, "the speed of disk", lambda one: DISK_RATE.reason(one.rates.values())
+    )
+    yield from _without(
+        kept.links, "the speed of links from RAM to",
+        lambda one: LINK_RATE.reason([*one.alone, *one.together]),
+    )  # fmt: skip
+    yield from _without(
+        kept.layouts, "the times of layouts of",
+        lambda one: PRODUCT.reason(
+            [one.plain_one_s, one.repacked_one_s, one.plain_prompt_s, one.repacked_prompt_s]
         ),
-        *_without(
-            kept.links, "the speed of links from RAM to",
-            lambda its: LINK_RATE.complaint([*its.alone, *its.together]),
-        ),
-        *_without(
-            kept.layouts, "the times of layouts of",
-            lambda its: PRODUCT.complaint(vars(its).values()),
-        ),
-        *_without(
-            kept.engines, "the times of draft engines with",
-            lambda its: TOKEN.complaint(its.values()),
-        ),
-    ]  # fmt: skip
-    if kept.numa is not None:
-        seconds = [s for trial in kept.numa.trials for s in trial.seconds.values()]
-        if why := DECODE.complaint(seconds):
-            kept.numa = None
-            said.append(f"the times of the NUMA choice: {why}")
+    )  # fmt: skip
+    yield from _without(
+        kept.engines, "the times of draft engines with",
+        lambda one: TOKEN.reason(one.seconds.values()),
+    )  # fmt: skip
+
+
+def _drop_of_tune(kept: Profile) -> Iterator[str]:
+    """Drop what is out of bounds in the searches for threads and for a ubatch."""
+    if kept.numa is not None and (why := _numa_reason(kept.numa)):
+        kept.numa = None
+        yield f"the times of the NUMA choice: {why}"
     for ubatch in [*kept.ubatches]:
         each = [*ubatch.trials.values()]
-        why = TOKEN.complaint(its.prompt_token_s for its in each)
-        if why := why or DECODE.complaint(its.decode_s for its in each):
+        why = TOKEN.reason(one.prompt_token_s for one in each)
+        why = why or DECODE.reason(one.decode_s for one in each)
+        why = why or BATCH.reason([ubatch.n_ubatch, *ubatch.trials])
+        why = why or SLOTS.reason(n for one in each for n in (one.n_slots, one.n_resident))
+        if why:
             kept.ubatches.remove(ubatch)
-            said.append(f"the times of ubatches of {ubatch.date}: {why}")
-    for run in kept.runs:
-        said += _drop_of_run(run, expert_bytes)
-    for worker in [*kept.workers] if expert_bytes is not None else ():
-        if why := split_complaint(worker.costs, expert_bytes or 0.0):
+            yield f"the times of ubatches of {ubatch.date}: {why}"
+
+
+def _drop_of_use(kept: Profile) -> Iterator[str]:
+    """Drop a mix of tokens and an imported T(n) that are out of bounds."""
+    if why := TOKENS.reason([kept.mix.n_prompt, kept.mix.n_generated]):
+        kept.mix = TokenMix(0, 0)
+        yield f"the mix of tokens: {why}"
+    if kept.batch_costs and (why := _curve_reason(kept.batch_costs)):
+        kept.batch_costs = kept.batch_costs_date = ""
+        yield f"the imported T(n): {why}"
+
+
+def _drop_of_layers(kept: Profile, expert_bytes: float | None) -> Iterator[str]:
+    """Drop what is out of bounds in runs, and in workers' times of split layers."""
+    for run in [*kept.runs]:
+        if why := _count_reason(run):
+            kept.runs.remove(run)
+            yield f"the times of {run.date}: {why}"
+        else:
+            yield from _drop_of_run(run, expert_bytes)
+    if expert_bytes is None:
+        return
+    for worker in [*kept.workers]:
+        if why := split_reason(worker.costs, expert_bytes):
             kept.workers.remove(worker)
-            said.append(f"the split costs of {worker.device}: {why}")
-    return said
+            yield f"the split costs of {worker.device}: {why}"
 
 
-def _without(kept: dict[str, Any], what: str, complaint: Callable[[Any], str]) -> Iterator[str]:
-    """Drop entries with a complaint. Yield a clause for each."""
+def _numa_reason(tuned: TuneResult) -> str:
+    """Return a clause on what no search for threads and placement gives, or ""."""
+    candidates = [trial.candidate for trial in tuned.trials]
+    if tuned.best not in candidates:
+        return f"{tuned.best} was chosen, and was not tried"
+    why = DECODE.reason(s for trial in tuned.trials for s in trial.seconds.values())
+    return why or THREADS.reason(candidate.n_threads for candidate in candidates)
+
+
+def _count_reason(run: MeasuredRun) -> str:
+    """Return a clause on a run's first count that is out of bounds, or ""."""
+    entries = [entry for of_way in run.table.ways.values() for entry in of_way.values()]
+    why = SLOTS.reason([*vars(run.sharing).values(), run.table.n_experts])
+    why = why or BATCH.reason([run.n_verify])
+    why = why or EXPERTS.reason([run.table.n_used, *run.table.unions.values()])
+    counts = [n for entry in entries for n in (entry.n_timed, entry.n_retried)]
+    return why or TIMINGS.reason([run.n_least, *counts])
+
+
+def _curve_reason(text: str) -> str:
+    """Return a clause on an imported curve that is none, or ""."""
+    try:
+        CostProfile.from_normalised([float(cost) for cost in text.split(",")])
+    except (BadProfile, ValueError) as e:
+        return f"{str(e):.200}"
+    return ""
+
+
+def _without(kept: dict[str, Any], what: str, reason: Callable[[Any], str]) -> Iterator[str]:
+    """Drop entries with a reason. Yield a clause for each."""
     for name, one in [*kept.items()]:
-        if why := complaint(one):
+        if why := reason(one):
             del kept[name]
             yield f"{what} {name}: {why}"
 
 
-def _drop_of_run(run: Run, expert_bytes: float | None) -> Iterator[str]:
+def _drop_of_run(run: MeasuredRun, expert_bytes: float | None) -> Iterator[str]:
     """Drop what is out of bounds in a run. Yield a clause for each."""
     if expert_bytes is not None:
-        if run.split is not None and (why := split_complaint(run.split, expert_bytes)):
+        if run.split is not None and (why := split_reason(run.split, expert_bytes)):
             run.split = None
             yield f"the split costs of {run.date}: {why}"
         yield from _without(
-            run.splits, "the split costs of", lambda its: split_complaint(its, expert_bytes)
+            run.splits, "the split costs of", lambda one: split_reason(one, expert_bytes)
         )
-    ones_s = [its[1].seconds for way in run.table.ways if 1 in (its := run.table.measured(way))]
+    ones_s = [one[1].seconds for way in run.table.ways if 1 in (one := run.table.measured(way))]
     most_s = min(TOKEN.most, _TIMES_SLOWER * min(ones_s)) if ones_s else TOKEN.most
     for name, draft in run.drafts.items():
-        steps_s = [s for s in (draft.step_s, *draft.step_by_depth_s.values()) if s != 0.0]
-        if why := Bounds(TOKEN.least, most_s, "s").complaint(steps_s):
-            draft.step_s, draft.step_by_depth_s = 0.0, {}
+        if draft.step_s and (why := Bounds(TOKEN.least, most_s, "s").reason([draft.step_s])):
+            draft.step_s = 0.0
             yield f"the draft step of {run.date} ({name:.40}): {why}"

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 
 from offload.schedule.division import MeasuredCosts
 from offload.times.table import CostTable
 from specoffload.kept import Kept, KeptRun
+from specoffload.kept_bounds import is_old
 
 _CORRECTED = "corrected in use"
 _COUNTED = "counted in use"
 _SIZES = (1, 2, 4, 8, 16, 32, 64)  # tokens of the decodes that are listed
 USED = "used"
+OLD = "old: run specoffload tune"
+AGAIN = "old: measured again by the next start"
 TODAY = "today"
 
 
@@ -25,12 +28,17 @@ class Measurement:
     value: str
     day: str = ""  # ISO date
     spread: float | None = None  # None: not known
-    state: str = USED  # what the next start does with it
+    # What the next start does with it. It measures what is only `USED` again once it is old.
+    state: str = USED
+    by_tune: bool = False  # True if only `tune` measures it
 
     def cells(self, today: date) -> tuple[str, str, str, str, str]:
         """Return the name, value, spread, age and state as text."""
         spread = "" if self.spread is None else f"±{100 * self.spread:.0f} %"
-        return self.name, self.value, spread, age(self.day, today), self.state
+        state = self.state
+        if (self.by_tune or state == USED) and is_old(self.day, today.isoformat()):
+            state = OLD if self.by_tune else AGAIN
+        return self.name, self.value, spread, age(self.day, today), state
 
 
 def age(day: str, today: date) -> str:
@@ -44,61 +52,68 @@ def age(day: str, today: date) -> str:
 
 def of_machine(kept: Kept) -> list[Measurement]:
     """Return what is measured once for all models."""
-    found = []
+    measurements = []
     for name, disk in sorted(kept.disks.items()):
-        found.append(Measurement(f"disk {name}", _rate(disk.bytes_per_s), disk.date))
+        measurements.append(Measurement(f"disk {name}", _rate(disk.bytes_per_s), disk.date))
     for name, links in sorted(kept.links.items()):
         rates = f"{_rate(min(links.alone))} alone, {_rate(min(links.together))} together"
-        found.append(Measurement(f"links to {name}", rates, links.date))
+        measurements.append(Measurement(f"links to {name}", rates, links.date))
     for name, times in sorted(kept.layouts.items()):
-        found.append(Measurement(f"layouts of {name}", times.words))
+        measurements.append(Measurement(f"layouts of {name}", times.words, times.date))
     if kept.numa is not None:
-        found.append(Measurement("threads and placement", str(kept.numa.best), kept.numa.date))
-    return found
+        best = Measurement("threads and placement", str(kept.numa.best), kept.numa.date)
+        measurements.append(replace(best, by_tune=True))
+    return measurements
 
 
 def of_model(kept: Kept, run: KeptRun | None) -> list[Measurement]:
     """Return what is kept of a model. `run`: the run whose costs are listed, if there is one."""
-    found = [] if run is None else [*_of_run(run)]
-    for name, seconds in kept.engines.items():
-        times = ", ".join(f"{engine} {_time(s)}" for engine, s in sorted(seconds.items()))
-        found.append(Measurement(f"draft engines ({name:.30})", times))
+    measurements = [] if run is None else [*_of_run(run)]
+    for name, engines in kept.engines.items():
+        times = ", ".join(f"{engine} {_time(s)}" for engine, s in sorted(engines.seconds.items()))
+        measurements.append(Measurement(f"draft engines ({name:.30})", times, engines.date))
     if kept.hits is not None:
         words, day = f"of {kept.hits.n_tokens:,.0f} tokens", kept.hits.counted_on.isoformat()
-        found.append(Measurement("hits and unions", words, day, None, _COUNTED))
+        measurements.append(Measurement("hits and unions", words, day, None, _COUNTED))
     if kept.mix.n_prompt + kept.mix.n_generated:
         words = f"{kept.mix.n_prompt:,.0f} prompt, {kept.mix.n_generated:,.0f} generated"
-        found.append(Measurement("mix of tokens", words, "", None, _COUNTED))
+        measurements.append(Measurement("mix of tokens", words, "", None, _COUNTED))
     if kept.batch_costs:
-        found.append(Measurement("imported T(n)", f"{len(kept.batch_costs.split(','))} sizes"))
+        sizes = f"{len(kept.batch_costs.split(','))} sizes"
+        measurements.append(
+            Measurement("imported T(n)", sizes, kept.batch_costs_date, by_tune=True)
+        )
     for ubatch in kept.ubatches:
         done = USED if ubatch.n_ubatch else "the search goes on"
         value = f"{ubatch.n_ubatch or 'not found yet'}, of {len(ubatch.trials)} tried"
-        found.append(Measurement("ubatch", value, ubatch.date, None, done))
+        measurements.append(Measurement("ubatch", value, ubatch.date, None, done, by_tune=True))
     for worker in kept.workers:
-        found += _of_split(f" with {worker.device}", worker.costs, worker.date)
-    return found
+        measurements += _of_split(f" with {worker.device}", worker.costs, worker.date, USED)
+    return measurements
 
 
 def refused(clauses: Sequence[str]) -> list[Measurement]:
     """Return what is out of bounds, from the clauses of `kept_bounds.drop_absurd`."""
-    found = []
+    measurements = []
     for clause in clauses:
         name, _, why = clause.removeprefix("the ").partition(": ")
-        found.append(Measurement(name, "out of bounds", state=f"made again: {why}"))
-    return found
+        measurements.append(Measurement(name, "out of bounds", state=f"made again: {why}"))
+    return measurements
 
 
 def _of_run(run: KeptRun) -> Iterator[Measurement]:
     yield from _of_table(run.table)
     if run.split is not None:
-        yield from _of_split("", run.split, run.date)
+        yield from _of_split("", run.split, run.split_date or run.date, _CORRECTED)
     for name, costs in run.splits.items():
-        yield from _of_split(f" of {name}", costs, run.date)
+        yield from _of_split(f" of {name}", costs, run.split_date or run.date, _CORRECTED)
     for name, draft in run.drafts.items():
         if draft.step_s:
             of = name if name == "own layers" else name[:8]  # of the file's hash
             yield Measurement(f"draft step ({of})", _time(draft.step_s), run.date, None, _CORRECTED)
+        for drafter, bins in draft.calibration.items():
+            words = f"{sum(bins.accepted):,.0f} of {sum(bins.total):,.0f} tokens accepted"
+            yield Measurement(f"calibration of {drafter}", words, run.date, None, _COUNTED)
 
 
 def _of_table(table: CostTable) -> Iterator[Measurement]:
@@ -113,8 +128,8 @@ def _of_table(table: CostTable) -> Iterator[Measurement]:
             yield Measurement(f"T({n}) {way}", _time(entry.seconds), entry.date, spread, state)
 
 
-def _of_split(of: str, costs: MeasuredCosts, day: str) -> Iterator[Measurement]:
-    state = "doubted: timed again" if costs.is_doubtful else USED
+def _of_split(of: str, costs: MeasuredCosts, day: str, usual: str) -> Iterator[Measurement]:
+    state = "doubted: timed again" if costs.is_doubtful else usual
     for side, times in (("CPU", costs.host), ("device", costs.device)):
         yield Measurement(f"an expert on the {side}{of}", _time(times.array()[1]), day, None, state)
     yield Measurement(f"an expert's copy{of}", _time(costs.copy_s), day, None, state)

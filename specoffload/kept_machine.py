@@ -21,7 +21,8 @@ from offload.plan.repacking import LayoutTimes, WeightKind
 from offload.store.disk_speed import DEPTHS, disk_of, disk_speed
 from offload.stream.link_speed import link_speeds
 from specdec.whole_file import is_folder
-from specoffload.kept import KeptDisk, KeptFile, KeptLinks, today
+from specoffload.kept import KeptDisk, KeptFile, KeptLayouts, KeptLinks, today
+from specoffload.kept_bounds import is_old
 
 TUNE = "`specoffload tune numa`"
 
@@ -38,9 +39,9 @@ class Tuned:
 
 def load_tuned(folder: Path, topology: Topology) -> Tuned:
     """The kept NUMA choice, if it was measured on this machine in its present form."""
-    kept, complaint = KeptFile(folder).load()
+    kept, reason = KeptFile(folder).load()
     if kept.numa is None:
-        return Tuned(None, complaint and f"{complaint}; run {TUNE} again")
+        return Tuned(None, reason and f"{reason}; run {TUNE} again")
     if not kept.numa.is_for(topology):
         return Tuned(
             None,
@@ -73,14 +74,14 @@ def load_disk(folder: Path, model: Path) -> KeptDisk | None:
 
 
 def measure_disk(folder: Path | None, model: Path) -> list[str]:
-    """Lines on the disk with the model, whose speed is measured once and kept in `folder`."""
+    """Lines on the disk with the model, whose speed is kept in `folder` until it is old."""
     disk, kept = disk_of(model), None if folder is None else load_disk(folder, model)
-    if kept is None:
+    if kept is None or is_old(kept.date, today()):
         try:
             rates = {depth: disk_speed(model, depth) for depth in DEPTHS}
         except BadModel as e:
             return [f"the disk is not measured: {e}"]
-        new = kept = KeptDisk(rates, today(), disk.complaints(max(rates.values())))
+        new = kept = KeptDisk(rates, today(), disk.reasons(max(rates.values())))
         if folder is not None:
             KeptFile(folder).update(lambda file: file.disks.update({disk.name: new}))
     return disk_lines(disk.name, kept)
@@ -94,7 +95,7 @@ def lines_of_disks(
     there = next((folder for folder in (models, *models.parents) if is_folder(folder)), None)
     disk = None if there is None else disk_of(there, root)
     if disk is not None and disk.name not in disks:
-        lines += [Note(NoteKind.DISK, words) for words in disk.complaints()]
+        lines += [Note(NoteKind.DISK, words) for words in disk.reasons()]
     return lines
 
 
@@ -116,10 +117,11 @@ def disk_lines(name: str, kept: KeptDisk) -> list[str]:
 def links_of(choices: Sequence[DeviceChoice], folder: Path | None, *, keep: bool) -> KeptLinks:
     """Return the speeds of these devices' links as kept in `folder`, or measure them.
 
-    With `keep`, a new measurement is kept in `folder`. Raises DoesNotFit or DeviceFailed.
+    With `keep`, speeds that are old are measured, too, and a new measurement is kept in `folder`.
+    Raises DoesNotFit or DeviceFailed.
     """
     kept = kept_links(choices, folder)
-    if kept is not None:
+    if kept is not None and not (keep and is_old(kept.date, today())):
         return kept
     speeds = link_speeds(choices)
     new = KeptLinks([*speeds.alone], [*speeds.together], today())
@@ -141,13 +143,13 @@ def link_key(choices: Sequence[DeviceChoice]) -> str:
 def link_lines(choices: Sequence[DeviceChoice], links: KeptLinks) -> list[str]:
     """Return a line for each device with the speed of its link."""
     others = " while the others copy, too" if len(choices) > 2 else " while the other copies, too"
-    found = []
+    lines = []
     for choice, alone, together in zip(choices, links.alone, links.together, strict=True):
         line = f"link to {choice.name}: {alone / 1e9:.1f} GB/s from RAM"
         if len(choices) > 1:
             line += f", {together / 1e9:.1f} GB/s{others}"
-        found.append(f"{line} (measured on {links.date})")
-    return found
+        lines.append(f"{line} (measured on {links.date})")
+    return lines
 
 
 # -- layouts of weights on the CPU --------------------------------------------------------------
@@ -156,13 +158,15 @@ def link_lines(choices: Sequence[DeviceChoice], links: KeptLinks) -> list[str]:
 def layouts_of(folder: Path, kind: WeightKind) -> LayoutTimes | None:
     """Return the times of a kind's layouts as kept in `folder`, or measure and keep them.
 
-    Returns None if ggml cannot repack the kind. Raises DoesNotFit or DeviceFailed.
+    Kept times that are old are measured again. Returns None if ggml cannot repack the kind. Raises
+    DoesNotFit or DeviceFailed.
     """
     key = f"{kind.words}, {library_build()}"
     kept = KeptFile(folder).load()[0].layouts.get(key)
-    if kept is not None:
+    if kept is not None and not is_old(kept.date, today()):
         return kept
     new = layout_times(kind)
     if new is not None:
-        KeptFile(folder).update(lambda kept: kept.layouts.update({key: new}))
+        dated = KeptLayouts(**vars(new), date=today())
+        KeptFile(folder).update(lambda kept: kept.layouts.update({key: dated}))
     return new

@@ -28,8 +28,8 @@ from specoffload.generation.statistics import GenerationStats
 _LONGEST_NUMBER = 40  # characters of a cell with numbers, such as "2,048 prompt tokens at once"
 Frame = Callable[[tuple[int, int]], RenderableType]  # takes a terminal's (columns, rows)
 
-_out = Console(highlight=False)
-_err = Console(stderr=True, highlight=False)
+_out = Console(highlight=False, emoji=False)  # else ":-1:" in a value becomes a picture
+_err = Console(stderr=True, highlight=False, emoji=False)
 
 
 def only_data(on: bool) -> None:
@@ -90,7 +90,7 @@ def be_verbose(*, library_level: int = 0) -> None:
     if library_level:
         level = TRACE if library_level >= TRACE else logging.DEBUG
     handler = WordsHandler(sys.stderr)
-    handler.setFormatter(_Marked())
+    handler.setFormatter(_WithPackage())
     handler.addFilter(lambda record: library_level > 0 or is_told(record))
     logging.basicConfig(level=level, handlers=[handler])
 
@@ -124,7 +124,7 @@ def _is_ours(record: logging.LogRecord) -> bool:
     return record.name != _LIBRARY and record.name.partition(".")[0] in _OURS
 
 
-class _Marked(logging.Formatter):
+class _WithPackage(logging.Formatter):
     """Puts the name of the package before log lines that are not this project's."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -356,7 +356,18 @@ def summary(stats: GenerationStats) -> list[str]:
     streamed = (
         f" · copied {bytes_text(stats.streamed_bytes)} to the GPU" if stats.streamed_bytes else ""
     )
-    return [speed, drafts + streamed]
+    return [speed, drafts + streamed, *_routing_lines(stats)]
+
+
+def _routing_lines(stats: GenerationStats) -> list[str]:
+    """What --route-cached changed; [] without it."""
+    n = stats.n_choices
+    if not n:
+        return []
+    return [
+        f"routing kept {stats.n_choices_kept / n:.1%} of the router's choices: "
+        f"{stats.n_choices_cached / n:.1%} were in slots, {stats.n_own_cached / n:.1%} without"
+    ]
 
 
 def _trees(stats: GenerationStats) -> str:

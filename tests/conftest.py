@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import os
 import random
@@ -14,10 +15,12 @@ from typing import Any
 import pytest
 import tally
 import wide
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import settings
 
 _N_LEFT_OUT = pytest.StashKey[int]()  # tests that the sample left out
 _N_EXAMPLES = 30  # of a hypothesis test in a sample, unless it names a number
+_PATIENCE_S = 60.0  # from the end of a test's time until its process ends
 _SEED = "SPECOFFLOAD_TESTS_SEED"  # of this run's sample, for pytest-xdist's workers
 
 # CI uses the same examples each time, so that failures can be reproduced. Local runs vary them.
@@ -62,9 +65,26 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
                 pytest.skip(f"{package} is not installed: scripts/test-extras runs this")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    """End the process if a test hangs in native code, where pytest-timeout's signal has to wait.
+
+    pytest-xdist names the test then, and goes on in a new process.
+    """
+    marker = item.get_closest_marker("timeout")
+    limit_s = float(marker.args[0] if marker else item.config.getini("timeout"))
+    stderr = item.config.stash[fault_handler_stderr_fd_key]
+    faulthandler.dump_traceback_later(limit_s + _PATIENCE_S, exit=True, file=stderr)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sample", action="store_true", help="a sample of the tests in tests/wide.py")
     parser.addoption("--wide", action="store_true", help="only the tests in tests/wide.py")
+    parser.addoption("--one-in", type=int, default=1, help="a random nth of the files")
     parser.addoption("--sample-seed", type=int, help="repeat the sample of an earlier run")
 
 
@@ -80,12 +100,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seed, n = int(os.environ[_SEED]), config.getoption("--one-in")
+    chosen = {item.nodeid for item in items}
     if config.getoption("--sample"):
-        chosen = wide.sample([item.nodeid for item in items], int(os.environ[_SEED]))
-        left_out = [item for item in items if item.nodeid not in chosen]
+        chosen = wide.sample(chosen, seed)
     elif config.getoption("--wide"):
-        left_out = [item for item in items if not _is_wide(item)]
-    else:
+        chosen = {item.nodeid for item in items if _is_wide(item)}
+    if n > 1:
+        chosen = wide.share_of_files(chosen, n, seed)
+    left_out = [item for item in items if item.nodeid not in chosen]
+    if not left_out:
         return
     config.hook.pytest_deselected(items=left_out)
     config.stash[_N_LEFT_OUT] = len(left_out)

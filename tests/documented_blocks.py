@@ -68,6 +68,6 @@ def commands_of(name: str, page: str) -> Iterator[Command]:
 
 
 def _lines_of(text: str) -> list[str]:
-    """The commands of a block, without their remarks."""
+    """The commands of a block, without their comments."""
     lines = text.replace("\\\n", " ").splitlines()
     return [re.split(r"\s+#\s", line)[0].strip() for line in lines if line.strip()]

@@ -64,7 +64,7 @@ def _array(address: int, n: int) -> NDArray[np.int32]:
 
 def _check_table(found: Found, program: Program, first: int, end: int) -> None:
     """Check the table's layers of which an entry from `first` to `end` was uploaded."""
-    ahead = api.Ahead.from_address(program.player.ahead)
+    ahead = api.PlayerAhead.from_address(program.player.ahead)
     starts = (C.c_int64 * len(program.layers)).from_address(ahead.table_at)
     for layer, start in zip(program.layers, starts, strict=True):
         if start >= end or start + layer.n_experts <= first:
@@ -103,7 +103,7 @@ def watched() -> Iterator[Found]:
         if not by_tensor.get(tensor):  # an address may have been another tensor's before
             for program in programs:
                 at = program.player.ahead
-                if at and api.Ahead.from_address(at).table_tensor == tensor:
+                if at and api.PlayerAhead.from_address(at).table_tensor == tensor:
                     _check_table(found, program, offset // 4, (offset + n_bytes) // 4)
         upload(stream, tensor, data, offset, n_bytes)
 

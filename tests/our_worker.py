@@ -83,6 +83,12 @@ def working(model: Path, *flags: str, profiles: Path | None = None) -> Iterator[
         try:
             running = RunningWorker(process)
             yield running
-        finally:
-            process.terminate()
-        running.ended()
+        except BaseException:
+            process.kill()  # else closing its pipe waits for the reader, and so for the process
+            raise
+        process.terminate()
+        try:
+            running.ended()
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise

@@ -1,4 +1,4 @@
-"""Decodes texts with drafts by a model's own layers, some of which are rejected."""
+"""Decodes texts with drafts from the target's rows, some of which are rejected."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from offload.engine import Engine
+from offload.sequences.block_draft import BlockDraft
 from specdec.decoding.drafting import ChainDrafting
 from specdec.decoding.loop import DecodingLoop
 from specdec.decoding.member import BatchMember
-from specdec.drafters.rows import RowDrafter
+from specdec.drafters.rows import BlockDrafter, RowDrafter
 from specdec.drafters.synthetic import SyntheticAcceptance
 from specdec.policies.rules import Fixed
 
@@ -24,8 +25,14 @@ def steps_of(engine: Engine) -> Iterator[tuple[int, list[int], list[int], int]]:
     n_sequences = engine.layout.context.n_sequences
     rng = np.random.default_rng(n_sequences)
     accept = SyntheticAcceptance([0.8, 0.6, 0.4], rng)
-    assert engine.row_draft is not None
-    drafting = ChainDrafting(engine.sequences, RowDrafter(engine.row_draft), Fixed(3))
+    assert engine.opened.row_draft is not None
+    layers = engine.opened.row_draft
+    drafter = (
+        BlockDrafter(layers, name=layers.shape.kind)
+        if isinstance(layers, BlockDraft)
+        else RowDrafter(layers)
+    )
+    drafting = ChainDrafting(engine.sequences, drafter, Fixed(3))
     loop = DecodingLoop(engine.sequences, drafting)
     members = [
         BatchMember(s, rng.integers(4, 500, 80 + 30 * s).tolist(), accept, 24 + 5 * s,
@@ -39,4 +46,4 @@ def steps_of(engine: Engine) -> Iterator[tuple[int, list[int], list[int], int]]:
         for member, round_ in loop.step().rounds:
             if drafted := list(round_.draft.tokens):
                 yield member.sequence, before[member.sequence], drafted, round_.n_accepted
-    assert engine.row_draft.n_unknown_rows == 0
+    assert engine.opened.row_draft.n_unknown_rows == 0

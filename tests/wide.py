@@ -8,10 +8,11 @@ those of tests/gpu, and all hypothesis tests, of which `scripts/test` tries a pa
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 
 # Run by scripts/test-wide alone.
 LONG = frozenset(
@@ -24,6 +25,7 @@ LONG = frozenset(
         "model/test_disk_group.py::test_the_limit_of_a_control_group_is_never_reached",
         "model/test_disk_sessions.py::test_measured_costs_of_batches_hold_the_disks_price",
         "model/test_disk_sessions.py::test_streams_write_the_same_within_the_memory_they_may_take",
+        "model/test_block.py::test_sampled_texts_have_the_targets_distribution",
         "model/test_eagle.py::test_sampled_texts_have_the_targets_distribution",
         "model/test_engine.py::test_opening_and_closing_a_hundred_times_leaks_nothing",
         "model/test_gpu_check.py::test_a_dry_run_on_sim_measures_everything_and_ends_with_json",
@@ -102,6 +104,9 @@ SAMPLED = {
     "model/test_architectures.py::test_all_ways_give_the_bits_of_the_cpu_alone": 5,
     "model/test_architectures.py::test_planned_buffers_of_long_contexts_hold_the_librarys": 3,
     "model/test_bad_input.py::test_contexts_that_the_library_rounds_up_hold_batches_of_all_their_tokens": 1,  # noqa: E501
+    "model/test_block.py::test_a_block_draft_opens_beside_each_architecture": 5,
+    "model/test_block.py::test_each_draft_is_that_of_a_fresh_evaluation": 4,
+    "model/test_block.py::test_greedy_texts_are_those_of_plain_decoding": 1,
     "model/test_chat.py::test_a_prompt_is_kept_in_a_file_for_the_next_run": 1,
     "model/test_computing_ahead.py::test_batches_of_every_size_are_repaired": 2,
     "model/test_computing_ahead.py::test_repairs_give_the_resident_models_bits": 6,
@@ -176,6 +181,7 @@ SAMPLED = {
     "model/test_tables.py::test_a_table_on_the_disk_gives_the_same_bits": 4,
     "model/test_threads.py::test_every_strategy_and_thread_count_gives_the_same_bits": 2,
     "model/test_trees.py::test_trees_write_the_targets_own_texts": 1,
+    "model/test_vocabulary_pairs.py::test_another_tokenizer_drafts_without_loss": 8,
     "model/test_worker_operations.py::test_a_clients_graphs_are_in_the_record": 3,
     "pure/chat/test_clients.py::test_messages_in_any_order": 10,
     "pure/chat/test_schema_suite.py::test_no_schema_is_enforced_wrongly_without_a_word": 40,
@@ -231,7 +237,7 @@ def is_wide(node_id: str) -> bool:
     return function in LONG or function in SAMPLED
 
 
-def sample(node_ids: Sequence[str], seed: int) -> set[str]:
+def sample(node_ids: Collection[str], seed: int) -> set[str]:
     """Return the tests that `scripts/test` runs. Equal seeds choose equal samples."""
     chosen = {node_id for node_id in node_ids if not is_wide(node_id)}
     cases: dict[str, list[str]] = defaultdict(list)
@@ -242,3 +248,13 @@ def sample(node_ids: Sequence[str], seed: int) -> set[str]:
         draw = random.Random(f"{seed} {function}")
         chosen |= set(draw.sample(sorted(its), min(SAMPLED[function], len(its))))
     return chosen
+
+
+def share_of_files(node_ids: Iterable[str], n: int, seed: int) -> set[str]:
+    """Return the tests of a random nth of the files. Equal seeds choose equal files."""
+    by_file: dict[str, set[str]] = defaultdict(set)
+    for node_id in node_ids:
+        by_file[node_id.partition("::")[0]].add(node_id)
+    n_files = math.ceil(len(by_file) / n)
+    files = random.Random(f"{seed} files").sample(sorted(by_file), n_files)
+    return {node_id for file in files for node_id in by_file[file]}

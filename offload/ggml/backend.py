@@ -59,6 +59,12 @@ class Device:
         """`cpu`, `gpu`, or `other` for accelerators that assist the CPU."""
         return _KINDS.get(self._lib.ggml_backend_dev_type(self.address), "other")
 
+    @property
+    def is_integrated(self) -> bool:
+        """True for a GPU that shares the RAM with the CPU, as far as its backend tells."""
+        kind: int = self._lib.ggml_backend_dev_type(self.address)
+        return kind == abi.GGML_BACKEND_DEVICE_TYPE_IGPU
+
     def memory_bytes(self) -> tuple[int, int]:
         """Return the free and the total bytes of device memory."""
         free, total = C.c_size_t(), C.c_size_t()
@@ -68,9 +74,19 @@ class Device:
     @property
     def has_async_and_events(self) -> bool:
         """True if copies can run on a second stream, ordered by events."""
+        props = self._props()
+        return bool(props.caps.async_ and props.caps.events)
+
+    @property
+    def pci_address(self) -> str | None:
+        """The device's PCI address, e.g. 0000:01:00.0, or None if its backend tells none."""
+        address = self._props().device_id
+        return C.string_at(address).decode() if address else None
+
+    def _props(self) -> abi.ggml_backend_dev_props:
         props = abi.ggml_backend_dev_props()
         self._lib.ggml_backend_dev_get_props(self.address, C.addressof(props))
-        return bool(props.caps.async_ and props.caps.events)
+        return props
 
     @cached_property
     def backend(self) -> Backend:

@@ -26,7 +26,7 @@ class GivenGrammar(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _Compiled:
     found: Grammar | BadRequest
     took_s: float
 
@@ -36,7 +36,7 @@ class CompiledGrammars:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: OrderedDict[GivenGrammar, _Kept] = OrderedDict()
+        self._kept: OrderedDict[GivenGrammar, _Compiled] = OrderedDict()
 
     def __contains__(self, given: GivenGrammar) -> bool:
         with self._lock:
@@ -62,7 +62,7 @@ class CompiledGrammars:
     def put(self, given: GivenGrammar, found: Grammar | BadRequest, took_s: float) -> None:
         """Keep a result as the newest. `took_s` is the processor time of compiling it."""
         with self._lock:
-            self._kept[given] = _Kept(found, took_s)
+            self._kept[given] = _Compiled(found, took_s)
             self._kept.move_to_end(given)
             total_s = sum(kept.took_s for kept in self._kept.values())
             while len(self._kept) > _LEAST_KEPT and (
@@ -72,11 +72,11 @@ class CompiledGrammars:
                 total_s -= oldest.took_s
 
 
-def _compiled(compiled: Callable[[], Grammar]) -> _Kept:
+def _compiled(compiled: Callable[[], Grammar]) -> _Compiled:
     began_s = time.thread_time()
-    found: Grammar | BadRequest
+    result: Grammar | BadRequest
     try:
-        found = compiled()
+        result = compiled()
     except BadRequest as e:
-        found = e
-    return _Kept(found, time.thread_time() - began_s)
+        result = e
+    return _Compiled(result, time.thread_time() - began_s)

@@ -19,7 +19,7 @@ from offload.errors import DoesNotFit
 from offload.ggml.library import abi
 from offload.ggml.library.callback import Pending, guard
 from offload.ggml.library.lib import library
-from offload.ggml.native import Computing, native
+from offload.ggml.native import SchedulerBuffer, native
 from offload.ggml.tensor import Buffer
 
 _BUFFER = abi.ggml_backend_buffer
@@ -44,7 +44,7 @@ class ComputeBuffer:
         self._face.iface.alloc_buffer = self._thunk(entry, None, self._on_alloc)
         self._free = self._thunk("ggml_backend_buffer_i.free_buffer", None, self._on_free)
         self._native = native()
-        self._record = Computing(
+        self._record = SchedulerBuffer(
             alloc_size=C.cast(lib.ggml_backend_buffer_get_alloc_size, C.c_void_p).value,
             before=self._thunk("ggml_backend_buffer_i.reset", None, lambda _: self.before_graph()),
         )
@@ -101,11 +101,11 @@ class ComputeBuffer:
             self._watch(address, size)
             self._lie_in_room(struct)
             return address
-        found: int | None = self._lib.ggml_backend_buft_alloc_buffer(self._theirs, size)
-        if found:
-            self._watch(found, size)
-            self._own = _BUFFER.from_buffer_copy(_BUFFER.from_address(found))
-        return found
+        buffer: int | None = self._lib.ggml_backend_buft_alloc_buffer(self._theirs, size)
+        if buffer:
+            self._watch(buffer, size)
+            self._own = _BUFFER.from_buffer_copy(_BUFFER.from_address(buffer))
+        return buffer
 
     def _watch(self, address: int, size: int) -> None:
         self._native.unwatch(C.addressof(self._record))

@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 
 from offload.decode import SMALL_BATCH, Batch
 from offload.errors import BadRequest, DecodeStopped, DeviceFailed, DoesNotFit, OffloadError
+from offload.ggml.cells import Cells
 from offload.ggml.compute_buffer import ComputeBuffer
 from offload.ggml.library import interrupt, log
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import library
 from offload.ggml.model import Model, making
 from offload.ggml.ram_cache import RamCache
-from offload.times.context import POOLINGS, ROPE_SCALINGS, ContextOptions, RopeOptions
+from offload.times.context_memory import POOLINGS, ROPE_SCALINGS, ContextOptions, RopeOptions
 
 _CTX_PADDING = 256
 FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
@@ -43,6 +44,7 @@ class LlamaBatch:
         self._wanted = np.zeros(capacity, np.int8)
         self.raw = struct()
         self._is_one = False  # the last batch was a single row with its logits wanted
+        self._n_axes = 1  # axes of a row's position
         for name, array in (
             ("token", self._token),
             ("pos", self._pos),
@@ -62,6 +64,19 @@ class LlamaBatch:
         if alone:
             self.raw.token = self.raw.pos = None
 
+    def take_placed_rows(self, rows: NDArray[np.float32], *, has_mrope: bool) -> None:
+        """Give all later batches row i of `rows` in place of token i, at the token's position.
+
+        With `has_mrope`, the library reads four positions of each row: three that are the token's,
+        and 0 (`llama_batch_compat::init`).
+        """
+        self.raw.embd = C.cast(rows.ctypes.data, dict(self.raw._fields_)["embd"])
+        self.raw.token = None
+        if has_mrope:
+            self._n_axes = 3
+            self._pos = np.zeros(4 * len(self._pos), np.int32)
+            self.raw.pos = C.cast(self._pos.ctypes.data, dict(self.raw._fields_)["pos"])
+
     def fill(
         self,
         tokens: Sequence[int],
@@ -77,6 +92,9 @@ class LlamaBatch:
         self.raw.n_tokens = n
         self._token[:n], self._pos[:n], self._wanted[:n] = tokens, positions, wanted
         self._n_seq_id[:n], self._seq_id[:n, 0] = 1, sequences
+        if self._n_axes > 1:
+            self._pos[: self._n_axes * n] = np.tile(self._pos[:n], self._n_axes)
+            self._pos[self._n_axes * n : (self._n_axes + 1) * n] = 0
         return self.raw
 
     def fill_tree(
@@ -246,6 +264,7 @@ class Context:
         self._logit_rows = _LibraryRows(model.n_vocab)
         self._hidden_rows = _LibraryRows(model.row_width)
         self.n_vocab, self.row_width = model.n_vocab, model.row_width
+        self.cells = Cells(self.n_ctx, n_sequences)
         # A decode that a signal aborts is redone. Recurrent memory does not allow that, so signals
         # then wait for the end of the decode.
         self._can_abort = not model.is_recurrent
@@ -280,12 +299,13 @@ class Context:
             batch = self._batch.fill_tree(
                 tokens, positions, cast(Sequence[Sequence[int]], sequences)
             )
-        self._pending.forget()
-        while (status := self._compute_once(self._lib.llama_decode, batch)) == ABORTED:
-            # The signal's handler returned, so remove what the aborted decode wrote, and redo it.
-            for held_by, position in zip(cast(Sequence[Any], sequences), positions, strict=True):
-                for sequence in (held_by,) if isinstance(held_by, int) else held_by:
-                    self.remove(sequence, position)
+        status = ABORTED
+        try:
+            status = self._compute_whole(
+                self._lib.llama_decode, batch, lambda: self._take_back(sequences, positions)
+            )
+        finally:
+            self._placed(sequences, positions, is_whole=status == 0)
         if status != 0:
             self._raise(status, len(tokens))
         return self._logits([i for i, w in enumerate(wanted) if w])
@@ -304,11 +324,27 @@ class Context:
         """
         if self._tenant is not None:
             self._plan_small(self._tenant, n_tokens)
-        self._pending.forget()
-        while (status := self._compute_once(compute, self.n_batch)) == ABORTED:
-            self.remove(sequence, position)  # as in `decode`
+        status = ABORTED
+        try:
+            status = self._compute_whole(
+                compute, self.n_batch, lambda: self.remove(sequence, position)
+            )
+        finally:
+            # An image is removed whole, so one position stands for those of all its tokens.
+            self._placed([sequence] * n_tokens, [position] * n_tokens, is_whole=status == 0)
         if status != 0:
             self._raise(status, n_tokens)
+
+    def _placed(
+        self, sequences: Sequence[int | Sequence[int]], positions: Sequence[int], *, is_whole: bool
+    ) -> None:
+        """Record the cells of a decode. One that failed keeps the tokens of its whole ubatches."""
+        if not is_whole:
+            firsts = [held if isinstance(held, int) else held[0] for held in sequences]
+            ends = {sequence: self.last_position(sequence) for sequence in {*firsts}}
+            kept = [i for i, at in enumerate(positions) if at <= ends[firsts[i]]]
+            sequences, positions = [sequences[i] for i in kept], [positions[i] for i in kept]
+        self.cells.place(sequences, positions)
 
     def _reserve(self, wanted: Sequence[bool]) -> Sequence[bool]:
         """Prepare the scheduler for a prompt of several ubatches. Returns the rows to ask for.
@@ -343,6 +379,29 @@ class Context:
             tenant.planned_small()
         self._was_small = buffer.is_planned_small
         buffer.is_planned_small = is_small
+
+    def _compute_whole(
+        self,
+        function: Callable[[int | None, Any], int],
+        batch: Any,
+        take_back: Callable[[], object],
+    ) -> int:
+        """Compute a batch, and again if a signal aborted it whose handler returned.
+
+        `take_back` removes what an aborted decode wrote. Returns libllama's status.
+        """
+        self._pending.forget()
+        while (status := self._compute_once(function, batch)) == ABORTED:
+            take_back()
+        return status
+
+    def _take_back(
+        self, sequences: Sequence[int | Sequence[int]], positions: Sequence[int]
+    ) -> None:
+        """Remove the tokens of a decode from the sequences that hold them."""
+        for held_by, position in zip(sequences, positions, strict=True):
+            for sequence in (held_by,) if isinstance(held_by, int) else held_by:
+                self.remove(sequence, position)
 
     def _compute_once(self, function: Callable[[int | None, Any], int], batch: Any) -> int:
         with interrupt.during_decode(self._pending, can_abort=self._can_abort):
@@ -430,11 +489,15 @@ class Context:
 
     def remove(self, sequence: int, start: int) -> bool:
         """Forget positions from `start` on. Returns False if the memory cannot drop only these."""
-        return bool(self._lib.llama_memory_seq_rm(self._memory, sequence, start, -1))
+        is_removed = bool(self._lib.llama_memory_seq_rm(self._memory, sequence, start, -1))
+        if is_removed:
+            self.cells.remove(sequence, start)
+        return is_removed
 
     def clear(self) -> None:
         """Forget all sequences; the next token then gets the first cell again."""
         self._lib.llama_memory_clear(self._memory, False)
+        self.cells.clear()
 
     def first_position(self, sequence: int) -> int:
         """Return the smallest position that every layer still holds; -1 for an empty sequence."""
@@ -447,6 +510,7 @@ class Context:
     def copy_sequence(self, source: int, target: int, start: int = -1, end: int = -1) -> None:
         """Let `target` share the cells of `source` at positions [start, end); -1: all."""
         self._lib.llama_memory_seq_cp(self._memory, source, target, start, end)
+        self.cells.copy(source, target, start, end)
 
     def state_bytes(self, sequence: int, flags: int) -> int:
         """Return the size of the result of `state`."""
@@ -461,7 +525,13 @@ class Context:
             raise DeviceFailed(f"the state of sequence {sequence} could not be saved ({reason})")
         return buffer.raw[:written]
 
-    def set_state(self, sequence: int, state: bytes, flags: int) -> None:
+    def set_state(
+        self, sequence: int, state: bytes, flags: int, n_tokens: int | None = None
+    ) -> None:
+        """Replace what a sequence holds by a state of `n_tokens` tokens.
+
+        None: a partial state, which has no cells of full attention.
+        """
         log.take_errors()
         read = self._lib.llama_state_seq_set_data_ext(
             self.handle, state, len(state), sequence, flags
@@ -469,6 +539,14 @@ class Context:
         if read != len(state):
             reason = log.take_reason()
             raise DeviceFailed(f"the state of sequence {sequence} could not be restored ({reason})")
+        if n_tokens is not None:
+            self.cells.remove(sequence, -1)
+            last = self.last_position(sequence)  # images may have more tokens than positions
+            self.cells.place([sequence] * n_tokens, [min(i, last) for i in range(n_tokens)])
+
+    def attend_causally(self, is_causal: bool) -> None:
+        """Let each token of later batches see only those before it, or all tokens of its batch."""
+        self._lib.llama_set_causal_attn(self.handle, is_causal)
 
     def set_threads(self, n_threads: int, n_threads_batch: int) -> None:
         self._lib.llama_set_n_threads(self.handle, n_threads, n_threads_batch)

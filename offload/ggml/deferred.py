@@ -190,11 +190,11 @@ def detached(graph: Graph) -> Graph:
     # In a hash table of this size, each tensor has a place of its own.
     n_places = n * (_SIZE_BYTES >> _IGNORED_BITS)
     at = (addresses >> np.uint64(_IGNORED_BITS)) % np.uint64(n_places)
-    found = graph.use_counts(known)
-    is_counted = found >= 0
+    use_counts = graph.use_counts(known)
+    is_counted = use_counts >= 0
     at = at[is_counted]
     keys, counts = np.zeros(n_places, np.uint64), np.zeros(n_places, np.int32)
-    keys[at], counts[at] = addresses[is_counted], found[is_counted]
+    keys[at], counts[at] = addresses[is_counted], use_counts[is_counted]
     used = np.packbits(keys != 0, bitorder="little")
     used = np.pad(used, (0, -len(used) % 4))
 
@@ -223,7 +223,7 @@ def _overwritten(nodes: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
     known = new = np.unique(nodes)
     while len(new):
-        found = np.setdiff1d(read_by(structs_at(new)), known, assume_unique=True)
-        new = np.array([at for at in found.tolist() if not is_own(at)], np.uint64)
+        addresses = np.setdiff1d(read_by(structs_at(new)), known, assume_unique=True)
+        new = np.array([at for at in addresses.tolist() if not is_own(at)], np.uint64)
         known = np.union1d(known, new)
     return known

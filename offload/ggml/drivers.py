@@ -80,10 +80,10 @@ def _asked(libraries: list[str]) -> CudaDriver:
 
 
 def _newest_cuda(library: C.CDLL) -> Version | None:
-    found = C.c_int()
-    if library.cuDriverGetVersion(C.byref(found)):
+    version = C.c_int()
+    if library.cuDriverGetVersion(C.byref(version)):
         return None
-    return found.value // 1000, found.value % 1000 // 10  # 12040 is CUDA 12.4
+    return version.value // 1000, version.value % 1000 // 10  # 12040 is CUDA 12.4
 
 
 def _cards(library: C.CDLL) -> tuple[Card, ...]:

@@ -24,14 +24,14 @@ from offload.model import layer_of
 
 # (layer, ids [n_tokens, n_used], a function that returns the rows [n_tokens, n_embd] that these
 # experts multiply): returns when the experts may be read
-Need = Callable[[int, NDArray[np.int32], Callable[[], NDArray[np.float32] | None]], None]
+AwaitExperts = Callable[[int, NDArray[np.int32], Callable[[], NDArray[np.float32] | None]], None]
 _CHOICE = b"ffn_moe_topk-"  # libllama's name of a router's choice, before the layer's number
 
 
 class ExpertWatch:
     """A callback for contexts. Must outlive them, because C keeps its address."""
 
-    def __init__(self, host: HostBufferType, pending: Pending, need: Need) -> None:
+    def __init__(self, host: HostBufferType, pending: Pending, need: AwaitExperts) -> None:
         """`need` is called before products with weights in `host` are computed."""
         self._host, self._pending, self._need = host, pending, need
         self._product = op_number("MUL_MAT_ID")

@@ -29,8 +29,8 @@ def extra_buffer_types() -> dict[str, int]:
     entry = lib.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
     if not entry:
         return {}
-    found = C.CFUNCTYPE(C.POINTER(C.c_void_p), C.c_void_p)(entry)(device)  # ends with NULL
-    addresses = itertools.takewhile(bool, (found[i] for i in itertools.count())) if found else ()
+    types = C.CFUNCTYPE(C.POINTER(C.c_void_p), C.c_void_p)(entry)(device)  # ends with NULL
+    addresses = itertools.takewhile(bool, (types[i] for i in itertools.count())) if types else ()
     return {lib.ggml_backend_buft_name(address).decode(): address for address in addresses}
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from offload.errors import BadModel, TruncatedModel
 from offload.ggml.library import log
 from offload.ggml.library.lib import Library, library
-from offload.model import Header, TensorEntry, Value
+from offload.model import Header, HeaderValue, TensorEntry
 from offload.regular_file import check_regular
 
 _SCALARS: dict[int, Any] = {
@@ -32,6 +32,7 @@ _SCALARS: dict[int, Any] = {
     12: C.c_double,
 }
 _STRING, _ARRAY = 8, 9
+_TOKENS = b"tokenizer.ggml.tokens"
 _MAX_ARRAY = 4096  # most entries of an array that is read; longer ones are vocabularies
 
 
@@ -89,6 +90,19 @@ def read_header(path: Path, size_bytes: int | None = None) -> Header:
     return Header(metadata, tensors, lengths, has_byte_tokens)
 
 
+def read_tokens(path: Path) -> list[bytes]:
+    """Read the spelling of each token of the vocabulary; [] if the file has none."""
+    lib = library()
+    with opened_header(lib, path) as context:
+        key = lib.gguf_find_key(context, _TOKENS)
+        if key < 0 or lib.gguf_get_kv_type(context, key) != _ARRAY:
+            return []
+        if lib.gguf_get_arr_type(context, key) != _STRING:
+            return []
+        read = lib.gguf_get_arr_str
+        return [read(context, key, i) for i in range(lib.gguf_get_arr_n(context, key))]
+
+
 def _has_byte_tokens(lib: Library, context: int, metadata: Mapping[str, object]) -> bool:
     """Return False for a SentencePiece vocabulary that lacks a token for some byte.
 
@@ -97,7 +111,7 @@ def _has_byte_tokens(lib: Library, context: int, metadata: Mapping[str, object])
     """
     if metadata.get("tokenizer.ggml.model") != "llama":
         return True
-    key = lib.gguf_find_key(context, b"tokenizer.ggml.tokens")
+    key = lib.gguf_find_key(context, _TOKENS)
     if key < 0 or lib.gguf_get_kv_type(context, key) != _ARRAY:
         return True
     if lib.gguf_get_arr_type(context, key) != _STRING:
@@ -110,7 +124,7 @@ def _has_byte_tokens(lib: Library, context: int, metadata: Mapping[str, object])
     return False
 
 
-def _value(lib: Library, context: int, i: int) -> Value | tuple[Value, ...] | None:
+def _value(lib: Library, context: int, i: int) -> HeaderValue | tuple[HeaderValue, ...] | None:
     kind = lib.gguf_get_kv_type(context, i)
     if kind == _STRING:
         text: bytes = lib.gguf_get_val_str(context, i)
@@ -122,7 +136,7 @@ def _value(lib: Library, context: int, i: int) -> Value | tuple[Value, ...] | No
         if n == 0:
             return ()  # an empty array's data is a null pointer
         return tuple((_SCALARS[element] * n).from_address(lib.gguf_get_arr_data(context, i)))
-    scalar: Value = _SCALARS[kind].from_address(lib.gguf_get_val_data(context, i)).value
+    scalar: HeaderValue = _SCALARS[kind].from_address(lib.gguf_get_val_data(context, i)).value
     return scalar
 
 

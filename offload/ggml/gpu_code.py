@@ -88,7 +88,7 @@ class GpuCode:
         runtime = f"CUDA {self.cuda or ''}".rstrip()
         return f"{runtime}, {' and '.join(parts) or 'no code'}"
 
-    def complaint(self, driver: CudaDriver) -> str:
+    def reason(self, driver: CudaDriver) -> str:
         """Return why the driver cannot run the library on any card, or ""."""
         if self.cuda is None or driver.cuda is None or driver.cuda[0] >= self.cuda:
             return ""
@@ -99,9 +99,9 @@ class GpuCode:
             " take the wheel for Vulkan"
         )
 
-    def complaint_on(self, card: Card, driver: CudaDriver) -> str:
+    def reason_on(self, card: Card, driver: CudaDriver) -> str:
         """Return why this card cannot run the library, or ""."""
-        if why := self.complaint(driver):
+        if why := self.reason(driver):
             return why
         fitting = [code for code in self.codes if code.runs_on(card.compute)]
         ptx = [code.compiler for code in fitting if code.compiler is not None]
@@ -151,9 +151,9 @@ def _sections(file: BinaryIO) -> Iterator[tuple[str, tuple[int, int]]]:
     (table,) = struct.unpack_from("<Q", header, 40)
     n_entry_bytes, n_entries, of_names = struct.unpack_from("<HHH", header, 58)
     rows = _read(file, table, n_entry_bytes * n_entries)
-    found = [struct.unpack_from("<IIQQQQ", rows, n_entry_bytes * i) for i in range(n_entries)]
-    names = _read(file, *found[of_names][4:6])
-    for name, _, _, _, offset, n_bytes in found:
+    headers = [struct.unpack_from("<IIQQQQ", rows, n_entry_bytes * i) for i in range(n_entries)]
+    names = _read(file, *headers[of_names][4:6])
+    for name, _, _, _, offset, n_bytes in headers:
         yield _text(names, name), (offset, n_bytes)
 
 
@@ -174,7 +174,7 @@ def _runtime(file: BinaryIO, sections: dict[str, tuple[int, int]]) -> int | None
 
 def _sizes(file: BinaryIO, first: int, n_bytes: int) -> dict[Code, int]:
     """Return bytes of code by what it is for."""
-    found: dict[Code, int] = {}
+    sizes: dict[Code, int] = {}
     at = first
     while at + 16 <= first + n_bytes:
         magic, _, n_header_bytes, size = struct.unpack("<IHHQ", _read(file, at, 16))
@@ -188,9 +188,9 @@ def _sizes(file: BinaryIO, first: int, n_bytes: int) -> dict[Code, int]:
         while at < end:
             code, entry_bytes = _entry(_read(file, at, 48))
             if code is not None:
-                found[code] = found.get(code, 0) + entry_bytes
+                sizes[code] = sizes.get(code, 0) + entry_bytes
             at += entry_bytes
-    return found
+    return sizes
 
 
 def _entry(header: bytes) -> tuple[Code | None, int]:

@@ -165,9 +165,9 @@ class Graph:
         Skips products of no tokens, as backends do. The last layer has them if no logits are
         wanted.
         """
-        found = (C.c_int64 * max(1, self.n_nodes))()
+        indices = (C.c_int64 * max(1, self.n_nodes))()
         types, nodes = C.addressof(host.types), self._struct.nodes
-        for index in found[: native().products(self.address, types, found, len(found))]:
+        for index in indices[: native().products(self.address, types, indices, len(indices))]:
             yield as_product(C.c_size_t.from_address(nodes + 8 * index).value, index)
 
     def has_products(self, host: HostBufferType) -> bool:
@@ -182,8 +182,8 @@ class Graph:
     def find(self, op: str) -> list[tuple[int, Tensor]]:
         """Return the nodes of the operation `op`, each as (position, node)."""
         number = op_number(op)
-        found = enumerate(self.addresses())
-        return [(i, Tensor(address)) for i, address in found if op_at(address) == number]
+        addresses = enumerate(self.addresses())
+        return [(i, Tensor(address)) for i, address in addresses if op_at(address) == number]
 
     def positions(self) -> Callable[[Tensor], int | None]:
         index = {address: i for i, address in enumerate(self.addresses())}
@@ -210,10 +210,10 @@ class Graph:
 
     def use_counts(self, addresses: NDArray[np.uint64]) -> NDArray[np.int32]:
         """Return the use counts of the nodes at these addresses, vectorised."""
-        found = np.full(len(addresses), -1, np.int32)
+        use_counts = np.full(len(addresses), -1, np.int32)
         table, size = self._struct.visited_hash_set, int(self._struct.visited_hash_set.size)
         if not size or not self._struct.use_counts:
-            return found
+            return use_counts
         used = HostRange(table.used, -(-size // 32) * 4).array().view(np.uint32)
         keys = HostRange(table.keys, size * 8).array().view(np.uint64)
         counts = HostRange(self._struct.use_counts, size * 4).array().view(np.int32)
@@ -222,12 +222,12 @@ class Graph:
         for _ in range(size):
             is_used = (used[at >> 5] >> (at & 31).astype(np.uint32) & 1).astype(bool)
             is_found = is_used & (keys[at] == addresses[left])
-            found[left[is_found]] = counts[at[is_found]]
+            use_counts[left[is_found]] = counts[at[is_found]]
             is_beside = is_used & ~is_found
             if not is_beside.any():
                 break
             left, at = left[is_beside], (at[is_beside] + 1) % size
-        return found
+        return use_counts
 
     def state(self) -> GraphState:
         """Return a snapshot of the graph and its nodes' sources."""
@@ -265,19 +265,19 @@ class Graph:
         CUDA's backend looks up captured graphs by their first node. Each part therefore begins with
         a node of its own that computes nothing, so that parts with the same beginning differ.
         """
-        found = self.parts.get((first, end))
-        if found is None:
+        part = self.parts.get((first, end))
+        if part is None:
             own = abi.ggml_tensor()
             array = node_array([C.addressof(own), *self._addresses(first, end)])
             struct = self._view(end - first + 1)
             struct.nodes = C.addressof(array)
-            found = self.parts[first, end] = Graph.own(struct, (array, own))
+            part = self.parts[first, end] = Graph.own(struct, (array, own))
         uid = 0
         if redirected is not None and self.uid:
             reads = tuple([redirect.address for redirect in redirected])
-            uid = found._uids.get(reads, 0) or found._uids.setdefault(reads, next(_uids))
-        found._struct.uid = uid
-        return found
+            uid = part._uids.get(reads, 0) or part._uids.setdefault(reads, next(_uids))
+        part._struct.uid = uid
+        return part
 
     def entry(self, first: int, end: int) -> tuple[int, int, int]:
         """Return the addresses of a part and of its uid, and its first uid, for the player.
@@ -322,6 +322,20 @@ class Graph:
             addresses[index] = node.address
         kept = [address for i, address in enumerate(addresses) if i not in without]
         return self._copy(kept, tuple(nodes.values()))
+
+    def inserting(
+        self, before: Mapping[int, Sequence[Tensor]], nodes: Mapping[int, Tensor]
+    ) -> Graph:
+        """Return a copy with the nodes at some positions replaced, and others before them.
+
+        The copy has this graph's use counts, as that of `replacing`.
+        """
+        addresses: list[int] = []
+        for position, address in enumerate(self.addresses()):
+            addresses += [node.address for node in before.get(position, ())]
+            addresses.append(nodes[position].address if position in nodes else address)
+        own = [node for inserted in before.values() for node in inserted]
+        return self._copy(addresses, (*own, *nodes.values()))
 
     def reordered(self, addresses: Sequence[int]) -> Graph:
         """Return a copy with nodes in the order of `addresses`. Backends still fuse neighbours."""

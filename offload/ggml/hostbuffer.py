@@ -242,7 +242,7 @@ _lock = threading.Lock()  # one loader at a time, because the process has one re
 _always = C.CFUNCTYPE(C.c_bool)(lambda: True)
 
 
-class Asked:
+class NumaQueries:
     """Counts how often libllama asked about NUMA.
 
     One question per file proves that no mapping was populated.
@@ -253,13 +253,13 @@ class Asked:
 
 
 @contextmanager
-def mapping_without_reading(pending: Pending) -> Iterator[Asked]:
+def mapping_without_reading(pending: Pending) -> Iterator[NumaQueries]:
     """Let models loaded in this block be mapped without being read.
 
     Yields the count of libllama's questions. Restores the registry at the end of the block.
     """
     lib = library()
-    asked = Asked()
+    asked = NumaQueries()
     prototype: Any = abi.PROTOTYPES["ggml_backend_reg_i.get_proc_address"]
     cpu = lib.ggml_backend_dev_by_type(abi.GGML_BACKEND_DEVICE_TYPE_CPU)
     registry = abi.ggml_backend_reg.from_address(lib.ggml_backend_dev_backend_reg(cpu))
@@ -271,8 +271,8 @@ def mapping_without_reading(pending: Pending) -> Iterator[Asked]:
             if name == _QUESTION:
                 asked.times += 1
                 return C.cast(_always, C.c_void_p).value
-            found: int | None = inner(reg, name)
-            return found
+            function_address: int | None = inner(reg, name)
+            return function_address
 
         thunk, address = guard(prototype, pending, None, proc_address)
         registry.iface.get_proc_address = address

@@ -12,8 +12,8 @@ from offload.ggml.gpu_code import GpuCode, NotReadable, gpu_code
 
 def package_folder() -> Path | None:
     """Return the folder of the installed llama_cpp, or None if there is none."""
-    found = importlib.util.find_spec("llama_cpp")  # importing it would load the library
-    return Path(found.origin).parent if found and found.origin else None
+    spec = importlib.util.find_spec("llama_cpp")  # importing it would load the library
+    return Path(spec.origin).parent if spec and spec.origin else None
 
 
 def built_for() -> str:
@@ -36,14 +36,14 @@ def cuda_unused(root: Path = Path("/")) -> str:
     code, driver = cuda_code(), nvidia_driver(root)
     if code is None or driver is None:
         return ""
-    reasons = [code.complaint(driver), *(code.complaint_on(card, driver) for card in driver.cards)]
+    reasons = [code.reason(driver), *(code.reason_on(card, driver) for card in driver.cards)]
     return next(filter(None, reasons), "") or (
         "an NVIDIA driver is here, and the library has CUDA, but CUDA finds no card: nvidia-smi, "
         "CUDA_VISIBLE_DEVICES and the rights on /dev/nvidia* tell more"
     )
 
 
-def device_complaint(name: str, root: Path = Path("/")) -> str:
+def no_device_reason(name: str, root: Path = Path("/")) -> str:
     """Return why the library cannot compute on the CUDA device with ggml's name `name`, or "".
 
     `root` is for tests.
@@ -54,7 +54,7 @@ def device_complaint(name: str, root: Path = Path("/")) -> str:
     code, driver = cuda_code(), nvidia_driver(root)
     if code is None or driver is None or number >= len(driver.cards):
         return ""  # nothing is known about the card
-    return code.complaint_on(driver.cards[number], driver)
+    return code.reason_on(driver.cards[number], driver)
 
 
 def _words_of(backend: Backend) -> str:
@@ -66,8 +66,8 @@ def _library(backend: Backend) -> Path | None:
     folder = package_folder()
     if folder is None or not backend.library:
         return None
-    found = sorted((folder / "lib").glob(f"libggml-{backend.library}.*"))
-    return found[0] if found else None
+    files = sorted((folder / "lib").glob(f"libggml-{backend.library}.*"))
+    return files[0] if files else None
 
 
 def _code_of(library: Path) -> GpuCode | None:

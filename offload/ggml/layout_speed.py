@@ -25,7 +25,7 @@ _N_PROMPT = 128  # tokens of a prompt, so 32 for each expert, as in ubatches of 
 _LEAST_S, _LEAST_TURNS = 0.25, 4  # timings of each number of tokens; the least time counts
 _EXTRA = 2  # most bytes of a repacked weight ÷ its bytes, because AMX pads
 
-_Place = tuple[Buffer, int] | None
+_TensorPlace = tuple[Buffer, int] | None
 
 
 def layout_times(kind: WeightKind) -> LayoutTimes | None:
@@ -42,7 +42,7 @@ def layout_times(kind: WeightKind) -> LayoutTimes | None:
     with ExitStack() as stack:
         stream = stack.enter_context(closing(cpu_device().open()))
         library().ggml_backend_cpu_set_n_threads(stream.address, 1)
-        products = [_Product(kind, it, stack) for it in (cpu_device().buffer_type, extra)]
+        products = [_TimedProduct(kind, it, stack) for it in (cpu_device().buffer_type, extra)]
         plain_one_s, repacked_one_s = _least_s(products, stream, 1)
         prompts_s = _least_s(products, stream, _N_PROMPT)
     return LayoutTimes(plain_one_s, repacked_one_s, *(s / _N_PROMPT for s in prompts_s))
@@ -59,7 +59,7 @@ def _repacking_type(kind: WeightKind) -> int | None:
     return None
 
 
-def _least_s(products: Sequence[_Product], stream: Stream, n_tokens: int) -> list[float]:
+def _least_s(products: Sequence[_TimedProduct], stream: Stream, n_tokens: int) -> list[float]:
     """Return the least seconds of each product, timed in turn."""
     turns: list[list[float]] = []
     start_s = time.perf_counter()
@@ -68,7 +68,7 @@ def _least_s(products: Sequence[_Product], stream: Stream, n_tokens: int) -> lis
     return [min(times) for times in zip(*turns, strict=True)]
 
 
-class _Product:
+class _TimedProduct:
     """A weight in memory of one buffer type, with random tokens that use random experts."""
 
     def __init__(self, kind: WeightKind, buffer_type: int, stack: ExitStack) -> None:
@@ -80,7 +80,7 @@ class _Product:
         check(library().ggml_backend_buffer_init_tensor(memory.address, weight.address), _WHAT)
         _write(weight, np.zeros(n_bytes, np.uint8))  # ggml repacks now; values do not affect times
         largest = _node(kind, weight, _N_PROMPT, (None, None, None))
-        at: list[_Place] = []
+        at: list[_TensorPlace] = []
         for tensor in (*_inputs(largest), largest):
             buffer = cpu_device().allocate(tensor.size_bytes, _WHAT)
             at.append((stack.enter_context(closing(buffer)), 0))
@@ -106,7 +106,10 @@ def _shape(kind: WeightKind) -> Dims:
 
 
 def _node(
-    kind: WeightKind, weight: Tensor, n_tokens: int, at: tuple[_Place, _Place, _Place]
+    kind: WeightKind,
+    weight: Tensor,
+    n_tokens: int,
+    at: tuple[_TensorPlace, _TensorPlace, _TensorPlace],
 ) -> Tensor:
     """Return a product whose tokens, ids of experts and results lie in these places."""
     n_in, n_out, _, _ = weight.shape

@@ -16,7 +16,9 @@ from offload.errors import BadModel, DoesNotFit
 from offload.ggml.library import interrupt, log
 from offload.ggml.library.callback import Pending, guard
 from offload.ggml.library.lib import library
+from offload.ggml.library.override_array import override_array
 from offload.ggml.memory import HasAddress
+from offload.kv_overrides import FLAG, KvOverride, override_flags, words_of
 
 if TYPE_CHECKING:
     from offload.ggml.expert_watch import ExpertWatch
@@ -48,6 +50,7 @@ class ModelPlacement:
     load_mtp: bool = False  # also load the layers for multi-token prediction
     no_alloc: bool = False  # only count the memory; nothing can be computed
     watch: ExpertWatch | None = None  # called by the contexts of this model
+    kv_overrides: tuple[KvOverride, ...] = ()  # in place of the file's metadata
 
 
 @contextmanager
@@ -101,6 +104,8 @@ class Model:
         for i, (pattern, (_, buft)) in enumerate(zip(patterns, placement.overrides, strict=True)):
             pairs[2 * i], pairs[2 * i + 1] = C.addressof(pattern), buft.address
         params.tensor_buft_overrides = C.cast(pairs, C.c_void_p)
+        kv_overrides = override_array(lib.structs, placement.kv_overrides)
+        params.kv_overrides = C.cast(kv_overrides, type(params.kv_overrides))
 
         def progress(done: float, _: object) -> bool:
             if on_progress is not None:
@@ -109,6 +114,7 @@ class Model:
 
         thunk, _ = guard(lib.structs.llama_progress_callback, pending, False, progress)
         params.progress_callback = thunk
+        log.take_overridden()
         with making(pending, self.close):
             self.handle: int | None = lib.llama_model_load_from_file(os.fsencode(path), params)
         if not self.handle:
@@ -116,7 +122,17 @@ class Model:
             if "unable to allocate" in reason:
                 remedy = _FOR_HOST if _HOST_BUFFER.search(reason) else _FOR_DEVICE
                 raise DoesNotFit(f"{path} does not fit ({reason}); {remedy}")
-            raise BadModel(f"{path}: the library refuses it ({reason})")
+            changes = override_flags(placement.kv_overrides)
+            changed = f" with {' '.join(changes)}" if changes else ""
+            raise BadModel(f"{path}{changed}: the library refuses it ({reason})")
+        read = log.take_overridden()
+        if unread := [each.key for each in placement.kv_overrides if each.key not in read]:
+            self.close()
+            raise BadModel(
+                f"{FLAG} {words_of(placement.kv_overrides)}: the library reads no "
+                f"{', '.join(unread)} of this model, so it would change nothing: correct the key, "
+                "or leave it out"
+            )
         self.vocab: int = lib.llama_model_get_vocab(self.handle)
         self.n_vocab: int = lib.llama_vocab_n_tokens(self.vocab)
         # Cached answers for single tokens; the library takes ten times as long.
@@ -200,12 +216,12 @@ class Model:
 
     def piece(self, token: int, *, special: bool) -> bytes:
         """Return the bytes of a token. With `special`, control tokens give their text."""
-        found = self._pieces.get((token, special))
-        if found is None:
-            found = self._read_piece(token, special=special)
+        piece = self._pieces.get((token, special))
+        if piece is None:
+            piece = self._read_piece(token, special=special)
             if len(self._pieces) < _MOST_PIECES:
-                self._pieces[token, special] = found
-        return found
+                self._pieces[token, special] = piece
+        return piece
 
     def _read_piece(self, token: int, *, special: bool) -> bytes:
         size = 64
@@ -217,10 +233,10 @@ class Model:
             size = -n
 
     def is_end(self, token: int) -> bool:
-        found = self._is_end.get(token)
-        if found is None:
-            found = self._is_end[token] = bool(self._lib.llama_vocab_is_eog(self.vocab, token))
-        return found
+        is_end = self._is_end.get(token)
+        if is_end is None:
+            is_end = self._is_end[token] = bool(self._lib.llama_vocab_is_eog(self.vocab, token))
+        return is_end
 
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:
@@ -231,8 +247,8 @@ class Model:
     def suppressed(self) -> tuple[int, ...]:
         """The tokens that must never be chosen, according to the file."""
         n = C.c_int32(0)
-        found = self._lib.llama_vocab_get_suppress_tokens(self.vocab, C.addressof(n))
-        return tuple((C.c_int32 * n.value).from_address(found)) if found and n.value else ()
+        address = self._lib.llama_vocab_get_suppress_tokens(self.vocab, C.addressof(n))
+        return tuple((C.c_int32 * n.value).from_address(address)) if address and n.value else ()
 
     def token_text(self, token: int) -> str:
         text: bytes = self._lib.llama_vocab_get_text(self.vocab, token)
@@ -245,6 +261,17 @@ class Model:
     @property
     def eos(self) -> int:
         return int(self._lib.llama_vocab_eos(self.vocab))
+
+    @property
+    def eot(self) -> int:
+        """The token that ends a turn; -1 if the file has none."""
+        return int(self._lib.llama_vocab_eot(self.vocab))
+
+    @functools.cached_property
+    def control_tokens(self) -> tuple[int, ...]:
+        """The special tokens, which are no text."""
+        attribute = self._lib.llama_vocab_get_attr
+        return tuple(i for i in range(self.n_vocab) if attribute(self.vocab, i) & _CONTROL)
 
     def fim_tokens(self) -> tuple[int, int, int, int, int]:
         """Return the tokens before prefix, suffix, middle, repository and file; -1 if missing."""

@@ -34,7 +34,7 @@ class StructOffsets(C.Structure):
     )
 
 
-class Answer(C.Structure):
+class ProductAnswer(C.Structure):
     _fields_ = _fields(("key", _N * _N_KEY), ("takes", _N))
 
 
@@ -55,7 +55,7 @@ class Answers(C.Structure):
 
     def remember(self) -> None:
         """Make room for answers. They are kept while `remembers` is set."""
-        self._table = (Answer * _N_ANSWERS)()
+        self._table = (ProductAnswer * _N_ANSWERS)()
         self.table, self.n_table = C.addressof(self._table), _N_ANSWERS
 
     def forget(self) -> None:
@@ -76,13 +76,13 @@ class Snapshot(C.Structure):
     _fields_ = _fields(("n_bytes n_nodes n_tensors", _N))
 
 
-class Move(C.Structure):
+class PointerMove(C.Structure):
     """A pointer in one of ggml's structs, and its two values."""
 
     _fields_ = _fields(("pointer there back", _P))
 
 
-class Computing(C.Structure):
+class SchedulerBuffer(C.Structure):
     """A buffer in which a scheduler allocates its graphs, and the bytes of it that they use."""
 
     _fields_ = _fields(
@@ -91,10 +91,19 @@ class Computing(C.Structure):
     )  # fmt: skip
 
 
-_MIRRORS = StructOffsets, Answer, HostTypes, Answers, StreamEntry, Snapshot, Move, Computing
+_MIRRORS = (
+    StructOffsets,
+    ProductAnswer,
+    HostTypes,
+    Answers,
+    StreamEntry,
+    Snapshot,
+    PointerMove,
+    SchedulerBuffer,
+)
 
 
-class Native:
+class GraphFunctions:
     """The functions of graphs.c."""
 
     def __init__(self, path: Path) -> None:
@@ -158,10 +167,10 @@ def _offsets() -> StructOffsets:
 
 
 @functools.cache
-def native() -> Native:
+def native() -> GraphFunctions:
     """Return the functions. The first call compiles them if the installed library has other
     sources. Raises LibraryMismatch."""
-    return Native(compile_player(SOURCE.parent))
+    return GraphFunctions(compile_player(SOURCE.parent))
 
 
 class Moves:
@@ -169,11 +178,15 @@ class Moves:
 
     def __init__(self, moves: Sequence[tuple[int, int, int]]) -> None:
         """`moves`: (address of a pointer, value while a graph is submitted, its own value)."""
-        self._entries = (Move * len(moves))(*[Move(*move) for move in moves])
-        self._move, self._at, self._n = native().move, C.addressof(self._entries), len(moves)
+        self.n_pointers = len(moves)
+        if moves:
+            self._entries = (PointerMove * len(moves))(*[PointerMove(*move) for move in moves])
+            self._move, self._at = native().move, C.addressof(self._entries)
 
     def there(self) -> None:
-        self._move(self._at, self._n, 1)
+        if self.n_pointers:
+            self._move(self._at, self.n_pointers, 1)
 
     def back(self) -> None:
-        self._move(self._at, self._n, 0)
+        if self.n_pointers:
+            self._move(self._at, self.n_pointers, 0)

@@ -151,23 +151,23 @@ def _try_in_a_child() -> str:
 
 def missing_in_build(root: Path = Path("/"), *, has_gpu: bool) -> tuple[str, ...]:
     """Return sentences on hardware that the build does not use. `root` is for tests."""
-    found = []
+    missing = []
     if not has_gpu and nvidia_driver(root) is not None:
-        found.append(cuda_unused(root) or _BUILT_WITHOUT.format(name="an NVIDIA", flag="cuda"))
+        missing.append(cuda_unused(root) or _BUILT_WITHOUT.format(name="an NVIDIA", flag="cuda"))
     if not has_gpu and has_amd_driver(root):
-        found.append(_BUILT_WITHOUT.format(name="an AMD", flag="rocm"))
+        missing.append(_BUILT_WITHOUT.format(name="an AMD", flag="rocm"))
     if not has_gpu and wsl_gpu_without_cuda(root):
-        found.append(
+        missing.append(
             "WSL2 has a GPU (/dev/dxg) but no CUDA of Windows: for an NVIDIA card, install its "
             "driver in Windows (none in WSL2), and run scripts/setup again"
         )
     flags = _processor_flags(root)
     if "avx2" in flags and cpu_features().get("AVX2") != "1":
-        found.append(
+        missing.append(
             "this processor has AVX2 and the library was built without it, which is several times "
             "slower: scripts/setup builds it for this machine"
         )
-    return tuple(found)
+    return tuple(missing)
 
 
 def _processor_flags(root: Path) -> set[str]:

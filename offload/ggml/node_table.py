@@ -112,8 +112,8 @@ class NodeTable:
     def _rows_of(self, addresses: Addresses) -> Ints:
         rows = np.searchsorted(self.addresses, addresses)
         inside = np.minimum(rows, max(0, len(self) - 1))
-        found = self.addresses[inside] == addresses if len(self) else np.zeros(rows.shape, bool)
-        return np.where(found, inside, -1)
+        is_there = self.addresses[inside] == addresses if len(self) else np.zeros(rows.shape, bool)
+        return np.where(is_there, inside, -1)
 
     def name(self, row: int) -> str:
         text: bytes = self._names[row].tobytes().split(b"\0", 1)[0]
@@ -121,8 +121,8 @@ class NodeTable:
 
     def rows(self, *ops: str) -> NDArray[np.bool_]:
         """Return for each row whether it computes one of these operations."""
-        found: NDArray[np.bool_] = np.isin(self.op, [op_number(op) for op in ops])
-        return found
+        is_op: NDArray[np.bool_] = np.isin(self.op, [op_number(op) for op in ops])
+        return is_op
 
 
 def _ranges(buffers: Addresses) -> tuple[Addresses, Addresses]:
@@ -148,9 +148,9 @@ def operations() -> tuple[str, ...]:
 @cache
 def constants() -> dict[str, Any]:
     """Return numbers of ggml's types, and how many unary and gated operations it has."""
-    found = {name: type_number(name) for name in ("f32", "f16", "i32", "i64")}
+    numbers = {name: type_number(name) for name in ("f32", "f16", "i32", "i64")}
     integers = tuple(type_number(name) for name in ("i8", "i16", "i32", "i64"))
-    return found | {
+    return numbers | {
         "integers": integers,
         "n_unary": abi.GGML_UNARY_OP_COUNT,
         "n_glu": abi.GGML_GLU_OP_COUNT,

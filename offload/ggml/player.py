@@ -30,7 +30,7 @@ class Calls(C.Structure):
     )
 
 
-class Counts(C.Structure):
+class PlayerCounts(C.Structure):
     """Counts of one decode, by their names in StreamCounters."""
 
     _fields_ = _fields(
@@ -42,7 +42,7 @@ class Counts(C.Structure):
     )
 
 
-class Part(C.Structure):
+class PlayerPart(C.Structure):
     _fields_ = _fields(("first end", _N), ("graph uid", _P), ("first_uid", C.c_uint64))
 
 
@@ -54,7 +54,7 @@ class View(C.Structure):
     _fields_ = _fields(("tensor base", _P), ("stride axis", _N))
 
 
-class Host(C.Structure):
+class PlayerHost(C.Structure):
     _fields_ = _fields(
         ("graph", _P),
         ("most row_bytes rows_per_token n_counts n_sources n_scales", _N),
@@ -64,7 +64,7 @@ class Host(C.Structure):
     )
 
 
-class Costs(C.Structure):
+class PlayerCosts(C.Structure):
     _fields_ = _fields(
         ("n_lines n_ends n_rows n_copies", _N),
         ("by_rows_s work copies_s idle", _P),
@@ -91,7 +91,7 @@ class Segment(C.Structure):
     _fields_ = _fields(("part other first end next", _N))
 
 
-class Ahead(C.Structure):
+class PlayerAhead(C.Structure):
     """Memory for layers that are computed before the router's ids are known."""
 
     _fields_ = _fields(
@@ -115,7 +115,7 @@ class Ringing(C.Structure):
     _fields_ = _fields(("products rest", _N))
 
 
-class Event(C.Structure):
+class PlayerEvent(C.Structure):
     _fields_ = _fields(("kind layer a b", _N), ("start_s end_s", _D))
 
 
@@ -129,7 +129,7 @@ class Player(C.Structure):
         ("chosen recording clocked python_open from_disk whole clock_ns", _N),
         ("half_life", _D), ("rule_used rule_scan rule_skipped", _N), ("decay", _D),
         ("token_rows", _P), ("n_token_rows most_token_rows", _N),
-        ("events", _P), ("most_events n_events", _N), ("counts", Counts),
+        ("events", _P), ("most_events n_events", _N), ("counts", PlayerCounts),
         ("ids rows used resident kinds experts slots shown order ends ahead", _P),
         ("bell ringing", _P), ("first_part is_careful", _N),
         ("late late_pairs", _P),
@@ -139,8 +139,8 @@ class Player(C.Structure):
 
 
 _MIRRORS = (
-    Calls, Counts, Part, RedirectEntry, View, Host, Costs, Layer, Segment, Ahead, Bell, Ringing,
-    Event, Player,
+    Calls, PlayerCounts, PlayerPart, RedirectEntry, View, PlayerHost, PlayerCosts, Layer, Segment,
+    PlayerAhead, Bell, Ringing, PlayerEvent, Player,
 )  # fmt: skip
 SUBMITTED, READ_IDS, COMPUTED, PLACED = range(4)  # kinds of events
 (
@@ -153,7 +153,7 @@ IS_DIVIDED = 2  # `phase` of a layer whose experts Python has divided
 STAY, ALL_ON_DEVICE, BY_COSTS = range(3)  # how the player divides experts
 
 
-class Native:
+class PlayerFunctions:
     """The player's functions."""
 
     def __init__(self, path: Path) -> None:
@@ -186,9 +186,9 @@ class Native:
 
 
 @functools.cache
-def native() -> Native:
+def native() -> PlayerFunctions:
     """Return the player. The first call compiles it if the installed library has other sources.
 
     Raises LibraryMismatch.
     """
-    return Native(compile_player(SOURCE.parent))
+    return PlayerFunctions(compile_player(SOURCE.parent))

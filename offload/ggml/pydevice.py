@@ -35,7 +35,7 @@ FAILED = abi.GGML_STATUS_FAILED
 _FORWARDED = (b"ggml_backend_set_n_threads", b"ggml_backend_set_abort_callback")
 
 
-class _Stream(C.Structure):
+class _StreamStruct(C.Structure):
     """Our copy of a stream's struct, and what the native functions know about the stream."""
 
     _fields_ = [("stream", abi.ggml_backend), ("entry", StreamEntry)]  # noqa: RUF012
@@ -47,7 +47,7 @@ class WrappedStream:
     def __init__(self, inner: Stream, device: int) -> None:
         self.inner = inner
         struct = abi.ggml_backend.from_address(inner.address)
-        self._whole = _Stream(struct, StreamEntry(struct.iface.graph_compute, inner.address))
+        self._whole = _StreamStruct(struct, StreamEntry(struct.iface.graph_compute, inner.address))
         self.struct, self.entry = self._whole.stream, self._whole.entry
         self.struct.device = device
         self.address = C.addressof(self.struct)
@@ -63,7 +63,7 @@ class WrappedStream:
         self.struct.iface.graph_compute = native().compute
 
 
-class _Device(C.Structure):
+class _DeviceStruct(C.Structure):
     """Our copy of a device's struct, and what the native functions know about the device."""
 
     _fields_ = [("device", abi.ggml_backend_device), ("answers", Answers)]  # noqa: RUF012
@@ -90,7 +90,7 @@ class PyDevice:
         self._keep: list[Any] = []
         self._name = C.create_string_buffer(name.encode())
         self._inner_struct = abi.ggml_backend_device.from_address(inner.address)
-        self._whole = _Device(self._inner_struct)
+        self._whole = _DeviceStruct(self._inner_struct)
         self.struct, self._answers = self._whole.device, self._whole.answers
         self.address = C.addressof(self.struct)
         self._memory: Any = None  # the type of device memory that `keep_apart` made, or None
@@ -236,7 +236,7 @@ class PyDevice:
         libllama asks the device for its buffer type twice: for caches, and then through the stream
         for its scheduler. So until the second question the stream has another copy of the device.
         """
-        self._asked = copy = _Device(self.struct, self._answers)
+        self._asked = copy = _DeviceStruct(self.struct, self._answers)
 
         def buffer_type(_: int) -> int:
             stream.struct.device = self.address
@@ -291,8 +291,8 @@ class PyDevice:
         def proc_address(_: int, wanted: bytes | None) -> int | None:
             if wanted not in _FORWARDED:
                 return None
-            found: int | None = self._lib.ggml_backend_reg_get_proc_address(inner_reg, wanted)
-            return found
+            entry: int | None = self._lib.ggml_backend_reg_get_proc_address(inner_reg, wanted)
+            return entry
 
         entries: dict[str, tuple[Any, Callable[..., Any]]] = {
             "get_name": (None, lambda _: name),

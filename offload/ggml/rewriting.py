@@ -56,7 +56,7 @@ class Scratch:
         self._buffers.clear()
 
 
-class Count:
+class SharedDim:
     """One dimension of several tensors, which change together."""
 
     def __init__(self) -> None:
@@ -102,6 +102,12 @@ def host_copy(tensor: Tensor) -> NDArray[np.float32]:
     values = np.zeros(tensor.size_bytes // 4, np.float32)
     library().ggml_backend_tensor_get(tensor.address, values.ctypes.data, 0, values.nbytes)
     return values
+
+
+def fill_from_host(tensor: Tensor, values: NDArray[np.float32]) -> None:
+    """Write the values to the tensor's memory on the host or a device, and wait for it."""
+    whole = np.ascontiguousarray(values)
+    library().ggml_backend_tensor_set(tensor.address, whole.ctypes.data, 0, whole.nbytes)
 
 
 def read_rows(tensor: Tensor) -> NDArray[np.float32] | None:

@@ -41,13 +41,15 @@ def _function(name: str) -> int:
     """Return the address of a function of the RPC registry. Raises LibraryMismatch."""
     lib = library()
     registry = lib.ggml_backend_reg_by_name(b"RPC")
-    found: int | None = registry and lib.ggml_backend_reg_get_proc_address(registry, name.encode())
-    if not found:
+    address: int | None = registry and lib.ggml_backend_reg_get_proc_address(
+        registry, name.encode()
+    )
+    if not address:
         raise LibraryMismatch(
             f"the installed library is compiled without ggml's RPC: {REMEDY} "
             f"llama-cpp-python=={abi.PACKAGE_VERSION}"
         )
-    return found
+    return address
 
 
 def add_worker(endpoint: str, n_devices: int | None = None, shown: str = "") -> list[Device]:

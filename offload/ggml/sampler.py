@@ -57,18 +57,18 @@ def grammar_tokens(model: Model) -> GrammarTokens:
 
 def _prepared(model: Model) -> tuple[GrammarTokens, CompiledGrammars]:
     with _preparing:
-        found = _grammar_tokens.get(model)
-        if found is None:
-            found = _grammar_tokens[model] = GrammarTokens(model), CompiledGrammars()
-        return found
+        prepared = _grammar_tokens.get(model)
+        if prepared is None:
+            prepared = _grammar_tokens[model] = GrammarTokens(model), CompiledGrammars()
+        return prepared
 
 
 def is_compiled(model: Model, options: SamplingOptions) -> bool:
     """True if a chain of these options has nothing to compile."""
     if options.grammar is None and options.json_schema is None:
         return True
-    found = _grammar_tokens.get(model)
-    return found is not None and _given(options) in found[1]
+    prepared = _grammar_tokens.get(model)
+    return prepared is not None and _given(options) in prepared[1]
 
 
 def grammar_for(model: Model, options: SamplingOptions) -> Grammar | None:
@@ -365,9 +365,9 @@ class SamplerChain:
     def _timed_allows(self, token: int) -> bool:
         assert self._grammar is not None
         began = perf_counter()
-        found = self._grammar.allows(token)
+        is_allowed = self._grammar.allows(token)
         self._count(began)
-        return found
+        return is_allowed
 
     def _count(self, began_s: float) -> None:
         self._grammar_s += perf_counter() - began_s
@@ -430,8 +430,8 @@ class SamplerChain:
         """Return log probabilities of tokens accepted since the last call; empty if not wanted."""
         if not self._logprobs:
             return ()
-        found, self._logprobs = tuple(self._logprobs), []
-        return found
+        logprobs, self._logprobs = tuple(self._logprobs), []
+        return logprobs
 
     def close(self) -> None:
         owned, self._owned = self._owned, []

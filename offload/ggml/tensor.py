@@ -97,8 +97,8 @@ _everywhere = np.asarray(_Everywhere())
 
 def structs_at(addresses: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return the structs of the tensors at these addresses, as words [n, words]."""
-    found: NDArray[np.void] = _everywhere[(addresses - np.uint64(_LOWEST)) >> np.uint64(3)]
-    words: NDArray[np.uint64] = found.view(np.uint64)
+    structs: NDArray[np.void] = _everywhere[(addresses - np.uint64(_LOWEST)) >> np.uint64(3)]
+    words: NDArray[np.uint64] = structs.view(np.uint64)
     return words.reshape(len(addresses), C.sizeof(TENSOR) // _POINTER)
 
 
@@ -341,13 +341,13 @@ class Tensor:
     @property
     def sources(self) -> list[Tensor]:
         """The tensors that the node reads, in order, up to the first missing one."""
-        found = []
+        sources = []
         for index in range(len(self._struct.src)):
             address = source_at(self.address, index)
             if not address:
                 break
-            found.append(Tensor(address))
-        return found
+            sources.append(Tensor(address))
+        return sources
 
     def integers(self) -> NDArray[np.int32] | NDArray[np.int64]:
         """Return the numbers of an i32 or i64 tensor, copied from the memory of its device."""
@@ -356,9 +356,9 @@ class Tensor:
         library().ggml_backend_tensor_get(self.address, raw.ctypes.data, 0, len(raw))
         kind = np.dtype(np.int64 if self.type == "i64" else np.int32)
         shape, strides = tuple(struct.ne)[::-1], tuple(struct.nb)[::-1]
-        found: NDArray[np.int32] | NDArray[np.int64]
-        found = np.ndarray(shape, kind, raw.data, 0, strides)
-        return found
+        values: NDArray[np.int32] | NDArray[np.int64]
+        values = np.ndarray(shape, kind, raw.data, 0, strides)
+        return values
 
     @property
     def is_contiguous(self) -> bool:
@@ -479,7 +479,7 @@ class Redirect:
         return C.addressof(self._pointer), self._original or 0
 
 
-class Relocation:
+class Relocation(Moves):
     """Results and their views, moved elsewhere while their graph is submitted."""
 
     def __init__(
@@ -494,13 +494,4 @@ class Relocation:
                 was = data_at(address)
                 moves.append((address + _DATA, buffer.base + offset_bytes + was - start, was))
                 moves.append((address + _BUFFER, buffer.address, buffer_at(address)))
-        self.n_pointers = len(moves)
-        self._moves = Moves(moves) if moves else None
-
-    def there(self) -> None:
-        if self._moves is not None:
-            self._moves.there()
-
-    def back(self) -> None:
-        if self._moves is not None:
-            self._moves.back()
+        super().__init__(moves)

@@ -12,7 +12,7 @@ import ctypes as C
 import functools
 from collections.abc import Sequence
 
-from numa.threads import Team
+from numa.threads import EVERYWHERE, Processors, Team, cpumask
 from offload.errors import DeviceFailed
 from offload.ggml.backend import Device, Stream, all_devices
 from offload.ggml.context import Context
@@ -30,12 +30,14 @@ _NUMA_DISABLED = 0  # enum ggml_numa_strategy: count the nodes, leave affinities
 class ThreadPool:
     """Threads that compute graphs, and wait for the next graph in between."""
 
-    def __init__(self, threads: Team | int, *, polls: bool = True) -> None:
+    def __init__(
+        self, threads: Team | int, *, polls: bool = True, on: Processors = EVERYWHERE
+    ) -> None:
         """`threads`: a number of threads that run wherever the kernel puts them, or a team, whose
         thread i is bound to the processor of the i-th set bit of the team's mask.
 
-        Idle threads sleep at once if `polls` is False. Raises NoSuchNode for processors beyond
-        ggml's mask, DeviceFailed without memory.
+        A number of threads runs on the processors `on`. Idle threads sleep at once if `polls` is
+        False. Raises NoSuchNode for processors beyond ggml's mask, DeviceFailed without memory.
         """
         self._lib = lib = library()
         self.n_threads = threads if isinstance(threads, int) else threads.n_threads
@@ -43,10 +45,13 @@ class ThreadPool:
         lib.ggml_threadpool_params_init(C.addressof(params), self.n_threads)
         if isinstance(threads, int):
             params.poll = _POLL if polls else 0
+            mask = cpumask(on.cpus) if on.cpus else []
+            params.strict_cpu = on.strict
         else:
-            for cpu, is_set in enumerate(threads.cpumask()):
-                params.cpumask[cpu] = is_set
+            mask = cpumask(threads.cpus)
             params.strict_cpu = True
+        for cpu, is_set in enumerate(mask):
+            params.cpumask[cpu] = is_set
         self.address: int | None = lib.ggml_threadpool_new(C.addressof(params))
 
     def close(self) -> None:

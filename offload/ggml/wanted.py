@@ -38,7 +38,7 @@ def wanted_tensors(header: Path) -> list[WantedTensor]:
     Raises BadModel with the library's reason. Some impossible sizes abort the process instead.
     """
     lib = library()
-    pending, found = Pending(), dict[str, WantedTensor]()
+    pending, tensors = Pending(), dict[str, WantedTensor]()
     buffer_type = HostBufferType("reserved", ReservedAddresses(), pending)
 
     def see(address: int, _: object) -> None:
@@ -47,7 +47,7 @@ def wanted_tensors(header: Path) -> list[WantedTensor]:
         while len(shape) > 1 and shape[-1] == 1:
             shape.pop()
         name = tensor.name.decode()
-        found.setdefault(
+        tensors.setdefault(
             name, WantedTensor(name, tuple(shape))
         )  # the library reports tied tensors twice
 
@@ -64,7 +64,7 @@ def wanted_tensors(header: Path) -> list[WantedTensor]:
         finally:
             if model:
                 lib.llama_model_free(model)
-    return list(found.values())
+    return list(tensors.values())
 
 
 def _init_model(lib: Any, metadata: int, callback: int, buffer_type: HostBufferType) -> int | None:

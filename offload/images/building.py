@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from offload.ggml.compiling import failure_of, find_compiler
 from offload.ggml.installed import package_folder
 from offload.ggml.library.abi import PACKAGE_VERSION
 from offload.ggml.native_build import library_build
+from offload.notes import OnProgress
 
 COMPILING = "libmtmd is compiled for images, once"  # the step that reports progress
 FETCHING = "the source of libmtmd is fetched, once"
@@ -45,8 +46,6 @@ _REMEDY = (
     f"compiler), and if there is no network, set SDIST to the file llama_cpp_python-"
     f"{PACKAGE_VERSION}.tar.gz; without --mmproj the start needs neither"
 )
-
-OnProgress = Callable[[str, float], None]  # gets a step's name and the fraction that is done
 
 
 @dataclass(frozen=True)
@@ -77,21 +76,21 @@ def image_library(on_progress: OnProgress = lambda *_: None) -> ImageLibrary:
 def _made(folder: Path, compiler: list[str], on_progress: OnProgress) -> ImageLibrary:
     """As image_library. Raises OSError too."""
     version = hashlib.sha256(DECODER.read_bytes()).hexdigest()[:8]
-    found = ImageLibrary(folder, folder / f"decode-image-{version}")
-    if _is_made(found):
-        return found
+    library = ImageLibrary(folder, folder / f"decode-image-{version}")
+    if _is_made(library):
+        return library
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder / "lock"):
         if not _has_library(folder):
             _make_library(folder, compiler, on_progress)
-        if not found.decoder.exists():
-            _run([*compiler, *_FLAGS, *_CPP, f"-I{folder}"], DECODER, found.decoder)
+        if not library.decoder.exists():
+            _run([*compiler, *_FLAGS, *_CPP, f"-I{folder}"], DECODER, library.decoder)
             on_progress(COMPILING, 1.0)
-    return found
+    return library
 
 
-def _is_made(found: ImageLibrary) -> bool:
-    return _has_library(found.folder) and found.decoder.exists()
+def _is_made(library: ImageLibrary) -> bool:
+    return _has_library(library.folder) and library.decoder.exists()
 
 
 def _has_library(folder: Path) -> bool:
@@ -181,8 +180,8 @@ def _sources(source: Path) -> list[Path]:
     own = [path for path in (*mtmd.glob("*.cpp"), *mtmd.glob("models/*.cpp"))]
     hashes = [*(source / "vendor/hash").rglob("*.c"), *(source / "vendor/hash").glob("*.cpp")]
     # The longest file first, so that it does not run alone at the end.
-    found = [path for path in (*own, *hashes) if path.name not in programs]
-    return sorted(found, key=lambda path: -path.stat().st_size)
+    sources = [path for path in (*own, *hashes) if path.name not in programs]
+    return sorted(sources, key=lambda path: -path.stat().st_size)
 
 
 def _language(path: Path) -> list[str]:

@@ -94,7 +94,7 @@ class Bitmap:
             raise BadRequest(f"the pixels of an image are gone ({e}): send it again") from e
 
 
-Found = Bitmap | BadRequest
+DecodedImage = Bitmap | BadRequest
 """A decoded image, or the end of the sentence "the image cannot be read:"."""
 
 
@@ -128,38 +128,40 @@ def decoder_input(files: Iterable[bytes]) -> list[bytes]:
     return parts
 
 
-def found_in(said: bytes, files: Sequence[bytes], pixels_path: str | None = None) -> list[Found]:
+def found_in(
+    said: bytes, files: Sequence[bytes], pixels_path: str | None = None
+) -> list[DecodedImage]:
     """Return what the decoder said about each of `files`.
 
     `pixels_path` names the file with the pixels, from another process. None: only sizes are known.
     A decoder that ended early has read no more files.
     """
     lines = iter(said.decode("utf-8", "replace").splitlines())
-    found: list[Found] = []
+    images: list[DecodedImage] = []
     start = 0
     for file in files:
         words = why_not(file)
         if words:
-            found.append(BadRequest(words))
+            images.append(BadRequest(words))
             continue
         line = next(lines, "! its decoder failed")
         if line.startswith("! "):
-            found.append(BadRequest(line.removeprefix("! ")))
+            images.append(BadRequest(line.removeprefix("! ")))
             continue
         width, height = map(int, line.split())
         at = None if pixels_path is None else StoredPixels(pixels_path, start)
         bitmap = Bitmap(width, height, at, hashlib.sha256(file).digest())
         start += bitmap.n_bytes
-        found.append(bitmap)
-    return found
+        images.append(bitmap)
+    return images
 
 
 def decoded_files(files: Sequence[bytes], decoder: Path) -> list[Bitmap]:
     """Return the images of `files`. Raises BadRequest, which names the image by its number."""
     with tempfile.TemporaryFile() as pixels:
-        found = found_in(_said(files, decoder, pixels), files, f"/proc/self/fd/{pixels.fileno()}")
+        images = found_in(_said(files, decoder, pixels), files, f"/proc/self/fd/{pixels.fileno()}")
         bitmaps = []
-        for number, image in enumerate(found, 1):
+        for number, image in enumerate(images, 1):
             if isinstance(image, BadRequest):
                 words = f"image {number} of {len(files)} cannot be read: {image}"
                 raise BadRequest(words) from image

@@ -196,10 +196,10 @@ class Projector:
 
     def image(self, tokens: Sequence[int]) -> Image:
         """Return the image with these numbers. Raises BadRequest if its prompt is gone."""
-        found = self._known.get(tuple(tokens[:_KEY_TOKENS]))
-        if found is None or len(found.tokens) != len(tokens):
+        image = self._known.get(tuple(tokens[:_KEY_TOKENS]))
+        if image is None or len(image.tokens) != len(tokens):
             raise BadRequest("an image of the prompt is no longer known: send the request again")
-        return found
+        return image
 
     def decode(self, image: Image, context: Context, sequence: int, position: int) -> None:
         """Compute the image's rows, and append them to the sequence, which ends before `position`.

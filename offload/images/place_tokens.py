@@ -65,12 +65,12 @@ def image_spans(tokens: Sequence[int]) -> list[ImageSpan]:
     """Return the images among `tokens`, in order. The last one may lack places at its end."""
     if not len(tokens) or min(tokens) >= 0:
         return []
-    found, at = [], 0
+    spans, at = [], 0
     while at + 2 < len(tokens):
         if tokens[at] >= 0:
             at += 1
             continue
         span = ImageSpan(at, -1 - tokens[at + 1], -1 - tokens[at + 2])
-        found.append(span)
+        spans.append(span)
         at = span.end
-    return found
+    return spans

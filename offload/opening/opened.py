@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 
 from offload.decode import Batch
 from offload.device import has_gpu
 from offload.errors import BadModel, DoesNotFit
+from offload.ggml.block_context import BlockContext
 from offload.ggml.context import Context, Embedder
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import mtmd_binding, prepare
@@ -22,31 +24,38 @@ from offload.ggml.ram_cache import RamCache
 from offload.ggml.row_context import MtpContext, RowContext
 from offload.images.building import ImageLibrary, image_library
 from offload.images.mtmd import Projector
-from offload.model_file import model_hash
-from offload.notes import Note, NoteKind
+from offload.kv_overrides import FLAG, words_of
+from offload.model_file import model_hash, read_facts
+from offload.notes import Note, NoteKind, OnProgress
 from offload.opening.placing import PlacedWeights
 from offload.opening.start import Start
-from offload.plan.devices import joined
+from offload.plan.found import Kind
 from offload.plan.host import PROJECTOR
 from offload.plan.placement import Plan
-from offload.plan.row_draft import eagle_ubatch, loading_complaint
+from offload.plan.row_draft import loading_reason
+from offload.plan.row_file import no_worker_reason
 from offload.plan.tables import lookup_tables
 from offload.plan.warm_up import WarmedUp
 from offload.remote.devices import RemotePart, open_remote
-from offload.remote.watch import Watch, watching
+from offload.remote.watch import ConnectionWatch, watching
 from offload.routing.routing import RoutingRecorder
+from offload.sequences.block_draft import BlockDraft
 from offload.sequences.decoding import decoder, image_decoder, row_step
-from offload.sequences.eagle import open_eagle
 from offload.sequences.row_draft import RowDraft
+from offload.sequences.row_file import open_row_file
 from offload.sequences.sequences import Decode, MemoryTraits, Sequences
 from offload.store.expert_memory import ExpertMemory
 from offload.store.memory_budget import IN_DECODES
-from offload.store.store import OnProgress
 from offload.store.table_rows import TableRows
+from offload.stream.building import lend_buffers, size_slots, warm_up
 from offload.stream.device import StreamingDevice
-from offload.stream.parts import lend_buffers, size_slots, warm_up
 from offload.threads.engine_threads import EngineThreads
-from offload.times.context import MTP_UBATCH, ContextOptions, forgetting_window, most_state_bytes
+from offload.times.context_memory import (
+    MTP_UBATCH,
+    ContextOptions,
+    forgetting_window,
+    most_state_bytes,
+)
 from offload.times.min_batch import MinBatch
 
 _READING_PROJECTOR = "the projector for images is read"
@@ -89,8 +98,8 @@ class Opening:
         self.plan: Plan | None = self.layout.plan if start.streams else None
         self.tables: TableRows | None = None  # tables on the disk, whose rows are read ahead
         self.projector: Projector | None = None  # makes rows of images
-        # Why MTP layers or an EAGLE-3 file cannot draft.
-        self.row_complaint = self.layout.row_complaint
+        # Why MTP layers or a file that drafts from rows cannot draft.
+        self.no_rows_reason = self.layout.no_rows_reason
         # Recording is off at first, because tokens decoded while opening belong to no text.
         self.routing = RoutingRecorder()
         try:
@@ -132,7 +141,7 @@ class Opening:
         self.remote = open_remote(
             self.layout, here.choice, here.offer, pending=pending, on_progress=on_progress
         )
-        words = f"{self.remote.words}; layers are divided {self.remote.why}"
+        words = f"{self.remote.words}; layers are divided {', '.join(self.layout.reasons)}"
         self.notes.append(Note(NoteKind.DEVICE, words))
 
     def _open_tables(self) -> None:
@@ -148,7 +157,7 @@ class Opening:
             if self.remote is not None:
                 self.remote.loaded()
         except BadModel as e:
-            if why := loading_complaint(self.facts, str(e)):
+            if why := loading_reason(self.facts, str(e)):
                 raise BadModel(f"{self.facts.path}: {why}") from e
             raise
 
@@ -168,7 +177,6 @@ class Opening:
 
     def _fill_devices(self) -> None:
         """Give slots their memory, and let the backend decide alone where Python need not."""
-        layout = self.layout
         if self.options.streaming.warmup:
             on_workers = self.remote is not None
             with self.taking(*IN_DECODES):
@@ -177,8 +185,7 @@ class Opening:
                 size_slots(self.weights.parts, warmed)
         lend_buffers(self.weights.parts, self.notes)
         if self.weights.parts:
-            sized = zip(layout.local, self.weights.parts, strict=True)
-            self.plan = joined([replace(its, plan=part.plan) for its, part in sized])
+            self.plan = self.layout.with_devices(part.planned for part in self.weights.parts).plan
         self._answer_natively()
 
     def _plan_again(self, warmed: Sequence[WarmedUp | None]) -> None:
@@ -189,7 +196,7 @@ class Opening:
         if (again := self.start.after(known)) is not None:
             raise PlannedAgain(again)
 
-    def _open_sequences(self, watch: Watch | None) -> Sequences:
+    def _open_sequences(self, watch: ConnectionWatch | None) -> Sequences:
         options = self.shape
         decode = decoder(
             self.context, self.threads, self.devices, self.weights.native_experts,
@@ -274,7 +281,11 @@ class Opening:
     def _made_by(self) -> dict[str, str]:
         """The settings that a saved state depends on and does not show (`Sequences.made_by`)."""
         rope = [f"{name}={value}" for name, value in asdict(self.shape.rope).items() if value]
-        return {
+        replaced = {FLAG: words_of(self.facts.overrides)} if self.facts.overrides else {}
+        route = self.options.streaming.route
+        if route.is_on:
+            replaced["--route-cached"] = f"{route.strength:g}, --route-keep {route.n_kept}"
+        return replaced | {
             "model (hash)": model_hash(self.facts),
             "rope setting": ", ".join(rope) or "the file's own",
             "type of cached keys": self.shape.type_k,
@@ -287,7 +298,7 @@ class Opening:
         """Return what places a KV cache in RAM, None if it is in device memory."""
         if self.shape.kv_offload or not self.weights.parts:
             return None
-        layers_of = [its.layers for its in self.layout.local]
+        layers_of = [planned.layers for planned in self.layout.local]
         ranges = [*zip(layers_of, self.devices, strict=True)]
 
         def device_of(layer: int) -> StreamingDevice | None:
@@ -325,20 +336,21 @@ class Opening:
 
     def _open_row_context(self, o: ContextOptions) -> RowContext | None:
         """Open the context that drafts from rows, or note why it cannot be opened."""
-        if not self.model.has_mtp and self.options.eagle is None:
+        file = self.options.row_file
+        if not self.model.has_mtp and file is None:
             return None
-        n_ubatch = min(o.n_ubatch, MTP_UBATCH) if self.model.has_mtp else eagle_ubatch(o)
+        n_ubatch = o.n_ubatch if file is not None else min(o.n_ubatch, MTP_UBATCH)
         options = replace(
             o,
             # Drafts take cells in addition to the texts, which may fill the target's context.
             n_ctx=self.context.n_ctx + o.n_outputs * o.n_sequences,
             n_batch=n_ubatch,
             n_ubatch=n_ubatch,
-            n_outputs=o.n_sequences if self.model.has_mtp else n_ubatch,
+            n_outputs=o.n_sequences,
             n_rs_seq=0,
             swa_full=True,
             kv_offload=True,  # the cache of a layer that drafts is small
-            n_tree_leaves=0,  # MTP layers and EAGLE-3 files draft chains, not trees
+            n_tree_leaves=0,  # drafts from rows are chains, not trees
         )
         context: RowContext
         try:
@@ -346,25 +358,35 @@ class Opening:
                 without_slots.enter_context(spare_cells(self.context.n_ctx, self.facts.n_ctx_train))
                 for device in self.devices:
                     without_slots.enter_context(device.without_slots())
-                if self.options.eagle is None:
+                if file is None:
                     context = MtpContext(
                         self.model, options, self.pending, self.context, self.facts.architecture
                     )
                 else:
-                    context = open_eagle(
-                        self.options.eagle, self.facts, self.model, self.context, options,
+                    self._check_worker(file)
+                    context = open_row_file(
+                        file, self.facts, self.model, self.context, options,
                         self.weights.placement, self.pending, self.closing,
                     )  # fmt: skip
         except (BadModel, DoesNotFit) as e:
-            self.row_complaint = str(e)
+            self.no_rows_reason = str(e)
             return None
         self.closing.callback(context.close)
         return context
+
+    def _check_worker(self, file: Path) -> None:
+        """Raise BadModel if the last device is a worker that cannot compute the file's drafts."""
+        if self.layout.devices[-1].kind is Kind.WORKER and (
+            reason := no_worker_reason(read_facts(file))
+        ):
+            raise BadModel(reason)
 
     def _open_row_draft(self, context: RowContext | None) -> RowDraft | None:
         if context is None:
             return None
         step = row_step(context, self.threads, self.devices)
+        if isinstance(context, BlockContext):
+            return BlockDraft(context, step, self.context.n_ctx, self.shape.n_sequences)
         return RowDraft(context, step, self.context.n_ctx, self.shape.n_sequences)
 
     def _warm_up(self) -> None:
@@ -374,7 +396,7 @@ class Opening:
         wanted = [i >= n - o.n_outputs for i in range(n)]
         with self.weights.ways.trying(replace(self.weights.ways.now, min_batch=MinBatch(1, 1))):
             self.context.decode(Batch([0] * n, range(n), [0] * n, wanted, o.n_ubatch))
-        self.weights.ways.use(replace(self.weights.ways.now, min_batch=self.layout.min_batch))
+        self.weights.ways.change(min_batch=self.layout.min_batch)
         # Decode another batch. Otherwise libllama would reuse the graph above for equal batches,
         # although that graph was split by another threshold.
         self.context.decode(Batch([0], [n], [0], [False], o.n_ubatch))
@@ -385,7 +407,7 @@ class Opening:
         if not self.weights.may_be_native:
             return
         ways, n_ubatch = self.weights.ways, self.shape.n_ubatch
-        ways.use(replace(ways.now, min_batch=self.layout.min_batch))
+        ways.change(min_batch=self.layout.min_batch)
         for part in self.weights.parts:
             pools, device = part.plan.layout.pools, part.device
             if device.passes or all(pool.holds(n_ubatch) for pool in pools):
@@ -396,6 +418,14 @@ class Opening:
         if self.embedder is not None:
             contexts.append(self.embedder)
         o, team = self.shape, None if self.weights.hybrid is None else self.weights.hybrid.team
-        threads = EngineThreads(contexts, o.n_threads, o.n_threads_batch, self.weights.numa, team)
+        threads = EngineThreads(
+            contexts,
+            o.n_threads,
+            o.n_threads_batch,
+            self.weights.numa,
+            team,
+            self.options.decode_on,
+            self.options.batch_on,
+        )
         self.closing.callback(threads.close)
         return threads

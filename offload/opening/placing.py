@@ -23,8 +23,10 @@ from offload.ggml.memory import AnonymousMemory
 from offload.ggml.model import Model, ModelPlacement
 from offload.ggml.threads import CpuTeam, has_openmp
 from offload.model import TensorEntry, is_experts
+from offload.notes import OnProgress
 from offload.opening.start import Start
 from offload.plan.devices import DevicePlan
+from offload.plan.placement import name_patterns
 from offload.plan.ranges import shares_of
 from offload.remote.devices import RemotePart
 from offload.routing.next_experts import Embeddings, NextExperts, read_routers
@@ -32,10 +34,9 @@ from offload.routing.routing import RoutingRecorder
 from offload.schedule.splitter import stay
 from offload.sequences.decoding import NativeExperts
 from offload.store.expert_memory import ExpertMemory
-from offload.store.store import READING, OnProgress, Store
-from offload.stream.building import ExecutorBuilder
+from offload.store.store import READING, Store
+from offload.stream.building import ExecutorBuilder, Part
 from offload.stream.device import BatchRules, ModelDevices, StreamingDevice
-from offload.stream.parts import Part
 from offload.stream.split_path import Hybrid
 from offload.stream.ways_in_use import WaysInUse
 from offload.threads.numa_plan import NumaPlan, PagePlacer
@@ -68,7 +69,7 @@ class PlacedWeights:
         self.ways = WaysInUse(Ways(self._layout.min_batch))
         self.hybrid: Hybrid | None = None
         self.native_experts: NativeExperts | None = None  # set if the CPU reads experts from disk
-        placement = self._make_placement()
+        placement = replace(self._make_placement(), kv_overrides=self._facts.overrides)
         self.placement = placement if remote is None else remote.added_to(placement, self._facts)
 
     @property
@@ -103,7 +104,9 @@ class PlacedWeights:
         self.ways = WaysInUse(Ways(least, may_split=splits, splitter=splitter, rings=rings))
         self.hybrid = self._hybrid() if splits else None
         devices = ModelDevices(len(layout.local))
-        self.parts = tuple(self._part(nth, its, devices) for nth, its in enumerate(layout.local))
+        self.parts = tuple(
+            self._part(nth, device, devices) for nth, device in enumerate(layout.local)
+        )
         self.host = self.parts[0].host
         return ModelPlacement(
             devices=self.devices,
@@ -126,20 +129,20 @@ class PlacedWeights:
         local = self._layout.local
         if len(local) == 1:
             return ()
-        *ranges, last = [its.layers for its in local]
+        *ranges, last = [device.layers for device in local]
         # libllama counts layers for multi-token prediction, which are on the last device.
         last = replace(last, end=last.end + self._facts.n_mtp_layers)
         return shares_of([*ranges, last])
 
-    def _part(self, nth: int, its: DevicePlan, devices: ModelDevices) -> Part:
+    def _part(self, nth: int, planned: DevicePlan, devices: ModelDevices) -> Part:
         """Make the `nth` of the model's `devices`, with host buffers and executors for its plan."""
-        hybrid, plan, choice = self.hybrid, its.plan, self._choices[nth][0]
+        hybrid, choice = self.hybrid, self._choices[nth][0]
         context, streaming = self._layout.context, self._options.streaming
         several = len(self._choices) > 1
         host = self._host_buffers(f"{_HOST_NAME}{nth or ''}")
         if hybrid is not None and several:
             hybrid = replace(hybrid, nth=nth)
-        plan, why_not = plan.lending()
+        plan, why_not = planned.plan.lending()
         builder = ExecutorBuilder(
             choice, streaming, self._notes, self.store, hybrid, self._routing,
             trace=streaming.trace.of_device(choice.name) if several else streaming.trace,
@@ -148,9 +151,15 @@ class PlacedWeights:
         crossover = self._start.crossovers[nth]
         if crossover.note:
             self._notes.append(f"{choice.name}: {crossover.note}" if several else crossover.note)
-        rules = BatchRules(self.ways, crossover.n_tokens)
+        rules = BatchRules(self.ways, crossover.n_tokens, streaming.route)
         device = StreamingDevice(
-            choice, host, builder.slots(plan), rules, trace=streaming.trace, devices=devices
+            choice,
+            host,
+            plan,
+            builder.executors(plan),
+            rules,
+            trace=streaming.trace,
+            devices=devices,
         )
         if (several or not context.kv_offload) and choice.sim is not None:
             device.keep_apart()
@@ -161,14 +170,14 @@ class PlacedWeights:
             self._notes.append(f"{choice.name}: no experts in the compute buffer: {why_not}")
         else:
             device.share_buffer()
-        return Part(choice, its, plan, host, builder, device)
+        return Part(choice, replace(planned, plan=plan), host, builder, device)
 
     def _placement_on_cpu(self) -> ModelPlacement:
         """Return the placement for libllama's own CPU backend.
 
         If memory cannot hold all experts, they are read from the disk while the model runs.
         """
-        o, layout, plan = self._options, self._layout, self._layout.plan
+        o, layout, experts = self._options, self._layout, self._layout.local_facts.expert_weights
         is_limited = layout.reads_disk
         repacking = self._start.repacking
         self._notes += repacking.notes
@@ -179,14 +188,14 @@ class PlacedWeights:
         )
         if not (is_limited or layout.on_disk):
             return placement
-        self._make_store(plan.streamed if is_limited else ())
+        self._make_store(experts if is_limited else ())
         if not is_limited:
             return replace(placement, load_mode="mmap")
         self.host = self._host_buffers()
         recorder = self._routing if o.streaming.record_routing else None
         assert self.store is not None
         self.native_experts = NativeExperts(self.store.on_demand, self._facts.n_experts, recorder)
-        patterns = plan.patterns(experts=True)
+        patterns = name_patterns(entry.name for entry in experts)
         return replace(
             placement,
             overrides=(*((pattern, self.host) for pattern in patterns), *placement.overrides),

@@ -28,7 +28,7 @@ from offload.plan.warm_up import WarmedUp
 from offload.probe import Here, probe
 from offload.remote.watch import watching
 from offload.store.store import StoreOptions, watched
-from offload.times.context import ContextOptions, pooling_of
+from offload.times.context_memory import ContextOptions, pooling_of
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Start:
         if self.is_second:
             return None
         for left in (
-            {its.name: its.to_leave_bytes for its in warmed},
-            {its.name: its.unplanned_bytes for its in warmed},
+            {device.name: device.to_leave_bytes for device in warmed},
+            {device.name: device.unplanned_bytes for device in warmed},
         ):
             here = self.here.leaving(left)
             with suppress(DoesNotFit):
@@ -66,7 +66,9 @@ class Start:
         return None
 
     def _again(self, here: Here, layout: Layout, warmed: Sequence[WarmedUp]) -> Start:
-        took = ", ".join(f"{its.name} {its.unplanned_bytes / 2**20:,.0f} MiB" for its in warmed)
+        took = ", ".join(
+            f"{device.name} {device.unplanned_bytes / 2**20:,.0f} MiB" for device in warmed
+        )
         words = (
             "the model was opened twice, the second time with fewer weights on GPUs: drivers and "
             f"kernels take memory that a header cannot tell ({took})"
@@ -77,12 +79,18 @@ class Start:
     @property
     def choices(self) -> tuple[tuple[DeviceChoice, LayerRange], ...]:
         """The local devices with their layers."""
-        return tuple((self.here.choice(its.name), its.layers) for its in self.layout.local)
+        return tuple((self.here.choice(device.name), device.layers) for device in self.layout.local)
 
     @property
     def choice(self) -> DeviceChoice:
         """The first device."""
         return self.choices[0][0]
+
+    @property
+    def draft_choice(self) -> DeviceChoice | None:
+        """The device for the draft model, or None if --device does not name it."""
+        on = self.layout.draft_on
+        return None if on is None else self.here.choice(on)
 
     @property
     def streams(self) -> bool:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from offload.model import ModelFacts
 from offload.plan.devices import DevicePlan, Division
-from offload.plan.placement import Model
-from offload.times.context import ContextOptions, context_memory
+from offload.plan.placement import PlannedModel
+from offload.times.context_memory import ContextOptions, context_memory
 from offload.times.disk import DiskUse
 from offload.times.prompts import with_prompt
 from offload.times.work import with_context
@@ -26,7 +26,7 @@ class CachePlace:
 
     division: Division
     context: ContextOptions
-    why: str = ""
+    reason: str = ""
 
 
 def full_context_s(division: Division, context: ContextOptions) -> float:
@@ -43,7 +43,7 @@ def _timed(part: DevicePlan, context: ContextOptions, streamed_bytes: int) -> De
     """
     request, facts, plan = part.request, part.facts, part.plan
     n_prompt = request.workload.n_prompt
-    work = Model(facts, request).work
+    work = PlannedModel(facts, request).work
     disk = None
     if request.host_bytes is not None and streamed_bytes > request.host_bytes:
         share_bytes = request.host_bytes * plan.streamed_bytes // streamed_bytes
@@ -66,13 +66,13 @@ def faster_place(facts: ModelFacts, on_device: CachePlace | None, in_ram: CacheP
     size = size_words(context_memory(facts, in_ram.context).host_kv_bytes)
     what = f"The KV cache ({size} for {in_ram.context.n_ctx:,} tokens) is in RAM"
     if on_device is None:
-        return replace(in_ram, why=f"{what}, because it does not fit the GPU (--kv-offload)")
+        return replace(in_ram, reason=f"{what}, because it does not fit the GPU (--kv-offload)")
     there_s = full_context_s(on_device.division, on_device.context)
     here_s = full_context_s(in_ram.division, in_ram.context)
     if here_s >= there_s:
         return on_device
     return replace(
         in_ram,
-        why=f"{what}: at the end of a full context, a prompt and an answer then take "
+        reason=f"{what}: at the end of a full context, a prompt and an answer then take "
         f"{1 - here_s / there_s:.0%} less time (estimate; --kv-offload)",
     )

@@ -159,5 +159,5 @@ def _steps(low: Array, high: Array, most_steps: int | None = None) -> Array:
     """Return the numbers from `low` to `high`, at most in `most_steps` even steps."""
     n = int((high - low).max())
     n = n if most_steps is None else min(n, most_steps)
-    found: Array = np.round(low + (high - low) * np.arange(n + 1) / max(1, n)).astype(int)
-    return found
+    steps: Array = np.round(low + (high - low) * np.arange(n + 1) / max(1, n)).astype(int)
+    return steps

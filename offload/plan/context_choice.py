@@ -8,13 +8,15 @@ hits would jump from plan to plan.
 
 The cost of a longer context is compared with the time that the request takes if all experts stay in
 RAM. This time does not depend on the card. A share of the card's own time would allow less context
-on a larger card, because the same experts take a larger share of a shorter time there. llama.cpp
+on a larger card, because the same experts take a larger share of a shorter time there.
+So a context may cost more than that share of this card's own speed, or more of prompts alone. The
+sentence of the choice then says what it costs, and which smaller context gives that back. llama.cpp
 takes the model's own context, and less only if that does not fit memory (`llama_params_fit`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 LEAST_CTX = 4096  # tokens that are taken whatever they cost
@@ -29,10 +31,10 @@ _STEP = 256  # libllama rounds contexts to this many tokens
 
 @dataclass(frozen=True)
 class ContextChoice:
-    """The tokens of context, and a sentence that says why."""
+    """The tokens of context, and a sentence that says why, and what they cost if that is much."""
 
     n_ctx: int
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,9 @@ class RequestSeconds:
 
     planned_s: float  # with the plan for this context
     in_ram_s: float = 0.0  # with all experts in RAM; 0 if no card is used
+    # Parts of a request whose prompt is long enough for the largest ubatch; 0: it has no such part.
+    prompt_s: float = 0.0
+    answer_s: float = 0.0
 
 
 def choose_context(
@@ -55,21 +60,55 @@ def choose_context(
     seconds of a usual request with this context, or None if the context does not fit memory. A
     context may cost at most `MOST_LOSS` of the speed that the request has with `LEAST_CTX` tokens
     of context and all experts in RAM, or of the plan's speed if that is lower. With `for_agents`,
-    `AGENT_CTX` tokens may cost up to `MOST_LOSS_FOR_AGENTS`.
+    `AGENT_CTX` tokens may cost up to `MOST_LOSS_FOR_AGENTS`. If the chosen context costs more than
+    `MOST_LOSS` of this card's speed of prompts or of answers, the sentence says so.
     """
     sizes = _sizes(n_ctx_train)
     base = request_s(sizes[-1]) if len(sizes) > 1 else None
     for n_ctx in sizes[:-1] if base is not None else ():
-        found = request_s(n_ctx)
-        if found is None or base is None:
+        request = request_s(n_ctx)
+        if request is None or base is None:
             continue
-        cost_s = found.planned_s - base.planned_s
+        cost_s = request.planned_s - base.planned_s
         loss = cost_s / (cost_s + max(base.planned_s, base.in_ram_s))
         if loss <= MOST_LOSS:
-            return ContextChoice(n_ctx, _words(n_ctx, n_ctx_train))
+            why = _words(n_ctx, n_ctx_train)
+            return ContextChoice(n_ctx, why + _cost_words(n_ctx, sizes, request_s))
         if for_agents and n_ctx == AGENT_CTX and loss <= MOST_LOSS_FOR_AGENTS:
-            return ContextChoice(n_ctx, _agent_words(n_ctx_train, loss))
+            why = _agent_words(n_ctx_train, loss)
+            return ContextChoice(n_ctx, why + _cost_words(n_ctx, sizes, request_s))
     return ContextChoice(sizes[-1], _words(sizes[-1], n_ctx_train))
+
+
+def _cost_words(
+    n_ctx: int, sizes: Sequence[int], request_s: Callable[[int], RequestSeconds | None]
+) -> str:
+    """Words on what a context costs on this card, and on the smaller one that gives it back.
+
+    It is compared with the context up to it whose requests are fastest. A plan trades prompts for
+    answers, so the fastest prompts and the fastest answers of several plans cannot be had together.
+    Returns "" if it costs at most `MOST_LOSS` of the speed of prompts and of answers.
+    """
+    asked = {n: request_s(n) for n in sizes if n <= n_ctx}
+    fitting = {n: request for n, request in asked.items() if request is not None}
+    fastest = min(fitting.values(), key=lambda request: request.prompt_s + request.answer_s)
+    lost = {n: _lost(request, fastest) for n, request in fitting.items()}
+    if max(lost[n_ctx]) <= MOST_LOSS:
+        return ""
+    cheaper_ctx = max(n for n, shares in lost.items() if max(shares) <= MOST_LOSS)
+    named = zip(("prompts", "answers"), lost[n_ctx], strict=True)
+    costs = [f"{share:.0%} of the speed of {name}" for name, share in named if share > MOST_LOSS]
+    return (
+        f"; on this machine it costs {' and '.join(costs)}, "
+        f"which --ctx-size {cheaper_ctx} gives back"
+    )
+
+
+def _lost(request: RequestSeconds, fastest: RequestSeconds) -> tuple[float, float]:
+    """Return the shares of the speed of prompts and of answers that a context loses."""
+    pairs = (request.prompt_s, fastest.prompt_s), (request.answer_s, fastest.answer_s)
+    prompt, answer = (max(0.0, 1.0 - other_s / own_s) if own_s else 0.0 for own_s, other_s in pairs)
+    return prompt, answer
 
 
 def _agent_words(n_ctx_train: int, loss: float) -> str:

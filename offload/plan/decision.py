@@ -24,15 +24,15 @@ from offload.plan.host import (
     later_bytes,
     limits_of_experts,
 )
-from offload.plan.host_tables import host_tables
 from offload.plan.layout import Layout
 from offload.plan.placement import Plan, PlanRequest, make_plan
 from offload.plan.ranges import LayerRange, by_memory, by_shares, shares_for
-from offload.plan.row_draft import mtp_complaint
+from offload.plan.row_draft import no_mtp_reason
 from offload.plan.sharing import UBATCHES
 from offload.plan.slot_layout import SlotLayout
+from offload.plan.tables import host_tables
 from offload.plan.wanted import Wanted
-from offload.times.context import (
+from offload.times.context_memory import (
     ContextOptions,
     check_cache_types,
     context_memory,
@@ -67,8 +67,9 @@ def decide(facts: ModelFacts, found: Found, wanted: Wanted) -> Layout:
         "does not fit the memory that is free now"
     )
     layout = _decided(facts, found, replace(wanted, tuned_ubatch=None))
-    devices = tuple(replace(device, plan=device.plan.because(words)) for device in layout.devices)
-    return replace(layout, devices=devices)
+    return layout.with_devices(
+        replace(device, plan=device.plan.because(words)) for device in layout.devices
+    )
 
 
 def _decided(facts: ModelFacts, found: Found, wanted: Wanted) -> Layout:
@@ -79,10 +80,10 @@ def _decided(facts: ModelFacts, found: Found, wanted: Wanted) -> Layout:
     n_ctx = wanted.context.n_ctx or trained_context(facts, wanted.context.rope)
     context = replace(wanted.context, n_ctx=n_ctx, flash_attn=flash_attn)
     wanted, context = _with_cache(facts, found, wanted, context)
-    complaint = ""
+    no_rows_reason = ""
     if wanted.mtp:
-        complaint = mtp_complaint(facts) or ("" if found.has_mtp else _NO_MTP)
-    loads_mtp = wanted.mtp and not complaint
+        no_rows_reason = no_mtp_reason(facts) or ("" if found.has_mtp else _NO_MTP)
+    loads_mtp = wanted.mtp and not no_rows_reason
     request = replace(
         _request(found, wanted),
         context=context,
@@ -90,8 +91,8 @@ def _decided(facts: ModelFacts, found: Found, wanted: Wanted) -> Layout:
         why_not_lent="" if found.plans_graphs else _NO_PLANNING,
     )
     layout = Layout(
-        facts, (), context, wanted.min_batch, loads_mtp,
-        splits=wanted.hybrid, repack=wanted.repack, row_complaint=complaint,
+        facts, Division(()), context, wanted.min_batch, loads_mtp,
+        splits=wanted.hybrid, repack=wanted.repack, no_rows_reason=no_rows_reason,
     )  # fmt: skip
     if found.workers:
         layout = replace(layout, cache_why=_why_asked(facts, context))
@@ -168,8 +169,8 @@ def _with_cache_place(layout: Layout, found: Found, wanted: Wanted, request: Pla
         else:
             on_device = None if divided is None else CachePlace(divided, context)
             best = faster_place(facts, on_device, CachePlace(there, ram))
-            if best.why:
-                layout = replace(layout, context=ram, cache_why=best.why)
+            if best.reason:
+                layout = replace(layout, context=ram, cache_why=best.reason)
                 divided = there
     if divided is None:
         assert error is not None
@@ -230,14 +231,15 @@ def decide_part(facts: ModelFacts, found: Found, wanted: Wanted) -> Layout:
     device = found.devices[0]
     # The plain CPU reads weights in host memory, so it needs no slots.
     request = replace(_request(found, wanted), stream_experts=device.kind.streams)
-    (part,) = divide(facts, _rooms(found, wanted)[:1], request, draft_on=0).parts
-    part = part.in_passes()
+    division = divide(facts, _rooms(found, wanted)[:1], request, draft_on=0)
+    part = division.parts[0].in_passes()
     on_gpu = device.kind is Kind.GPU
     fixed = {PINNED: RING_BYTES, DRIVER: DRIVER_BYTES} if on_gpu else {}
     fixed |= {} if on_gpu else {CONTEXT: wanted.reserve_bytes}
     later = LaterBytes(device.kind, tuple(fixed.items()))
     limits = limits_of_experts(facts, part.plan, found, wanted, later)
-    return Layout(facts, (part,), wanted.context, MinBatch(1, 1), experts=limits)
+    layout = Layout(facts, division, wanted.context, MinBatch(1, 1), experts=limits)
+    return layout.with_devices((part,))
 
 
 # -- devices of this machine -----------------------------------------------------------------------
@@ -289,8 +291,7 @@ def _divided(facts: ModelFacts, found: Found, wanted: Wanted, request: PlanReque
 
 def _planned(layout: Layout, division: Division, found: Found, wanted: Wanted) -> Layout:
     """Return the layout with the devices of a division, and with what follows from their plans."""
-    devices = division.parts
-    draft_on = division.draft_on or None
+    devices, draft_on = division.parts, division.draft_on
     if draft_on is None and (wanted.draft_device is None or _home(found, wanted) is not None):
         home = _home(found, wanted)
         local = [device.name for device in devices if not device.kind.is_remote]
@@ -299,9 +300,7 @@ def _planned(layout: Layout, division: Division, found: Found, wanted: Wanted) -
     context = layout.context
     if wanted.most_ubatch is not None:
         context = replace(context, n_ubatch=devices[0].plan.n_ubatch)
-    return replace(
-        layout, devices=devices, context=context, draft_on=draft_on, reasons=division.reasons
-    )
+    return replace(layout, division=replace(division, draft_on=draft_on), context=context)
 
 
 def _by_libllama(layout: Layout, found: Found, wanted: Wanted) -> Layout:
@@ -320,24 +319,18 @@ def _by_libllama(layout: Layout, found: Found, wanted: Wanted) -> Layout:
         for device, layers in zip(devices, ranges, strict=True)
         if layers
     )
-    return replace(layout, devices=used, draft_on=used[0].name, reasons=reasons)
+    return replace(layout, division=Division(used, used[0].name, reasons))
 
 
 def _on_cpu(layout: Layout, found: Found, wanted: Wanted) -> Layout:
     """Return the layout for libllama's own CPU backend, which reads all weights in place."""
     whole = LayerRange(0, layout.facts.n_layers + 1)
     (device,) = found.devices
-    placed = placed_by_libllama(device, whole, layout.facts)
+    division = Division((placed_by_libllama(device, whole, layout.facts),), device.name)
     notes = layout.notes
     if wanted.tensor_split:
         notes += ("--tensor-split: no effect, since there is one device, the CPU",)
-    return replace(
-        layout,
-        devices=(placed,),
-        draft_on=device.name,
-        notes=notes,
-        in_place=make_plan(layout.facts) if wanted.wrapped else None,
-    )
+    return replace(layout, division=division, notes=notes)
 
 
 # -- devices of workers ----------------------------------------------------------------------------
@@ -390,11 +383,12 @@ def _with_workers(layout: Layout, found: Found, wanted: Wanted, request: PlanReq
         why += f"; no layers are left for {', '.join(idle)}"
     planned = _planned(layout, division, found, wanted)
     if not wanted.wrapped:
-        by_libllama = (placed_by_libllama(its.device, its.layers, facts) for its in planned.devices)
-        planned = replace(planned, devices=tuple(by_libllama))
+        planned = planned.with_devices(
+            placed_by_libllama(placed.device, placed.layers, facts) for placed in planned.devices
+        )
     if on_cpu:
-        planned = _with_cpu(planned, found, ranges[0], wraps=wanted.wrapped)
-    return replace(planned, reasons=(why,))
+        planned = _with_cpu(planned, found, ranges[0])
+    return replace(planned, division=replace(planned.division, reasons=(why,)))
 
 
 def _by_memory(
@@ -448,16 +442,12 @@ def _parts_or_refused_there(
         return plan_parts(facts, endless, ranges, request, draft_on=first)
 
 
-def _with_cpu(layout: Layout, found: Found, layers: LayerRange, *, wraps: bool) -> Layout:
-    """Return the layout with the CPU first, even without layers, and the plan of its weights.
-
-    libllama's CPU backend reads these weights in place.
-    """
+def _with_cpu(layout: Layout, found: Found, layers: LayerRange) -> Layout:
+    """Return the layout with the CPU first, even without layers."""
     cpu = next((cpu for cpu in layout.devices if cpu.kind is Kind.CPU), None)
     cpu = placed_by_libllama(found.devices[0], layers, layout.facts) if cpu is None else cpu
     others = tuple(other for other in layout.devices if other.kind is not Kind.CPU)
-    layout = replace(layout, devices=(cpu, *others), draft_on=cpu.name)
-    return replace(layout, in_place=make_plan(layout.local_facts) if wraps else None)
+    return replace(layout, division=Division((cpu, *others), cpu.name))
 
 
 # -- what follows from the devices -----------------------------------------------------------------
@@ -467,6 +457,8 @@ def _finished(layout: Layout, found: Found, wanted: Wanted) -> Layout:
     """Return the layout with host memory, batches and snapshots."""
     kind, plan = found.devices[0].kind, layout.plan
     if wanted.wrapped:
+        if not kind.streams:  # ggml's CPU backend reads all weights in place
+            plan = make_plan(layout.local_facts)
         later = later_bytes(
             layout.local_facts, found, wanted, layout.context, loads_mtp=layout.loads_mtp
         )
@@ -476,9 +468,9 @@ def _finished(layout: Layout, found: Found, wanted: Wanted) -> Layout:
             experts=limits_of_experts(layout.facts, plan, found, wanted, later),
         )
     if layout.experts is not None:
-        layout = _from_disk(layout, found, wanted, layout.experts)
+        layout = _from_disk(layout, plan, found, wanted, layout.experts)
     if layout.loads_mtp and kind.streams and wanted.wrapped and not _holds_mtp(layout):
-        layout = replace(layout, loads_mtp=False, row_complaint=_NO_ROOM_FOR_MTP)
+        layout = replace(layout, loads_mtp=False, no_rows_reason=_NO_ROOM_FOR_MTP)
     if layout.cache_words:
         cached = Note(NoteKind.CONTEXT, layout.cache_words)
         layout = replace(layout, notes=(*layout.notes, cached))
@@ -506,24 +498,26 @@ def _read_in_place(layout: Layout, wanted: Wanted) -> Layout:
         reserve_bytes=wanted.reserve_bytes, projector_bytes=wanted.projector_bytes,
         context=context, machine=wanted.machine,
     )  # fmt: skip
-    return replace(layout, devices=(replace(cpu, plan=plan, request=own),))
+    return layout.with_devices((replace(cpu, plan=plan, request=own),))
 
 
 def _holds_mtp(layout: Layout) -> bool:
     return any(device.plan.mtp is not None for device in layout.devices)
 
 
-def _from_disk(layout: Layout, found: Found, wanted: Wanted, limits: ExpertLimits) -> Layout:
+def _from_disk(
+    layout: Layout, plan: Plan, found: Found, wanted: Wanted, limits: ExpertLimits
+) -> Layout:
     """Return the layout for experts that are read from the disk while the model runs."""
     min_batch = replace(wanted.min_batch, experts=1, prefill_experts=None, swapped=frozenset())
-    context, devices = layout.context, layout.devices
+    context = layout.context
     if found.devices[0].kind.streams:  # devices have to take every batch
-        devices = tuple(device.in_passes() for device in devices)
+        layout = layout.with_devices(device.in_passes() for device in layout.devices)
     elif wanted.most_ubatch is not None:
         # Each ubatch of a prompt reads all experts once.
-        n_ubatch = _ubatch_from_disk(layout.plan, found, wanted, context, limits)
+        n_ubatch = _ubatch_from_disk(plan, found, wanted, context, limits)
         context = replace(context, n_ubatch=n_ubatch)
-    return replace(layout, min_batch=min_batch, context=context, devices=devices)
+    return replace(layout, min_batch=min_batch, context=context)
 
 
 def _ubatch_from_disk(

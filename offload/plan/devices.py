@@ -15,10 +15,10 @@ from itertools import pairwise
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, layer_of
 from offload.plan.found import DeviceRoom, FoundDevice, Kind
-from offload.plan.placement import Model, Plan, PlanRequest, make_plan
+from offload.plan.placement import Plan, PlannedModel, PlanRequest, make_plan
 from offload.plan.range_times import hand_over_s, ubatches
 from offload.plan.ranges import LayerRange
-from offload.plan.search import Found, Search, n_passes, prompt_s
+from offload.plan.search import FoundRanges, Search, n_passes, prompt_s
 from offload.plan.sharing import SMALL_UBATCHES
 from offload.plan.slot_layout import SlotLayout, SlotPool, WeightGroup
 from offload.plan.weights import device_bytes, spread
@@ -79,19 +79,24 @@ def placed_by_libllama(device: FoundDevice, layers: LayerRange, facts: ModelFact
 
 @dataclass(frozen=True)
 class Division:
-    """The parts of a model, in the order of its layers. Devices without layers have no part."""
+    """The parts of a model, in the order of its layers, and why it is divided so."""
 
     parts: tuple[DevicePlan, ...]
-    draft_on: str = ""  # name of the draft model's device; "": no memory is reserved for it
-    reasons: tuple[str, ...] = ()
+    draft_on: str | None = None  # name of the draft model's device; None: it has no memory there
+    reasons: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def used(self) -> tuple[DevicePlan, ...]:
+        """The parts that have layers."""
+        return tuple(part for part in self.parts if len(part.layers))
 
     @cached_property
     def expected_s(self) -> float:
         """Expected seconds of the planned workload."""
-        its, parts = self.parts[-1], self.parts
+        last, parts = self.parts[-1], self.parts
         prompt = prompt_s(
             [part.prompt_s for part in parts], [part.room for part in parts],
-            n_passes(its.request, its.plan.n_ubatch), overlaps=its.plan.computes_ubatches,
+            n_passes(last.request, last.plan.n_ubatch), overlaps=last.plan.computes_ubatches,
         )  # fmt: skip
         return prompt + sum(part.decode_s for part in parts)
 
@@ -101,8 +106,8 @@ class Division:
 
     @property
     def words(self) -> str:
-        n_layers = self.parts[-1].layers.end - 1
-        return ", ".join(f"{p.name} {layer_words(p.layers, n_layers)}" for p in self.parts)
+        n_layers = self.used[-1].layers.end - 1
+        return ", ".join(f"{p.name} {layer_words(p.layers, n_layers)}" for p in self.used)
 
 
 def joined(parts: Sequence[DevicePlan], reasons: tuple[str, ...] = ()) -> Plan:
@@ -178,7 +183,7 @@ def divide(
         # fit either, their DoesNotFit says what is missing.
         n, cuts = facts.n_layers + 1, range(len(devices) + 1)
         equal = [LayerRange(*p) for p in pairwise(n * i // len(devices) for i in cuts)]
-        order = [Found(ranges=tuple(equal), draft_on=homes[0])]
+        order = [FoundRanges(ranges=tuple(equal), draft_on=homes[0])]
     found = _first_that_fits(facts, devices, order, request)
     if len(found.parts) == 1 and not use_all:
         # The search works with estimates. Exact plans of the ranges that it prefers may not fit.
@@ -196,7 +201,10 @@ def divide(
 
 
 def _first_that_fits(
-    facts: ModelFacts, devices: Sequence[DeviceRoom], order: Sequence[Found], request: PlanRequest
+    facts: ModelFacts,
+    devices: Sequence[DeviceRoom],
+    order: Sequence[FoundRanges],
+    request: PlanRequest,
 ) -> Division:
     """Return the first division of `order` that fits. Raises DoesNotFit if none does."""
     for found in order:
@@ -237,7 +245,7 @@ def plan_parts(
     ubatch with which all parts together take the least time. The request's `reserve_bytes` for a
     draft model are taken from `devices[draft_on]`.
     """
-    draft = devices[draft_on].name if request.reserve_bytes else ""
+    draft = devices[draft_on].name if request.reserve_bytes else None
     home = devices[draft_on]
     if (
         draft and home.is_counted and home.budget_bytes is not None
@@ -281,7 +289,7 @@ def _fastest_parts(
     best: list[DevicePlan] | None = None
     error: DoesNotFit | None = None
     for n_ubatch in sizes:
-        found = []
+        plans = []
         for k, (i, device, layers) in enumerate(used):
             asked = _request_of(
                 facts, device, layers, request, n_ubatch, has_draft=i == draft_on,
@@ -307,17 +315,19 @@ def _fastest_parts(
                 plan = replace(plan, n_ubatch=n_ubatch).with_passes(request.passes)
             asked_with_context = replace(asked, context=request.context)
             plan = _attending(part, asked_with_context, plan)
-            its = Model(part, asked).seconds(asked_with_context, plan.sharing, plan.n_ubatch)
+            seconds = PlannedModel(part, asked).seconds(
+                asked_with_context, plan.sharing, plan.n_ubatch
+            )
             prompt_s, decode_s = hand_over_s(facts, device, request, plan.n_ubatch, is_first=not k)
-            prompt_s += float(its.prompt_s)
-            decode_s += its.n_decodes * float(its.mean_decode_s)
+            prompt_s += float(seconds.prompt_s)
+            decode_s += seconds.n_decodes * float(seconds.mean_decode_s)
             plan = plan.because(*device.reasons)
-            found.append(DevicePlan(device, layers, plan, part, asked, prompt_s, decode_s))
-        if len(found) < len(used):
+            plans.append(DevicePlan(device, layers, plan, part, asked, prompt_s, decode_s))
+        if len(plans) < len(used):
             continue
-        if best is None or Division(tuple(found)).expected_s < Division(tuple(best)).expected_s:
-            best = found
-        if n_ubatch not in SMALL_UBATCHES and not any(part.plan.streamed for part in found):
+        if best is None or Division(tuple(plans)).expected_s < Division(tuple(best)).expected_s:
+            best = plans
+        if n_ubatch not in SMALL_UBATCHES and not any(part.plan.streamed for part in plans):
             break  # all weights are resident, so larger ubatches would save nothing
     return best, error
 

@@ -17,9 +17,9 @@ def expected_costs(layout: Layout, plan: Plan, n_most: int) -> CostTable:
     plan counts.
     """
     devices = layout.local
-    parts = [its for its in devices if len(its.layers)]
+    parts = [device for device in devices if len(device.layers)]
     if len(parts) > 1:
-        each = [(its.device.machine, its.facts, its.plan.sharing) for its in parts]
+        each = [(device.device.machine, device.facts, device.plan.sharing) for device in parts]
     else:
         each = [(devices[0].device.machine, layout.facts, plan.sharing)]
     unions = parts[0].request.unions if parts else None

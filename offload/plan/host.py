@@ -12,7 +12,7 @@ from offload.plan.placement import Plan
 from offload.plan.store_layout import expert_matrices, largest_experts, plan_layout
 from offload.plan.wanted import Wanted
 from offload.plan.working import working_memory
-from offload.times.context import (
+from offload.times.context_memory import (
     DEFAULT_UBATCH,
     ContextOptions,
     context_memory,
@@ -49,15 +49,15 @@ class LaterBytes:
     facts: ModelFacts | None = field(default=None, compare=False, repr=False)
 
     def __call__(self, n_tokens: int) -> dict[str, int]:
-        found, facts = dict(self.fixed), self.facts
+        n_bytes, facts = dict(self.fixed), self.facts
         if facts is None or self.context is None:
-            return found
+            return n_bytes
         is_cpu = self.kind is Kind.CPU
         n_ubatch = min(n_tokens, self.most_ubatch) if is_cpu else self.context.n_ubatch
         context = replace(self.context, n_ubatch=n_ubatch)
         mtp_bytes = mtp_context_bytes(facts, context) if self.loads_mtp else 0
         context_bytes = context_memory(facts, context).total_bytes + mtp_bytes
-        return found | {CONTEXT: context_bytes}
+        return n_bytes | {CONTEXT: context_bytes}
 
     def without(self, *purposes: str) -> LaterBytes:
         """Return the memory for all other purposes."""
@@ -191,7 +191,7 @@ def with_slots(later: LaterBytes, plan: Plan, kind: Kind) -> LaterBytes:
 def mapped_bytes(plan: Plan, kind: Kind) -> int:
     """Return the resident weights that are mapped from the file, because no GPU has them.
 
-    Tables that are looked up are not among them (offload/plan/host_tables.py).
+    Tables that are looked up are not among them (offload/plan/tables.py).
     """
     return 0 if kind is Kind.GPU else plan.resident_bytes
 

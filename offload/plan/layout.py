@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from offload.model import ModelFacts
 from offload.plan.devices import DevicePlan, Division, joined
 from offload.plan.host import ExpertLimits
-from offload.plan.host_tables import HostTables
 from offload.plan.placement import Plan
-from offload.times.context import ContextOptions, cpu_attention
+from offload.plan.tables import HostTables
+from offload.times.context_memory import ContextOptions, cpu_attention
 from offload.times.min_batch import MinBatch
 
 
@@ -23,29 +24,44 @@ class Layout:
     """
 
     facts: ModelFacts = field(compare=False, repr=False)
-    devices: tuple[DevicePlan, ...]
+    division: Division  # the devices with their plans. A CPU comes first, even without layers.
     context: ContextOptions  # with the chosen n_ctx, n_ubatch and n_batch
     min_batch: MinBatch
     loads_mtp: bool = False
-    draft_on: str | None = None  # the draft model's device; None: the one of -devd, or none
     experts: ExpertLimits | None = None  # limits if experts are read from the disk
     tables: HostTables | None = None  # tables that are looked up, None if there are none
-    in_place: Plan | None = None  # weights that the CPU backend reads in place, if it is a device
     splits: bool = False  # layers of small batches may be split
     repack: bool | None = None
-    reasons: tuple[str, ...] = field(default=(), compare=False)  # why the layers are divided so
     notes: tuple[str, ...] = field(default=(), compare=False)  # sentences on flags without effect
     # Why the KV cache is in RAM; "": it is not.
     cache_why: str = field(default="", compare=False)
-    row_complaint: str = ""  # why own layers cannot draft although that was asked for
+    no_rows_reason: str = ""  # why own layers cannot draft although that was asked for
+
+    @property
+    def devices(self) -> tuple[DevicePlan, ...]:
+        return self.division.parts
+
+    @property
+    def draft_on(self) -> str | None:
+        """The draft model's device; None: the one of -devd, or none."""
+        return self.division.draft_on
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why the layers are divided so."""
+        return self.division.reasons
+
+    def with_devices(self, devices: Iterable[DevicePlan]) -> Layout:
+        """Return the layout with these plans of its devices."""
+        return replace(self, division=replace(self.division, parts=tuple(devices)))
 
     @property
     def local(self) -> tuple[DevicePlan, ...]:
-        return tuple(its for its in self.devices if not its.kind.is_remote)
+        return tuple(device for device in self.devices if not device.kind.is_remote)
 
     @property
     def remote(self) -> tuple[DevicePlan, ...]:
-        return tuple(its for its in self.devices if its.kind.is_remote)
+        return tuple(device for device in self.devices if device.kind.is_remote)
 
     @property
     def local_facts(self) -> ModelFacts:
@@ -66,8 +82,17 @@ class Layout:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan of all devices of this machine together."""
-        return joined(self.local) if self.in_place is None else self.in_place
+        """The plan of all devices of this machine together, which a start executes."""
+        return joined(self.local)
+
+    @cached_property
+    def whole_plan(self) -> Plan:
+        """The plan of all devices with layers together, and why the layers are divided so."""
+        reasons = self.reasons
+        if self.remote:
+            words = self.division.words
+            reasons = (f"{words}: layers are divided {', '.join(reasons)}",)
+        return joined(self.division.used, reasons)
 
     @property
     def why_cpu_attends(self) -> str:
@@ -80,11 +105,11 @@ class Layout:
         if not self.cache_why:
             return ""
         if self.remote and self.context.flash_attn != "off":
-            names = ", ".join(its.name for its in self.remote)
+            names = ", ".join(device.name for device in self.remote)
             return f"{self.cache_why}; each batch sends the caches of their layers to {names}"
         if reason := self.why_cpu_attends:
             return f"{self.cache_why}; the CPU computes attention, because {reason}"
-        sizes = [its.plan.attention_batch for its in self.devices]
+        sizes = [device.plan.attention_batch for device in self.devices]
         known = [n for n in sizes if n is not None]
         if not known:
             return f"{self.cache_why}; the CPU computes attention"
@@ -95,9 +120,3 @@ class Layout:
             f"{self.cache_why}; the CPU computes attention in batches of less than {least} tokens, "
             "and larger ones copy it to the GPU"
         )
-
-    @property
-    def division(self) -> Division:
-        """The devices that have layers, as the plan's machine model sees them."""
-        parts = tuple(its for its in self.devices if len(its.layers))
-        return Division(parts, self.draft_on or "", self.reasons)

@@ -17,7 +17,7 @@ from offload.model import ModelFacts
 from offload.plan.sharing import SMALL_UBATCHES, UBATCHES
 from offload.plan.weights import device_bytes
 from offload.routing.routing import HitCurve
-from offload.times.context import ContextOptions, context_memory
+from offload.times.context_memory import ContextOptions, context_memory
 from offload.times.decodes import (
     computing_s,
     copying_s,
@@ -50,6 +50,8 @@ class LlamaSpeeds:
     decode_tps: float  # with `flags`
     cache_decode_tps: tuple[float, float] | None  # with its cache of experts; None: all are on it
     prompt_flags: str  # of the fastest prompts: "--n-cpu-moe 59 -ub 4096 -b 4096"
+    # In forks whose card reads each missing expert over the link itself; None as above.
+    read_decode_tps: tuple[float, float] | None
     cache_flags: str  # of `cache_decode_tps`, and perhaps a CPU share; "" without a cache
     build: str  # the first build with this cache; "" without a cache
 
@@ -121,6 +123,13 @@ class LlamaCpp:
         ways = self._cache_ways(work, 0)
         return min(ways, key=lambda sharing: hybrid_s(machine, work, sharing, 1))
 
+    def read_s(self, machine: Machine, work: ModelWork) -> float:
+        """Return the seconds of a decode in forks whose card reads missing experts itself.
+
+        Such a cache takes all experts, so no layers are resident (GenerelSchwerz/llama.cpp).
+        """
+        return float(read_by_device_s(machine, work, self._cache_ways(work, 0)[0], 1))
+
     def _cache_ways(self, work: ModelWork, reserve_bytes: int) -> list[Sharing]:
         """Return divisions of the room for experts between resident layers and slots."""
         all_that_fit = self.n_cpu_moe(reserve_bytes)
@@ -149,7 +158,7 @@ class LlamaCpp:
         Copies are pinned, and `work` includes the prompt's attention. The buffers of 512 tokens
         count as part of the context. Those of larger ubatches take more of the budget.
         """
-        found = []
+        starts = []
         sizes = [n for n in (*SMALL_UBATCHES, *UBATCHES) if n <= n_prompt] or [n_prompt]
         for n_ubatch in sizes:
             least_bytes, its_bytes = (
@@ -166,8 +175,8 @@ class LlamaCpp:
             )
             seconds = n_prompt / n_ubatch * ubatch_s
             left_bytes = self.budget_bytes - reserve_bytes
-            found.append(LlamaStart(seconds, left_bytes, n_ubatch, resident))
-        return found
+            starts.append(LlamaStart(seconds, left_bytes, n_ubatch, resident))
+        return starts
 
 
 def copied_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
@@ -186,6 +195,22 @@ def copied_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real
             layer_s = np.where(in_chunks, chunks_s, layer_s)
         total = total + n_streamed * layer_s
     return total + dense_streamed_s(machine, work, sharing, n_tokens)
+
+
+def read_by_device_s(
+    machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real, hits: Real | None = None
+) -> Real:
+    """Return the seconds of a decode whose missing experts the device itself reads over the link.
+
+    The experts are in pinned memory. No host waits for a router, so the decode is one captured
+    graph. `hits`: share of the uses that have a slot; None: it is estimated.
+    """
+    pieces = work.union(n_tokens)
+    if hits is None:
+        hits = copied_hits(work, sharing, pieces)
+    n_streamed = work.n_expert_layers - sharing.n_resident
+    layer_s = copying_s(machine, work, hits, pieces) + computing_s(machine, work, n_tokens)
+    return resident_s(machine, work, sharing, n_tokens) + n_streamed * layer_s
 
 
 def _in_chunks_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
@@ -215,11 +240,12 @@ def llama_speeds(
     prompt_work = with_prompt(guessed, facts, llama.context, n_prompt)
     resident = llama.n_cpu_moe()
     works = (guessed if hits is not None else even(guessed), guessed)
-    in_cache = None
+    in_cache = read = None
     if resident.n_resident < guessed.n_expert_layers:
-        least, most = (1 / llama.cache_s(machine, its) for its in works)
+        least, most = (1 / llama.cache_s(machine, of_hits) for of_hits in works)
         in_cache = least, most
-    start = min(llama.starts(machine, prompt_work, n_prompt), key=lambda its: its.prompt_s)
+        read = 1 / llama.read_s(machine, works[0]), 1 / llama.read_s(machine, works[1])
+    start = min(llama.starts(machine, prompt_work, n_prompt), key=lambda one: one.prompt_s)
     ubatch = f"-ub {start.n_ubatch} -b {start.n_ubatch}"
     cache_flags, build = "", _ANY_BUILD
     if in_cache is not None:
@@ -230,6 +256,7 @@ def llama_speeds(
         1 / float(cpu_s(machine, guessed, resident, 1)),
         in_cache,
         f"{_flags(facts, guessed, start.resident)} {ubatch}",
+        read,
         cache_flags,
         build,
     )

@@ -110,14 +110,14 @@ class Objective:
                 hybrid=self.splits and self.shares_prompts,
             )
         decodes_s = [
-            best_s(machine, its, sharing, n_batch, hybrid=self.splits)
-            for its in ((work, even(work)) if work.hits is None else (work,))
+            best_s(machine, of_hits, sharing, n_batch, hybrid=self.splits)
+            for of_hits in ((work, even(work)) if work.hits is None else (work,))
         ]
         if disk is not None:
             prompt_s = np.maximum(prompt_s, disk.prompt_s(n_prompt, n_ubatch))
             ends = (disk, replace(disk, work=even(disk.work)))
             decodes_s = [
-                its.with_reads(s, n_batch) for its, s in zip(ends, decodes_s, strict=False)
+                of_hits.with_reads(s, n_batch) for of_hits, s in zip(ends, decodes_s, strict=False)
             ]
         refill_s = bool(n_prompt) * sharing.n_lent * work.expert.size_bytes
         refill_s = refill_s / machine.link_bytes_per_s
@@ -140,16 +140,16 @@ def measured_s(decodes: Sequence[MeasuredDecode], sharing: Sharing) -> Real:
 
     `sharing` may have arrays, and so has the result.
     """
-    found: Real = np.full(np.shape(sharing.n_slots + sharing.n_resident), np.nan)
+    measured: Real = np.full(np.shape(sharing.n_slots + sharing.n_resident), np.nan)
     for decode in decodes:
-        its = decode.sharing
+        timed = decode.sharing
         is_alike = (
-            (sharing.n_resident == its.n_resident)
-            & (sharing.n_dense_streamed == its.n_dense_streamed)
-            & (np.abs(sharing.n_cached - its.n_cached) <= _ALIKE * sharing.n_cached)
+            (sharing.n_resident == timed.n_resident)
+            & (sharing.n_dense_streamed == timed.n_dense_streamed)
+            & (np.abs(sharing.n_cached - timed.n_cached) <= _ALIKE * sharing.n_cached)
         )
-        found = np.where(is_alike, decode.seconds, found)
-    return found
+        measured = np.where(is_alike, decode.seconds, measured)
+    return measured
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class MeasuredChoice:
     """The way that measured decodes choose, and the reason."""
 
     index: int
-    why: str
+    reason: str
 
 
 def by_measured(

@@ -40,7 +40,7 @@ from offload.plan.working import WorkingMemory, working_memory
 from offload.plan.workload import DECODING, USUAL, PlannedWork, TokenMix
 from offload.routing.routing import HitCurve, UnionCurve
 from offload.schedule.passes import group_size
-from offload.times.context import (
+from offload.times.context_memory import (
     DEFAULT_UBATCH,
     ContextOptions,
     context_memory,
@@ -150,11 +150,11 @@ class Plan:
 
         Returns the plan itself and the reason why not if that is impossible or useless.
         """
-        found = self._lending
-        if found.pool is None:
-            return self, found.why_not
+        lending = self._lending
+        if lending.pool is None:
+            return self, lending.why_not
         pools = list(self.layout.pools)
-        pools[found.at] = found.pool
+        pools[lending.at] = lending.pool
         return self._through(replace(self.layout, pools=tuple(pools))), ""
 
     def with_passes(self, passes: Passes) -> Plan:
@@ -167,10 +167,10 @@ class Plan:
 
     def _through(self, layout: SlotLayout) -> Plan:
         reasons = [reason for reason in self.reasons if kind_of(reason) is not NoteKind.PASSES]
-        found = replace(self, layout=layout, reasons=tuple(reasons), pass_experts=0, declined=())
+        plan = replace(self, layout=layout, reasons=tuple(reasons), pass_experts=0, declined=())
         tight = [pool for pool in layout.pools if not pool.holds(self.n_ubatch)]
         if not tight:
-            return found
+            return plan
         pool = min(tight, key=lambda p: p.n_slots)
         n_group = int(group_size(pool.n_experts, pool.n_slots, pool.slot_bytes))
         what = f"GPU memory holds {pool.n_slots} of a layer's {pool.n_experts} experts at once"
@@ -178,12 +178,12 @@ class Plan:
         if self.passes == "on" or pays:
             group = plural(n_group, "expert")
             how = f"{what}; batches that use more are computed in passes over {group}"
-            return replace(found, pass_experts=n_group).because(Note(NoteKind.PASSES, how))
+            return replace(plan, pass_experts=n_group).because(Note(NoteKind.PASSES, how))
         why = (
             f"{what}; the CPU computes batches that use more, which is faster than copying "
             "their experts"
         )
-        return replace(found, declined=(why,))
+        return replace(plan, declined=(why,))
 
     @property
     def computes_ubatches(self) -> bool:
@@ -264,7 +264,7 @@ class PlanRequest:
         return BufferSizes(n, size_bytes, small_bytes)
 
     @property
-    def lending_complaint(self) -> str:
+    def no_lending_reason(self) -> str:
         """Why the compute buffer holds no experts, whatever the plan is; "" if it may."""
         spec = self.context or self.uncounted
         if not self.lend:
@@ -275,7 +275,7 @@ class PlanRequest:
 
     def lent_bytes(self, facts: ModelFacts, n_ubatch: int) -> int:
         """Return the bytes of the compute buffer that experts take between prompts."""
-        if self.lending_complaint:
+        if self.no_lending_reason:
             return 0
         buffer = self.buffer_of(facts, n_ubatch)
         return 0 if buffer is None else max(0, buffer.size_bytes - buffer.small_bytes)
@@ -358,11 +358,11 @@ def make_plan(facts: ModelFacts, request: PlanRequest | None = None) -> Plan:
     Raises DoesNotFit if not even the smallest working set fits the device.
     """
     request = request or PlanRequest()
-    model = Model(facts, request)
+    model = PlannedModel(facts, request)
     return _with_other_end(model, request, _made(model, request))
 
 
-class Model:
+class PlannedModel:
     """A model as all plans of a request see it, whatever they are made for."""
 
     def __init__(self, facts: ModelFacts, request: PlanRequest) -> None:
@@ -392,7 +392,7 @@ class Model:
         )
 
 
-def _with_other_end(model: Model, request: PlanRequest, plan: Plan) -> Plan:
+def _with_other_end(model: PlannedModel, request: PlanRequest, plan: Plan) -> Plan:
     """Return the plan with the speeds of the plan for decoding alone, if its answers are faster."""
     limit_bytes = math.inf if request.host_bytes is None else request.host_bytes
     chooses = request.mix is None and request.most_ubatch is not None
@@ -404,16 +404,16 @@ def _with_other_end(model: Model, request: PlanRequest, plan: Plan) -> Plan:
     prompt_work = model.prompt_work(request)
     here, there = (
         speeds_of(
-            request.machine, model.work, its.sharing, its.n_ubatch, request.workload.n_prompt,
+            request.machine, model.work, one.sharing, one.n_ubatch, request.workload.n_prompt,
             hybrid=request.plan_for_splits, prompt_work=prompt_work,
         )
-        for its in (plan, end)
+        for one in (plan, end)
     )  # fmt: skip
     words = other_end(here, there)
     return replace(plan, decode_end=there).because(words) if words else plan
 
 
-def _made(model: Model, request: PlanRequest) -> Plan:
+def _made(model: PlannedModel, request: PlanRequest) -> Plan:
     """Return the plan for a request, without the speeds of another mix. Raises DoesNotFit."""
     facts, work = model.facts, model.work
     if request.mtp:
@@ -431,22 +431,22 @@ def _made(model: Model, request: PlanRequest) -> Plan:
     if request.budget_bytes is None:
         choice = _unlimited(model, request)
     else:
-        found = _fastest(model, request)
-        assert found is not None
-        choice = found
+        fastest = _fastest(model, request)
+        assert fastest is not None
+        choice = fastest
         host_bytes = request.host_bytes
-        if host_bytes is not None and found.streamed_bytes > host_bytes:
+        if host_bytes is not None and fastest.streamed_bytes > host_bytes:
             in_ram = _fastest(model, request, host_bytes)
-            from_disk = _fastest(model, request, host_bytes, reads_disk=True) or found
+            from_disk = _fastest(model, request, host_bytes, reads_disk=True) or fastest
             choice = in_ram or from_disk
-            if in_ram is None and choice.n_ubatch != found.n_ubatch:
+            if in_ram is None and choice.n_ubatch != fastest.n_ubatch:
                 reasons.append(
                     f"Prompts are computed {choice.n_ubatch} tokens at once instead of "
-                    f"{found.n_ubatch}, because each time reads experts from the disk"
+                    f"{fastest.n_ubatch}, because each time reads experts from the disk"
                 )
             if in_ram is not None:
                 reasons.append(
-                    f"The fastest plan would keep {found.streamed_bytes / 2**30:.1f} GiB in RAM, "
+                    f"The fastest plan would keep {fastest.streamed_bytes / 2**30:.1f} GiB in RAM, "
                     f"which has room for {host_bytes / 2**30:.1f} GiB; more stays on the GPU"
                 )
     plan = _plan(facts, request, choice, model.experts, model.dense, work)
@@ -454,8 +454,8 @@ def _made(model: Model, request: PlanRequest) -> Plan:
         reasons.append(f"{request.mix.words} (--plan-for)")
     if request.plan_for_splits and choice.streamed_experts and request.budget_bytes is not None:
         reasons.append(hit_words(work, plan.sharing))
-    if choice.why:
-        reasons.append(choice.why)
+    if choice.reason:
+        reasons.append(choice.reason)
     if choice.n_ubatch == request.tuned_ubatch:
         reasons.append(
             f"Prompts are computed {choice.n_ubatch} tokens at once, which was the fastest when "
@@ -465,7 +465,7 @@ def _made(model: Model, request: PlanRequest) -> Plan:
 
 
 def _fastest(
-    model: Model,
+    model: PlannedModel,
     request: PlanRequest,
     host_bytes: int | None = None,
     *,
@@ -482,14 +482,14 @@ def _fastest(
     reserves_bytes = {n: request.reserve_of(model.facts, n) for n in ubatches}
     works_bytes = {n: request.working_of(model.facts, n).device_bytes for n in ubatches}
     limits = request.limits(weights.whole)
-    found = choose_sharing(
+    chosen = choose_sharing(
         weights, model.work, request.machine, request.objective, limits,
         {n: budget_bytes - reserve for n, reserve in reserves_bytes.items()},
         working_bytes=works_bytes, host_bytes=host_bytes, reads_disk=reads_disk,
         prompt_work=model.prompt_work(request), decodes=request.decodes,
         lent_bytes={n: request.lent_bytes(model.facts, n) for n in ubatches},
     )  # fmt: skip
-    if found is None and host_bytes is None:
+    if chosen is None and host_bytes is None:
         least = least_bytes(weights, limits, min(works_bytes.values()))
         reserve_bytes = min(reserves_bytes.values())
         total_bytes, mib = least.total_bytes + reserve_bytes, 1 << 20
@@ -502,7 +502,7 @@ def _fastest(
             + (_context_words(model.facts, request) if reserve_bytes >= mib // 20 else ""),
             least_bytes=total_bytes,
         )
-    return found
+    return chosen
 
 
 def _context_words(facts: ModelFacts, request: PlanRequest) -> str:
@@ -512,7 +512,7 @@ def _context_words(facts: ModelFacts, request: PlanRequest) -> str:
     return _SMALLER_CONTEXT + (_CACHE_IN_RAM if may_move else "")
 
 
-def _unlimited(model: Model, request: PlanRequest) -> Choice:
+def _unlimited(model: PlannedModel, request: PlanRequest) -> Choice:
     """Return the choice without a budget: all experts stream, and each has a slot of its own.
 
     The request's `n_cpu_moe` and `n_gpu_layers` change which layers stream.
@@ -561,7 +561,7 @@ def _plan(
         n_resident=choice.sharing.n_resident,
         working=request.working_of(facts, choice.n_ubatch) if streams_experts else WorkingMemory(),
         buffer=request.buffer_of(facts, choice.n_ubatch),
-        why_not_lent=request.lending_complaint,
+        why_not_lent=request.no_lending_reason,
     )
     crossover = modelled_crossover(request.machine, work, plan.sharing) if streamed else None
     return replace(plan, min_batch=crossover).with_passes(request.passes)
@@ -578,15 +578,15 @@ def _expert_slots(layout: SlotLayout) -> int:
 
 
 def _sized(layout: SlotLayout, room_bytes: int) -> SlotLayout:
-    found = sized(layout, room_bytes)
-    if found is None:
+    fitting = sized(layout, room_bytes)
+    if fitting is None:
         least = layout.with_slots(least_slots(layout)).size_bytes
         raise DoesNotFit(
             f"{max(0, room_bytes) / 2**20:.1f} MiB of GPU memory are left to stream weights "
             f"through, but at least {least / 2**20:.1f} MiB are needed; raise --vram or lower "
             "--ctx-size"
         )
-    return found
+    return fitting
 
 
 def _reasons(
@@ -598,21 +598,21 @@ def _reasons(
     host_bytes = request.host_bytes
     fits = host_bytes is None or choice.streamed_bytes <= host_bytes
     stay = "stay in RAM" if fits else "stay in RAM, or on the disk while RAM has no room for them"
-    found = []
+    reasons = []
     if experts and not n and not n_dense:
-        found.append("The whole model fits the GPU")
+        reasons.append("The whole model fits the GPU")
     elif n and n == n_layers:
         every = "the one layer that has any" if n == 1 else f"all {n} layers"
-        found.append(f"Experts of {every} {stay}")
+        reasons.append(f"Experts of {every} {stay}")
     elif experts:
         if isinstance(request.n_cpu_moe, int | frozenset):
-            found.append(f"Experts of {n} of {n_layers} layers {stay} (--n-cpu-moe)")
+            reasons.append(f"Experts of {n} of {n_layers} layers {stay} (--n-cpu-moe)")
         else:
             fitting = plural(n_layers - n, "layer")
-            found.append(f"Experts of {fitting} fit the GPU; those of {n} {stay}")
+            reasons.append(f"Experts of {fitting} fit the GPU; those of {n} {stay}")
     if n_dense:
         fewer = "they do not fit --vram, or other uses of it save more; --n-gpu-layers"
         why = "--n-gpu-layers" if request.n_gpu_layers is not None else fewer
         n_layers = len(facts.layers)
-        found.append(f"Dense weights of {n_dense} of {n_layers} layers stay in RAM ({why})")
-    return found
+        reasons.append(f"Dense weights of {n_dense} of {n_layers} layers stay in RAM ({why})")
+    return reasons

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from offload.model import ModelFacts
 from offload.plan.candidates import candidates
 from offload.plan.found import DeviceRoom
-from offload.plan.placement import Model, PlanRequest
+from offload.plan.placement import PlannedModel, PlanRequest
 from offload.plan.row_draft import plan_mtp
 from offload.plan.sharing import best_way
 from offload.plan.weights import LayerSums, Parts
-from offload.times.context import (
+from offload.times.context_memory import (
     DEFAULT_UBATCH,
     ContextOptions,
     caching_layers,
@@ -32,12 +32,12 @@ from offload.times.context import (
 from offload.times.decodes import cpu_s, streamed_s
 from offload.times.hits import Sharing
 from offload.times.prompts import prompt_context
-from offload.times.work import Part
+from offload.times.work import WeightWork
 
 _TIE = 1e-6  # share of the streamed bytes' link time, added to prefer less streaming in ties
 _NO_LIMIT = 2.0**60  # bytes of device memory without a limit
 
-Array = NDArray[np.float64]
+Floats = NDArray[np.float64]
 
 
 def ubatches(devices: Sequence[DeviceRoom], request: PlanRequest) -> tuple[int, ...]:
@@ -72,9 +72,9 @@ class Stages:
     indexed by the range's first layer and its end.
     """
 
-    prompt_s: Array
-    decode_s: Array
-    tie_s: Array  # seconds that decide between equal times; 0 if no weights stream
+    prompt_s: Floats
+    decode_s: Floats
+    tie_s: Floats  # seconds that decide between equal times; 0 if no weights stream
     overlaps: NDArray[np.bool_]  # True if the device, and not the CPU, computes whole ubatches
 
     def handed(self, prompt_s: float, decode_s: float, first: int) -> Stages:
@@ -93,7 +93,7 @@ class RangeTimes:
 
     def __init__(self, facts: ModelFacts, request: PlanRequest) -> None:
         self._facts, self._request = facts, request
-        self._n, self._model = facts.n_layers, Model(facts, request)
+        self._n, self._model = facts.n_layers, PlannedModel(facts, request)
         self._mtp_bytes = 0
         if request.context is not None and request.mtp:
             mtp = plan_mtp(facts, request.context, None)
@@ -126,22 +126,22 @@ class RangeTimes:
             if is_last:  # all layers are on this device alone if its range begins with layer 0
                 whole = estimate(np.zeros(1, int), np.full(1, n), is_last=True, is_alone=True)
                 others = estimate(np.arange(1, n), np.full(n - 1, n), is_last=True)
-                its = [np.concatenate(both) for both in zip(whole, others, strict=True)]
+                squares = [np.concatenate(both) for both in zip(whole, others, strict=True)]
             else:
                 first, end = np.triu_indices(n, 1)
                 if is_first:
                     first, end = np.zeros(n - 1, int), np.arange(1, n)
-                its = [np.full((n + 1, n + 1), np.inf) for _ in range(4)]
-                for square, values in zip(its, estimate(first, end), strict=True):
+                squares = [np.full((n + 1, n + 1), np.inf) for _ in range(4)]
+                for square, values in zip(squares, estimate(first, end), strict=True):
                     square[first, end] = values
-            prompt_s, decode_s, tie_s, overlaps = its
+            prompt_s, decode_s, tie_s, overlaps = squares
             self._known[key] = Stages(prompt_s, decode_s, tie_s, overlaps > 0)
         return self._known[key]
 
     def _estimate(
         self, device: DeviceRoom, room: int | None, n_ubatch: int, first: NDArray[np.int64],
         end: NDArray[np.int64], *, is_last: bool = False, is_alone: bool = False,
-    ) -> list[Array]:  # fmt: skip
+    ) -> list[Floats]:  # fmt: skip
         """Return the fields of `Stages` for these ranges, each with its fastest plan.
 
         `is_alone`: no other device computes a prompt's ubatch at the same time.
@@ -164,8 +164,8 @@ class RangeTimes:
         lent_bytes = 0
         if is_alone and room is not None and not device.why_not_lent:
             lent_bytes = request.lent_bytes(self._facts, n_ubatch)
-        found = candidates(parts, limits, room_bytes, works_bytes, lent_bytes)
-        sharing, fits = found.sharing, found.fits
+        choices = candidates(parts, limits, room_bytes, works_bytes, lent_bytes)
+        sharing, fits = choices.sharing, choices.fits
         work = self._model.layers_work.of(parts.first, parts.end, has_head=is_last)
         prompt_work = replace(
             work,
@@ -178,8 +178,8 @@ class RangeTimes:
         seconds_of = objective.seconds(
             device.machine, work, sharing, n_ubatch, prompt_work=prompt_work
         )
-        which = best_way(found, seconds_of, n_ubatch, fits)[:, None]
-        tie_s = _TIE * found.streamed_bytes / device.machine.link_bytes_per_s
+        which = best_way(choices, seconds_of, n_ubatch, fits)[:, None]
+        tie_s = _TIE * choices.streamed_bytes / device.machine.link_bytes_per_s
         decode_s = seconds_of.n_decodes * seconds_of.mean_decode_s + seconds_of.refill_s
         n_slots, resident, n_dense, its_fit, tie_s, prompt_s, decode_s = (
             np.take_along_axis(np.broadcast_to(values, fits.shape), which, 1)
@@ -197,12 +197,12 @@ class RangeTimes:
             np.where(its_fit, values, np.inf)[:, 0] for values in (prompt_s, decode_s, tie_s)
         ] + [overlaps[:, 0].astype(float)]
 
-    def _attention_of(self, parts: Parts) -> Part:
+    def _attention_of(self, parts: Parts) -> WeightWork:
         """Return the prompt's attention in the layers of each range."""
         whole, (of_bytes, of_work) = self._prompt_work.context, map(parts.total, self._attention)
-        return Part(whole.size_bytes * of_bytes, whole.n_weights * of_work)
+        return WeightWork(whole.size_bytes * of_bytes, whole.n_weights * of_work)
 
-    def _context_bytes(self, parts: Parts, n_ubatch: int, is_last: bool) -> Array:
+    def _context_bytes(self, parts: Parts, n_ubatch: int, is_last: bool) -> Floats:
         """Return the bytes of each range's caches and buffers."""
         if self._request.context is None:
             return np.zeros(parts.first.shape)

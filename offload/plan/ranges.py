@@ -18,7 +18,7 @@ from offload.errors import DeviceUnavailable, DoesNotFit
 from offload.model import ModelFacts
 from offload.plan.placement import MARGIN_BYTES
 from offload.plan.weights import device_bytes
-from offload.times.context import ContextOptions, context_memory
+from offload.times.context_memory import ContextOptions, context_memory
 
 # The place of remote devices: before the local ones, after them, alone, or nowhere. `auto` is
 # `first`, so that the output is computed here. Beside the plain CPU, which libllama gives the first

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from offload.model import ModelFacts, TensorEntry, is_experts, layer_of
 from offload.plan.weights import device_bytes
-from offload.times.context import ContextOptions, context_memory, mtp_context_bytes
+from offload.times.context_memory import ContextOptions, context_memory, mtp_context_bytes
 from offload.times.machine import Machine
-from offload.times.work import ModelWork, Part
+from offload.times.work import ModelWork, WeightWork
 
 # Architectures whose MTP layers the supported version of llama.cpp can compute: first those with
 # graphs of one layer, then those with graphs of several. The library aborts if a file has more
@@ -39,7 +39,7 @@ _MOST_SHARE = 0.1  # most of the GPU memory for experts that the MTP layers' exp
 ARCHITECTURE = "eagle3"
 _UBATCH = 64  # most tokens at once, since the graph computes the logits of every token
 _F32 = 4
-_TOKENS = "tokenizer.ggml.tokens"
+TOKENS = "tokenizer.ggml.tokens"  # whose number is that of the vocabulary
 # Architectures whose graphs in the supported version of llama.cpp name the inputs of their layers.
 # The library aborts if others are asked for.
 _TARGETS = frozenset(
@@ -52,7 +52,9 @@ _BEHIND = frozenset(
     ("qwen3next", "qwen35", "qwen35moe", "gpt-oss", "bailingmoe3", "gemma4", "mimo2")
     + ("nemotron_h", "nemotron_h_moe")
 )
-_OTHER = "was made for another target"
+# Architectures whose graph names the input that a layer after the last one would have.
+_NAMES_LAST = frozenset({"deepseek4"})
+_OTHER_TARGET = "was made for another target"
 _EAGLE_NEEDED = ("fc.weight", "output_norm.weight") + tuple(
     f"blk.0.{kind}.weight"
     for kind in ("attn_norm", "attn_norm_2", "attn_q", "attn_k", "attn_v", "attn_output")
@@ -60,7 +62,7 @@ _EAGLE_NEEDED = ("fc.weight", "output_norm.weight") + tuple(
 )
 
 
-def mtp_complaint(facts: ModelFacts) -> str:
+def no_mtp_reason(facts: ModelFacts) -> str:
     """Return why the file's MTP layers cannot draft, as the end of a sentence; "" if they can."""
     n, first = facts.n_mtp_layers, facts.n_layers
     if not n:
@@ -89,7 +91,7 @@ def mtp_complaint(facts: ModelFacts) -> str:
     return ""
 
 
-def loading_complaint(facts: ModelFacts, refusal: str) -> str:
+def loading_reason(facts: ModelFacts, refusal: str) -> str:
     """Return why the library's `refusal` to open the file is due to MTP layers; "" if it is not.
 
     The library reads these layers even if they are not to be loaded.
@@ -165,29 +167,30 @@ class MtpLayer:
 
     def __init__(self, machine: Machine, facts: ModelFacts, plan: MtpPlan) -> None:
         weights = [place.entry for place in facts.weights.values()]
-        its = [e for e in weights if layer_of(e.name) >= facts.n_layers]
+        own = [e for e in weights if layer_of(e.name) >= facts.n_layers]
         copies = "nextn.embed_tokens.weight", "nextn.shared_head_head.weight"
-        self.dense = _part([e for e in its if not is_experts(e) and not e.name.endswith(copies)])
-        experts, n = _part([e for e in its if is_experts(e)]), max(1, facts.n_experts)
-        self.expert = Part(experts.size_bytes / n, experts.n_weights / n)
+        self.dense = _part([e for e in own if not is_experts(e) and not e.name.endswith(copies)])
+        experts, n = _part([e for e in own if is_experts(e)]), max(1, facts.n_experts)
+        self.expert = WeightWork(experts.size_bytes / n, experts.n_weights / n)
         self._machine, self._is_in_ram = machine, bool(plan.host)
 
     def seconds(self, work: ModelWork, n_tokens: int) -> float:
         """Seconds of computing `n_tokens`, and logits after the last one."""
         machine = self._machine
         gpu = machine.vram_bytes_per_s, machine.gpu_flops
-        its = replace(work, expert=self.expert)
+        own = replace(work, expert=self.expert)
         seconds = self.dense.seconds(*gpu, n_tokens) + work.head.seconds(*gpu, 1)
         if self._is_in_ram:
-            seconds += its.used_cpu_seconds(machine, n_tokens)
+            seconds += own.used_cpu_seconds(machine, n_tokens)
         else:
-            seconds += its.used(n_tokens).seconds(*gpu, n_tokens)
-        seconds += machine.per_layer_s + self._is_in_ram * machine.per_switch_s
+            seconds += own.used(n_tokens).seconds(*gpu, n_tokens)
+        seconds += work.kernels_per_layer * machine.per_kernel_s
+        seconds += self._is_in_ram * machine.per_switch_s
         return float(seconds)
 
 
-def _part(entries: Sequence[TensorEntry]) -> Part:
-    return Part(
+def _part(entries: Sequence[TensorEntry]) -> WeightWork:
+    return WeightWork(
         sum(e.size_bytes for e in entries),
         sum(math.prod(e.shape) for e in entries if len(e.shape) > 1),
     )
@@ -213,42 +216,79 @@ def expected_tps(
 
 
 def target_layers(target: ModelFacts, facts: ModelFacts) -> tuple[int, ...]:
-    """Return the layers of the target whose inputs the EAGLE-3 file reads.
+    """Return the layers of the target whose inputs the EAGLE-3 file or block draft reads.
 
     -1 stands for the rows behind the last layer.
     """
-    return tuple(-1 if layer == target.n_layers else layer for layer in _layers(facts))
+    layers = layers_of(facts)
+    if target.architecture in _NAMES_LAST:
+        return layers
+    return tuple(-1 if layer == target.n_layers else layer for layer in layers)
 
 
-def _layers(facts: ModelFacts) -> tuple[int, ...]:
-    value = facts.header.metadata.get(f"{ARCHITECTURE}.target_layers", ())
+def layers_of(facts: ModelFacts) -> tuple[int, ...]:
+    """Return the numbers of the target's layers that a file's header names."""
+    value = facts.header.metadata.get(f"{facts.architecture}.target_layers", ())
     return tuple(int(v) for v in value) if isinstance(value, tuple) else ()
 
 
-def eagle_complaint(target: ModelFacts, facts: ModelFacts) -> str:
+def _wrong_layers(target: ModelFacts, layers: Sequence[int], n_wanted: int = 0) -> str:
+    """Return why the target has no such layers, as the end of a sentence; "" if it has them.
+
+    `n_wanted` of them must be named; 0: at least one.
+    """
+    kind = target.architecture
+    if kind not in _TARGETS:
+        return f"needs rows of the target's layers, and the library gives none of {kind}"
+    most = target.n_layers - (kind not in _BEHIND | _NAMES_LAST)
+    has_number = len(layers) == n_wanted if n_wanted else len(layers) > 0
+    if has_number and all(0 <= layer <= most for layer in layers):
+        return ""
+    named = ", ".join(map(str, layers)) or "none"
+    must = f"{n_wanted} from" if n_wanted else "layers from"
+    return f"{_OTHER_TARGET}: it reads layers {named}, and must read {must} 0 to {most}"
+
+
+def no_eagle_reason(target: ModelFacts, facts: ModelFacts) -> str:
     """Return why the file cannot draft for the target, as a sentence; "" if it can."""
-    why = _complaint(target, facts)
+    why = _reason(target, facts)
     return f"{facts.path.name} {why}" if why else ""
 
 
-def _complaint(target: ModelFacts, facts: ModelFacts) -> str:
+def _reason(target: ModelFacts, facts: ModelFacts) -> str:
     if facts.architecture != ARCHITECTURE:
         return f"is no EAGLE-3 file, but a model of {facts.architecture}"
     if target.architecture not in _TARGETS:
-        kind = target.architecture
-        return f"needs rows of the target's layers, and the library gives none of {kind}"
-    width, wanted = target.number("embedding_length"), facts.number("target_hidden_size")
-    if wanted != width:
-        return f"{_OTHER}: it reads rows of {wanted} values, and the target's have {width}"
-    layers = _layers(facts)
-    most = target.n_layers - (target.architecture not in _BEHIND)
-    if len(layers) != 3 or not all(0 <= layer <= most for layer in layers):
-        named = ", ".join(map(str, layers)) or "none"
-        return f"{_OTHER}: it reads layers {named}, and must read 3 from 0 to {most}"
-    n_own, n_here = (f.header.lengths.get(_TOKENS, 0) for f in (facts, target))
+        return _wrong_layers(target, ())
+    reason = other_target_reason(target, facts, facts.number("target_hidden_size"), 3)
+    return reason or _damage(target, facts)
+
+
+def other_target_reason(
+    target: ModelFacts, facts: ModelFacts, width: int, n_layers: int = 0
+) -> str:
+    """Return why the file was made for another target, as the end of a sentence; "" if not.
+
+    The file reads rows of `width` values, of `n_layers` layers; 0: of at least one.
+    """
+    n_values = target.number("embedding_length")
+    if width != n_values:
+        return f"{_OTHER_TARGET}: it reads rows of {width} values, and the target's have {n_values}"
+    if reason := _wrong_layers(target, layers_of(facts), n_layers):
+        return reason
+    n_own, n_here = (f.header.lengths.get(TOKENS, 0) for f in (facts, target))
     if n_own != n_here:
-        return f"{_OTHER}: it has {n_own} tokens, and the target {n_here}"
-    return _damage(target, facts)
+        return f"{_OTHER_TARGET}: it has {n_own} tokens, and the target {n_here}"
+    return ""
+
+
+def uneven_reason(facts: ModelFacts) -> str:
+    """Return why the library cannot cache the file's keys and values; "" if it can."""
+    usual = facts.number("embedding_length") // max(1, facts.number("attention.head_count"))
+    sizes = [facts.number(f"attention.{kind}_length", usual) for kind in ("key", "value")]
+    if sizes[0] != sizes[1]:
+        return f"has keys of {sizes[0]} values and values of {sizes[1]}, which must be equal"
+    return ""
 
 
 def _damage(target: ModelFacts, facts: ModelFacts) -> str:
@@ -257,21 +297,26 @@ def _damage(target: ModelFacts, facts: ModelFacts) -> str:
         return f"has {facts.number('block_count')} layers, and an EAGLE-3 file has one"
     if lacking := [name for name in _EAGLE_NEEDED if name not in facts.weights]:
         return f"lacks {lacking[0]}"
-    usual = facts.number("embedding_length") // max(1, facts.number("attention.head_count"))
-    sizes = [facts.number(f"attention.{kind}_length", usual) for kind in ("key", "value")]
-    if sizes[0] != sizes[1]:
-        return f"has keys of {sizes[0]} values and values of {sizes[1]}, which must be equal"
-    n_tokens = facts.header.lengths.get(_TOKENS, 0)
+    if reason := uneven_reason(facts):
+        return reason
+    n_tokens = facts.header.lengths.get(TOKENS, 0)
     own = facts.weights.get("token_embd.weight")
     if own is not None and own.entry.shape[-1] < n_tokens:
         return f"has {n_tokens} tokens, and embeddings of {own.entry.shape[-1]}"
-    d2t = facts.weights.get("d2t")
-    if d2t is not None and (d2t.entry.type != "i64" or len(d2t.entry.shape) != 1):
-        return f"has a map of tokens (d2t) of type {d2t.entry.type}, which must be a row of i64"
     shared = [n for n in ("token_embd.weight", "output.weight") if n not in facts.weights]
     if shared and facts.number("embedding_length") != target.number("embedding_length"):
         return f"lacks {shared[0]}, and the target's has rows of another length"
-    if d2t is not None and "output.weight" in shared:
+    return map_damage(facts)
+
+
+def map_damage(facts: ModelFacts) -> str:
+    """Return what is wrong with the map from the file's tokens to the target's; "" if nothing."""
+    d2t = facts.weights.get("d2t")
+    if d2t is None:
+        return ""
+    if d2t.entry.type != "i64" or len(d2t.entry.shape) != 1:
+        return f"has a map of tokens (d2t) of type {d2t.entry.type}, which must be a row of i64"
+    if "output.weight" not in facts.weights:
         return "lacks output.weight, and the target's has other tokens than its map (d2t)"
     return ""
 
@@ -285,7 +330,7 @@ def eagle_bytes(facts: ModelFacts, context: ContextOptions) -> int:
     """Return the device memory of the file's weights, and of its context beside the target's."""
     spec = replace(context, n_outputs=1, n_ubatch=eagle_ubatch(context), n_rs_seq=0)
     spec = replace(spec, kv_offload=True)
-    n_tokens = facts.header.lengths.get(_TOKENS, 0)
+    n_tokens = facts.header.lengths.get(TOKENS, 0)
     rows = facts.weights["output.weight"].entry.shape[-1] if "d2t" in facts.weights else 0
     width = n_tokens + rows + 3 * facts.number("target_hidden_size")
     buffers = spec.n_ubatch * width * _F32

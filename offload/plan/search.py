@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from offload.model import ModelFacts
 from offload.plan.found import DeviceRoom
 from offload.plan.placement import PlanRequest
-from offload.plan.range_times import Array, RangeTimes, Stages, hand_over_s, ubatches
+from offload.plan.range_times import Floats, RangeTimes, Stages, hand_over_s, ubatches
 from offload.plan.ranges import LayerRange
 from offload.plan.sharing import SMALL_UBATCHES
 from offload.times.machine import Real
@@ -39,7 +39,7 @@ def n_passes(request: PlanRequest, n_ubatch: int) -> int:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundRanges:
     """The fastest ranges that a search found. `ranges` is empty if nothing fits."""
 
     seconds: float = math.inf  # expected seconds of the planned workload
@@ -59,13 +59,13 @@ class _Fronts:
     """
 
     weight: float
-    prompt_s: Array
-    decode_s: Array
-    tie_s: Array
+    prompt_s: Floats
+    decode_s: Floats
+    tie_s: Floats
     firsts: tuple[NDArray[np.int64], ...] = ()  # first layer of each device's range
 
     @property
-    def score(self) -> Array:
+    def score(self) -> Floats:
         return self.weight * self.prompt_s + self.decode_s + self.tie_s
 
     def then(self, stages: Stages, *, may_skip: bool) -> _Fronts:
@@ -73,16 +73,16 @@ class _Fronts:
 
         `stages` are the new device's times. With `may_skip`, it may get no layers.
         """
-        its = self.weight * stages.prompt_s + stages.decode_s + stages.tie_s
-        score = self.score[:, None] + its
+        stage_score = self.weight * stages.prompt_s + stages.decode_s + stages.tie_s
+        score = self.score[:, None] + stage_score
         if may_skip:
             np.fill_diagonal(score, self.score)
-        first, end = np.argmin(score, axis=0), np.arange(len(its))
+        first, end = np.argmin(score, axis=0), np.arange(len(stage_score))
 
-        def added(before: Array, more: Array) -> Array:
+        def added(before: Floats, more: Floats) -> Floats:
             is_skipped = may_skip & (first == end)
-            its: Array = before[first] + np.where(is_skipped, 0.0, more[first, end])
-            return its
+            with_stage: Floats = before[first] + np.where(is_skipped, 0.0, more[first, end])
+            return with_stage
 
         return _Fronts(
             self.weight,
@@ -97,8 +97,8 @@ class _Fronts:
         bounds = [n_layers + 1, first]
         for firsts in reversed(self.firsts):
             bounds.append(int(firsts[bounds[-1]]))
-        found = [LayerRange(*pair) for pair in pairwise(reversed(bounds))]
-        return (*found, *[LayerRange(0, 0)] * (n_devices - len(found)))
+        ranges = [LayerRange(*pair) for pair in pairwise(reversed(bounds))]
+        return (*ranges, *[LayerRange(0, 0)] * (n_devices - len(ranges)))
 
 
 class Search:
@@ -110,25 +110,27 @@ class Search:
         self._facts, self._devices, self._request = facts, devices, request
         self._n, self._times = facts.n_layers, RangeTimes(facts, request)
 
-    def best(self, homes: Sequence[int], *, use_all: bool) -> tuple[Found, Found]:
+    def best(self, homes: Sequence[int], *, use_all: bool) -> tuple[FoundRanges, FoundRanges]:
         """Return the fastest ranges, and the fastest that have all layers on one device.
 
         `homes` are the devices that the draft model may be on. With `use_all`, every device gets a
         layer, and the second result is empty.
         """
-        best = [Found(), Found()]
+        best = [FoundRanges(), FoundRanges()]
         for home in homes:
             is_over = [False, use_all]
             for n_ubatch in ubatches(self._devices, self._request):
                 both = self._with_ubatch(n_ubatch, home, use_all=use_all)
-                for i, found in enumerate(both):
-                    if not is_over[i] and found.seconds < best[i].seconds:
-                        best[i] = found
+                for i, of_goal in enumerate(both):
+                    if not is_over[i] and of_goal.seconds < best[i].seconds:
+                        best[i] = of_goal
                     # If all weights are resident, larger ubatches would save nothing.
-                    is_over[i] |= not found.streams and n_ubatch not in SMALL_UBATCHES
+                    is_over[i] |= not of_goal.streams and n_ubatch not in SMALL_UBATCHES
         return best[0], best[1]
 
-    def _with_ubatch(self, n_ubatch: int, home: int, *, use_all: bool) -> tuple[Found, Found]:
+    def _with_ubatch(
+        self, n_ubatch: int, home: int, *, use_all: bool
+    ) -> tuple[FoundRanges, FoundRanges]:
         """Return the results of `best` with this ubatch and the draft model on device `home`."""
         n, request, devices = self._n, self._request, self._devices
         n_ubatches = n_passes(request, n_ubatch)
@@ -137,13 +139,13 @@ class Search:
         weights = {1.0} if len(devices) < 3 else {1.0, 0.5, 1.0 / n_ubatches}
         start = np.where(np.arange(n + 1) == 0, 0.0, np.inf)
         fronts = [_Fronts(weight, start, start, start) for weight in weights]
-        best, alone = Found(), Found()
+        best, alone = FoundRanges(), FoundRanges()
         for d, device in enumerate(devices):
             room: int | None = device.budget_bytes
             if room is not None and device.is_counted:
                 room -= request.reserve_bytes if d == home else 0
                 if room < 0:
-                    return Found(), Found()  # the draft model does not fit
+                    return FoundRanges(), FoundRanges()  # the draft model does not fit
             last = self._times.stages(device, room, n_ubatch, is_last=True, is_first=not d)
             handed = hand_over_s(self._facts, device, request, n_ubatch, is_first=False)
             last = last.handed(*handed, first=0 if device.is_remote else 1)
@@ -154,13 +156,13 @@ class Search:
                 total = front.prompt_s[:n] + last.prompt_s - saved_s + last.tie_s
                 total = total + front.decode_s[:n] + last.decode_s + front.tie_s[:n]
                 for first in {int(np.argmin(total)), 0}:
-                    found = Found(
+                    ranges = FoundRanges(
                         float(total[first]), front.ranges(first, n, len(devices)), n_ubatch, home,
                         bool(front.tie_s[first] + last.tie_s[first] > 0),
                     )  # fmt: skip
-                    best = min(best, found, key=lambda f: f.seconds)
+                    best = min(best, ranges, key=lambda f: f.seconds)
                     if not first:
-                        alone = min(alone, found, key=lambda f: f.seconds)
+                        alone = min(alone, ranges, key=lambda f: f.seconds)
             if d < len(devices) - 1:
                 stages = self._times.stages(device, room, n_ubatch, is_last=False, is_first=not d)
                 stages = stages.handed(*handed, first=0 if device.is_remote else 1)
@@ -168,12 +170,12 @@ class Search:
         return best, alone
 
 
-class _Device(Protocol):
+class _MayBeRemote(Protocol):
     @property
     def is_remote(self) -> bool: ...
 
 
-def may_overlap(devices: Sequence[_Device]) -> bool:
+def may_overlap(devices: Sequence[_MayBeRemote]) -> bool:
     """True if the last of these devices can compute an ubatch while the others compute the next.
 
     A remote device computes what it was sent. A local one needs another local device, because
@@ -184,7 +186,7 @@ def may_overlap(devices: Sequence[_Device]) -> bool:
 
 
 def prompt_s(
-    each_s: Sequence[float], devices: Sequence[_Device], n_ubatches: int, *, overlaps: bool
+    each_s: Sequence[float], devices: Sequence[_MayBeRemote], n_ubatches: int, *, overlaps: bool
 ) -> float:
     """Return a prompt's seconds from those of each device's part.
 
@@ -196,5 +198,5 @@ def prompt_s(
     return sum(each_s) - float(overlap_s(sum(front), last, n_ubatches))
 
 
-def _finite(seconds: Array) -> Array:
+def _finite(seconds: Floats) -> Floats:
     return np.where(np.isfinite(seconds), seconds, 0.0)

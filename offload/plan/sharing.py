@@ -37,7 +37,7 @@ class Choice:
     n_ubatch: int
     sharing: Sharing
     streamed_bytes: int = 0  # host memory that the streamed weights take
-    why: str = ""  # why measured decodes chose it; "": the machine model did
+    reason: str = ""  # why measured decodes chose it; "": the machine model did
 
     @property
     def streams(self) -> bool:
@@ -86,26 +86,26 @@ def choose_sharing(
         np.array([its.get(n, 0) for n in rooms_bytes])[:, None]
         for its in (working_bytes, lent_bytes)
     )
-    found = candidates(weights.whole, limits, rooms, working, lent)
-    fits, disk = found.fits, None
+    choices = candidates(weights.whole, limits, rooms, working, lent)
+    fits, disk = choices.fits, None
     if host_bytes is not None and reads_disk:
-        dense_bytes = weights.whole.dense_bytes(found.sharing.n_dense_streamed)
-        disk = DiskUse(work, found.sharing, host_bytes - dense_bytes, machine.disk_bytes_per_s)
+        dense_bytes = weights.whole.dense_bytes(choices.sharing.n_dense_streamed)
+        disk = DiskUse(work, choices.sharing, host_bytes - dense_bytes, machine.disk_bytes_per_s)
     elif host_bytes is not None:
-        fits = fits & (found.streamed_bytes <= host_bytes)
+        fits = fits & (choices.streamed_bytes <= host_bytes)
     if not fits.any():
         return None
     seconds = objective.seconds(
-        machine, work, found.sharing, ubatches, prompt_work=prompt_work, disk=disk
+        machine, work, choices.sharing, ubatches, prompt_work=prompt_work, disk=disk
     )
-    sizes, streamed = (np.broadcast_to(a, fits.shape) for a in (ubatches, found.streamed_bytes))
-    flat = replace(found, streamed_bytes=streamed.ravel())
+    sizes, streamed = (np.broadcast_to(a, fits.shape) for a in (ubatches, choices.streamed_bytes))
+    flat = replace(choices, streamed_bytes=streamed.ravel())
     best = int(best_way(flat, seconds.flat(fits.shape), sizes.ravel(), fits.ravel()))
     why = ""
-    by_times = by_measured(seconds, fits, decodes, found.sharing, best)
+    by_times = by_measured(seconds, fits, decodes, choices.sharing, best)
     if by_times is not None:
-        best, why = by_times.index, by_times.why
-    its = found.sharing
+        best, why = by_times.index, by_times.reason
+    its = choices.sharing
     n_slots, resident, n_dense, n_lent = (
         int(np.broadcast_to(a, fits.shape).flat[best])
         for a in (its.n_slots, its.n_resident, its.n_dense_streamed, its.n_lent)
@@ -134,9 +134,11 @@ def least_bytes(weights: Weights, limits: Limits, working_bytes: int = 0) -> Lea
 
     `working_bytes`: memory that is taken with the slots if experts stream.
     """
-    found = candidates(weights.whole, limits, 0, working_bytes)
-    best = int(np.argmin(found.resident_bytes + found.least_slot_bytes))
-    return LeastBytes(int(found.resident_bytes.flat[best]), int(found.least_slot_bytes.flat[best]))
+    choices = candidates(weights.whole, limits, 0, working_bytes)
+    best = int(np.argmin(choices.resident_bytes + choices.least_slot_bytes))
+    return LeastBytes(
+        int(choices.resident_bytes.flat[best]), int(choices.least_slot_bytes.flat[best])
+    )
 
 
 def sized(layout: SlotLayout, room_bytes: int) -> SlotLayout | None:

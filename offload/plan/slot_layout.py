@@ -99,11 +99,11 @@ class SlotPool:
 
     def offsets(self) -> dict[str, int]:
         """Return the first byte of each kind in a slot whose kinds lie one after another."""
-        found, at = {}, 0
+        offsets, at = {}, 0
         for kind in self.kinds:
-            found[kind.name] = at
+            offsets[kind.name] = at
             at += aligned(kind.stride_bytes)
-        return found
+        return offsets
 
     def joined(self) -> SlotPool:
         """Return the pool with the kinds of each slot one after another, if kernels allow that.
@@ -159,12 +159,12 @@ class SlotLayout:
 
         Only pools that have a slot for each expert of all their groups are returned.
         """
-        found: dict[int, dict[int, int]] = {}
+        homes: dict[int, dict[int, int]] = {}
         for number, pool in enumerate(self.pools):
             groups = [i for i, group in enumerate(self.groups) if group.pool == number]
             if pool.n_experts and pool.n_slots >= len(groups) * pool.n_experts:
-                found[number] = {group: i * pool.n_experts for i, group in enumerate(groups)}
-        return found
+                homes[number] = {group: i * pool.n_experts for i, group in enumerate(groups)}
+        return homes
 
     def places(self) -> dict[str, tuple[int, str]]:
         """Return (index into `groups`, kind) of each streamed tensor, by the tensor's name."""
@@ -196,12 +196,12 @@ def slot_layout(
     biases: dict[int, dict[str, int]] = {}  # bytes of one expert's biases by layer and kind
     dense: dict[tuple[int, ...], list[Mapping[str, TensorEntry]]] = {}
     for weight in weights:
-        found = _EXPERTS.match(weight.name)
-        if found:
-            by_layer.setdefault(int(found[1]), {})[found[2]] = weight
-        elif found := _BIASES.match(weight.name):
-            of_layer = biases.setdefault(int(found[1]), {})
-            of_layer[bias_of(found[2])] = weight.size_bytes // max(1, n_experts)
+        match = _EXPERTS.match(weight.name)
+        if match:
+            by_layer.setdefault(int(match[1]), {})[match[2]] = weight
+        elif match := _BIASES.match(weight.name):
+            of_layer = biases.setdefault(int(match[1]), {})
+            of_layer[bias_of(match[2])] = weight.size_bytes // max(1, n_experts)
         else:
             dense.setdefault(weight.shape, []).append({_DENSE: weight})
     pools: list[SlotPool] = []

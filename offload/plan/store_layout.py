@@ -150,13 +150,13 @@ def expert_matrices(
     layout: StoreLayout, experts: Iterable[TensorEntry]
 ) -> dict[int, list[ExpertMatrices]]:
     """Return the matrices of the `experts` that have a place in the layout, by layer."""
-    found: dict[int, list[ExpertMatrices]] = {}
+    by_layer: dict[int, list[ExpertMatrices]] = {}
     for entry in experts:
         spot = layout.spots.get(entry.name)
         if spot is not None:
             matrices = ExpertMatrices(spot, spot.size_bytes // entry.shape[2])
-            found.setdefault(layer_of(entry.name), []).append(matrices)
-    return found
+            by_layer.setdefault(layer_of(entry.name), []).append(matrices)
+    return by_layer
 
 
 def largest_experts(

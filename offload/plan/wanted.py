@@ -9,14 +9,19 @@ from offload.plan.placement import NCpuMoe, Passes
 from offload.plan.ranges import Order
 from offload.plan.workload import TokenMix
 from offload.routing.routing import HitCurve, UnionCurve
-from offload.times.context import ContextOptions
+from offload.times.context_memory import ContextOptions
 from offload.times.machine import TYPICAL, Machine
 from offload.times.min_batch import MinBatch
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The request that a layout is decided from, made once. Most fields have the name of a flag."""
+    """The request that a layout is decided from, made once. Most fields have the name of a flag.
+
+    No flag sets `vram_bytes`. Experiments and tests that compare runs with a certain number of
+    slots need it. With --vram, a GPU's slots get what a warm-up leaves of the budget, and that
+    depends on the driver.
+    """
 
     context: ContextOptions = ContextOptions()  # n_ctx 0: the model's own
     tensor_split: tuple[float, ...] = ()  # devices' shares of the layers; (): planned

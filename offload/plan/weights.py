@@ -79,8 +79,8 @@ class LayerSums:
 
     def of(self, first: Array, end: Array) -> Array:
         """Return the sums over the layers `first` to `end - 1`."""
-        found: Array = self._before[end] - self._before[first]
-        return found
+        sums: Array = self._before[end] - self._before[first]
+        return sums
 
     def of_spread(self, first: Array, end: Array, n: Array) -> Array:
         """Return the sums over `n` layers that are spread over the layers `first` to `end - 1`."""
@@ -89,8 +89,8 @@ class LayerSums:
             windows = sliding_window_view(self._by_layer, length)
             self._spread[length, : length + 1, : len(windows)] = _chosen(length) @ windows.T
             self._lengths.add(length)
-        found: Array = self._spread[lengths, n, first]
-        return found
+        sums: Array = self._spread[lengths, n, first]
+        return sums
 
 
 class Weights:
@@ -126,11 +126,11 @@ class Weights:
         self.n_groups = [LayerSums(of_pool) for of_pool in n_groups]
 
     def _by_layer(self, entries: Iterable[TensorEntry]) -> Array:
-        found = [0.0] * len(self.layers)
+        size_bytes = [0.0] * len(self.layers)
         for entry in entries:
             if (layer := layer_of(entry.name)) >= 0:
-                found[layer - self.layers.start] += entry.size_bytes
-        return np.array(found)
+                size_bytes[layer - self.layers.start] += entry.size_bytes
+        return np.array(size_bytes)
 
     def spread_experts(self, n: int) -> frozenset[int]:
         """Return `n` of the layers whose experts may stream, or all of them if they are fewer."""
@@ -192,11 +192,11 @@ class Parts:
         If the user named the layers whose experts are resident, these are the other ones.
         """
         weights = self.weights
-        found = weights.expert_bytes.of_spread(*self._experts, n)
+        n_bytes = weights.expert_bytes.of_spread(*self._experts, n)
         if not weights.gpu_layers:
-            return found
+            return n_bytes
         is_free = n == self.count(weights.free_layers)
-        return np.where(is_free, self.total(weights.free_bytes), found)
+        return np.where(is_free, self.total(weights.free_bytes), n_bytes)
 
     def dense_bytes(self, n: Array) -> Array:
         """Return the bytes of dense weights that may stream, of `n` layers."""

@@ -80,10 +80,10 @@ def working_memory(
 
 def _chains(facts: ModelFacts) -> dict[int, list[TensorEntry]]:
     """Return the experts' matrices and their biases, by layer."""
-    found = defaultdict[int, list[TensorEntry]](list)
+    chains = defaultdict[int, list[TensorEntry]](list)
     for entry in (*facts.expert_weights, *facts.expert_biases):
-        found[layer_of(entry.name)].append(entry)
-    return found
+        chains[layer_of(entry.name)].append(entry)
+    return chains
 
 
 def _pair_shape(facts: ModelFacts, chain: Sequence[TensorEntry]) -> PairShape:

@@ -52,11 +52,11 @@ def parse_address(text: str) -> Address:
 
 def parse_addresses(text: str) -> tuple[Address, ...]:
     """Parse HOST:PORT,HOST:PORT,... Raises ValueError for a bad address or one given twice."""
-    found = tuple(parse_address(part) for part in text.split(","))
-    for address in found:
-        if found.count(address) > 1:
+    addresses = tuple(parse_address(part) for part in text.split(","))
+    for address in addresses:
+        if addresses.count(address) > 1:
             raise ValueError(f"{address} is given twice")
-    return found
+    return addresses
 
 
 @dataclass(frozen=True)

@@ -54,12 +54,12 @@ class DeadlineSocket(socket.socket):
 
     def receive(self, n_bytes: int) -> bytes:
         """Return the next `n_bytes` bytes, or fewer if the peer ends the connection."""
-        found = b""
-        while len(found) < n_bytes and (
-            piece := self.recv(min(_PIECE_BYTES, n_bytes - len(found)))
+        received = b""
+        while len(received) < n_bytes and (
+            piece := self.recv(min(_PIECE_BYTES, n_bytes - len(received)))
         ):
-            found += piece
-        return found
+            received += piece
+        return received
 
 
 def with_deadline(connection: socket.socket) -> DeadlineSocket:
@@ -125,10 +125,10 @@ class BoundedHttp:
 
     def _bounded(self, read: Callable[[HTTPResponse], bytes], most_bytes: int) -> bytes:
         assert self._answer is not None
-        found = read(self._answer)
-        if len(found) > most_bytes:
+        body = read(self._answer)
+        if len(body) > most_bytes:
             raise HTTPException(f"an answer of more than {most_bytes} bytes")
-        return found
+        return body
 
     def close(self) -> None:
         with suppress(OSError):

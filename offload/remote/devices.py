@@ -16,6 +16,7 @@ from offload.ggml.library.callback import Pending
 from offload.ggml.model import ModelPlacement
 from offload.ggml.rpc import RemoteWeights
 from offload.model import ModelFacts
+from offload.notes import OnProgress
 from offload.plan.devices import layer_words
 from offload.plan.layout import Layout
 from offload.plan.ranges import LayerRange, shares_of
@@ -23,8 +24,7 @@ from offload.remote.address import Address
 from offload.remote.hello import LayersAsked, ask_for
 from offload.remote.offers import Offer
 from offload.remote.passage import devices_of
-from offload.store.store import OnProgress
-from offload.times.context import ContextOptions, context_memory
+from offload.times.context_memory import ContextOptions, context_memory
 
 _HEAD = r"^(output|token_embd)\.weight$"  # a model without an output matrix uses its embeddings
 
@@ -44,7 +44,6 @@ class RemotePart:
     local_first: bool
     workers: tuple[Address, ...]  # the devices' workers
     held: tuple[tuple[RemoteWeights, LayersAsked], ...] = ()
-    why: str = ""  # a clause on the reason for these layers
 
     @property
     def has_head(self) -> bool:
@@ -55,8 +54,8 @@ class RemotePart:
     def words(self) -> str:
         """The devices with their layers, for a start-up line and for kept settings."""
         places = [
-            f"{device.name} ({worker}) {layer_words(its, self.n_layers)}"
-            for device, worker, its in zip(self.devices, self.workers, self.layers, strict=True)
+            f"{device.name} ({worker}) {layer_words(layers, self.n_layers)}"
+            for device, worker, layers in zip(self.devices, self.workers, self.layers, strict=True)
         ]
         head = "there" if self.has_head else "here"
         return f"remote: {', '.join(places)}; the output is computed {head}"
@@ -74,7 +73,7 @@ class RemotePart:
             devices, ranges = (*self.devices, *placement.devices), [*self.layers, *local]
         ranges[-1] = replace(ranges[-1], end=n_all)
         start = ranges[0].first
-        shifted = [LayerRange(its.first - start, its.end - start) for its in ranges]
+        shifted = [LayerRange(theirs.first - start, theirs.end - start) for theirs in ranges]
         placement = replace(placement, devices=devices, tensor_split=shares_of(shifted))
         if self.held:
             patterns = ((asked.pattern, weights) for weights, asked in self.held)
@@ -115,12 +114,12 @@ def open_remote(
     facts, local = layout.facts, layout.local
     devices: list[Device] = []
     held: list[tuple[RemoteWeights, LayersAsked]] = []
-    for its in layout.remote:
-        its_offer = offer(its.name)
+    for planned in layout.remote:
+        its_offer = offer(planned.name)
         device = its_offer.device
         if device is None:
             assert pending is not None
-            asked = _asked(facts, layout.context, its.layers)
+            asked = _asked(facts, layout.context, planned.layers)
             for state in ask_for(its_offer.worker, asked, asked.of(facts).size_bytes):
                 on_progress(f"{its_offer.worker}: {state.doing or 'loading'}", state.done)
             device = _only_device(its_offer.worker)
@@ -128,13 +127,12 @@ def open_remote(
         devices.append(device)
     return RemotePart(
         devices=tuple(devices),
-        layers=tuple(its.layers for its in layout.remote),
-        local=tuple((choice(its.name), its.layers) for its in local),
+        layers=tuple(planned.layers for planned in layout.remote),
+        local=tuple((choice(planned.name), planned.layers) for planned in local),
         n_layers=facts.n_layers,
-        workers=tuple(offer(its.name).worker for its in layout.remote),
+        workers=tuple(offer(planned.name).worker for planned in layout.remote),
         local_first=not layout.devices[0].kind.is_remote,
         held=tuple(held),
-        why=", ".join(layout.reasons),
     )
 
 

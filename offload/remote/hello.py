@@ -113,7 +113,7 @@ class Admit:
     is_spent: bool = False  # in an answer, True: the process must not compute for another client
 
 
-class Count:
+class AskCounters:
     """Asks the computing process for its counters."""
 
 
@@ -168,16 +168,16 @@ def _read(kind: type, text: bytes) -> Any:
 
     Its texts are shown to the user, so control characters are replaced, and long texts are cut.
     """
-    found = _reader(kind).validate_json(text)
+    hello = _reader(kind).validate_json(text)
     changes: dict[str, Any] = {}
-    for name, value in vars(found).items():
+    for name, value in vars(hello).items():
         if isinstance(value, str):
             changes[name] = _shown(value)
         elif isinstance(value, float) and not 0 <= value <= 1:  # a fraction; False for NaN
             changes[name] = 0.0
         elif isinstance(value, tuple) and all(isinstance(each, str) for each in value):
             changes[name] = tuple(map(_shown, value))
-    return replace(found, **changes)
+    return replace(hello, **changes)
 
 
 def _shown(text: str) -> str:
@@ -245,7 +245,7 @@ def check(worker: Address, status: WorkerStatus, mine: WorkerFacts) -> None:
         raise DeviceUnavailable(why)
 
 
-class _Loading:
+class _LoadingWait:
     """Ends the wait for a worker that makes no progress, or takes too long in all."""
 
     def __init__(self, worker: Address, asked: LayersAsked, n_bytes: int) -> None:
@@ -282,7 +282,7 @@ def ask_for(worker: Address, asked: LayersAsked, n_bytes: int = 0) -> Iterator[W
     cannot hold the layers.
     """
     gone = f"the worker at {worker} went away while it was loading {asked.words}"
-    loading = _Loading(worker, asked, n_bytes)
+    loading = _LoadingWait(worker, asked, n_bytes)
     try:
         with closing(BoundedHttp(worker, _ANSWER_S)) as http:
             http.end_in(_ANSWER_S)

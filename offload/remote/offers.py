@@ -59,9 +59,9 @@ def offers_of(options: RemoteOptions, mine: WorkerFacts | None, *, asks: bool) -
             continue
         major, minor, _ = version = greet(worker)
         if major != rpc.VERSION[0] or minor > rpc.VERSION[1]:
-            its, ours = ".".join(map(str, version)), ".".join(map(str, rpc.VERSION))
+            theirs, ours = ".".join(map(str, version)), ".".join(map(str, rpc.VERSION))
             raise WorkerUnavailable(
-                f"the worker at {worker} speaks version {its} of ggml's RPC, and this library "
+                f"the worker at {worker} speaks version {theirs} of ggml's RPC, and this library "
                 f"{ours}; install the same release of llama.cpp on both machines"
             )
         its_devices = devices_of(worker)

@@ -35,7 +35,7 @@ NEEDED = (
 )
 
 
-class Connection(Protocol):
+class TimedConnection(Protocol):
     """A connection with a deadline. Both methods raise OSError."""
 
     def sendall(self, data: bytes, /) -> None: ...
@@ -65,7 +65,7 @@ class Secret:
     def _proof(self, side: bytes, nonces: bytes) -> bytes:
         return hmac.digest(self.key, side + nonces, "sha256")
 
-    def prove(self, connection: Connection, worker: str) -> None:
+    def prove(self, connection: TimedConnection, worker: str) -> None:
         """Prove to a worker that this client knows the secret, and let the worker prove it, too.
 
         Raises WorkerUnavailable with one sentence if either proof fails, and OSError.
@@ -94,7 +94,7 @@ class Secret:
         raise WorkerUnavailable(f"the worker at {worker} {why}: give both the same {FLAG}")
 
 
-def _answer(connection: Connection, n_bytes: int) -> tuple[bytes, bytes]:
+def _answer(connection: TimedConnection, n_bytes: int) -> tuple[bytes, bytes]:
     """Return a worker's status and the bytes after it, fewer if the worker ends the connection."""
     try:
         status = connection.receive(1)
@@ -103,7 +103,7 @@ def _answer(connection: Connection, n_bytes: int) -> tuple[bytes, bytes]:
         return b"", b""
 
 
-def complaint_of(connection: Connection, secret: Secret | None) -> str:
+def reason_of(connection: TimedConnection, secret: Secret | None) -> str:
     """Let the client of a new connection prove that it knows `secret`, the worker's own.
 
     Returns "" if it does. The connection has then proved the same to the client. Otherwise returns

@@ -41,11 +41,11 @@ class DeviceSpeed:
 
     def on(self, machine: Machine, *, is_remote: bool) -> Machine:
         """Return the machine with these rates. A remote device's link is its network."""
-        found = replace(machine, vram_bytes_per_s=self.bytes_per_s, gpu_flops=self.flops)
+        rates = replace(machine, vram_bytes_per_s=self.bytes_per_s, gpu_flops=self.flops)
         if not is_remote:
-            return found
+            return rates
         return replace(
-            found, link_bytes_per_s=self.sent_bytes_per_s, per_switch_s=self.round_trip_s
+            rates, link_bytes_per_s=self.sent_bytes_per_s, per_switch_s=self.round_trip_s
         )
 
     @property

@@ -50,7 +50,7 @@ _RECVFROM = {"x86_64": 45, "aarch64": 207, "riscv64": 207}.get(platform.machine(
 
 
 @dataclass(frozen=True)
-class Link:
+class ConnectionState:
     """The kernel's view of one connection. Ages are in seconds."""
 
     worker: Address
@@ -85,7 +85,7 @@ class Owing:
     received_bytes: int
 
 
-def owing(before: Owing | None, link: Link, now_s: float, least_bytes: float) -> Owing:
+def owing(before: Owing | None, link: ConnectionState, now_s: float, least_bytes: float) -> Owing:
     """Return since when a worker that owes an answer makes no progress.
 
     `before`: the last result for this connection, None if nothing was owed then. Progress is a
@@ -102,7 +102,7 @@ def owing(before: Owing | None, link: Link, now_s: float, least_bytes: float) ->
 
 
 @contextlib.contextmanager
-def watching(options: RemoteOptions) -> Iterator[Watch | None]:
+def watching(options: RemoteOptions) -> Iterator[ConnectionWatch | None]:
     """Watch the workers in the block, which begins with asking them for their devices.
 
     Yields None if there are no workers.
@@ -110,12 +110,12 @@ def watching(options: RemoteOptions) -> Iterator[Watch | None]:
     if not options.is_used:
         yield None
         return
-    with contextlib.closing(Watch(options.workers, options.patience_s)) as watch:
+    with contextlib.closing(ConnectionWatch(options.workers, options.patience_s)) as watch:
         watch.begin(LOAD_FACTOR)
         yield watch
 
 
-class Watch:
+class ConnectionWatch:
     """Watches this process's connections to workers, on a thread of its own. Close it.
 
     `stop` gets a sentence if a worker is lost, and ends the process. A worker is lost if it closes
@@ -178,12 +178,12 @@ class Watch:
     def _run(self) -> None:
         while not self._ended.wait(_LOOK_S):
             with self._failing:
-                found = self._complaint()
-            if found is not None:
-                self._stop(found)
+                reason = self._reason()
+            if reason is not None:
+                self._stop(reason)
                 return
 
-    def _complaint(self) -> str | None:
+    def _reason(self) -> str | None:
         since, patience_s, now_s = self._busy_since, self._patience_s * self._factor, monotonic()
         if interrupt.is_ctrl_c():
             patience_s = min(patience_s, _AFTER_CTRL_C_S)
@@ -194,9 +194,9 @@ class Watch:
             if not link.owes(None if since is None else now_s - since):
                 continue
             least_bytes = _LEAST_BYTES_PER_S * patience_s
-            its = owing(self._owing.get(inode), link, now_s, least_bytes)
-            now_owing[inode] = its
-            if now_s - its.since_s > patience_s:
+            owed = owing(self._owing.get(inode), link, now_s, least_bytes)
+            now_owing[inode] = owed
+            if now_s - owed.since_s > patience_s:
                 return (
                     f"the worker at {link.worker} has not answered for {patience_s:g} s: it hangs "
                     "or its network is down (--rpc-timeout, if it only takes that long)"
@@ -204,7 +204,7 @@ class Watch:
         self._owing = now_owing
         return None
 
-    def _links(self) -> Iterator[tuple[int, Link]]:
+    def _links(self) -> Iterator[tuple[int, ConnectionState]]:
         """Yield the connections that ggml has open to the workers, with their inodes."""
         now_known: dict[int, tuple[int, Address]] = {}
         for name in os.listdir("/proc/self/fd"):
@@ -213,36 +213,36 @@ class Watch:
                 if not os.get_inheritable(descriptor):
                     continue  # a socket of Python's, such as that of `ask_for`
                 inode = os.fstat(descriptor).st_ino
-                found = socket.socket(fileno=descriptor)
+                connection = socket.socket(fileno=descriptor)
                 try:
-                    worker = self._worker_of(found, descriptor, inode)
+                    worker = self._worker_of(connection, descriptor, inode)
                     if worker is None:
                         continue
                     if descriptor not in self._known:
-                        keep_alive(found)
-                    info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+                        keep_alive(connection)
+                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
                 finally:
-                    found.detach()  # ggml closes it
+                    connection.detach()  # ggml closes it
                 now_known[descriptor] = inode, worker
                 yield inode, _link(worker, info, descriptor)
         self._known = now_known
 
-    def _worker_of(self, found: socket.socket, descriptor: int, inode: int) -> Address | None:
-        if found.type != socket.SOCK_STREAM:
+    def _worker_of(self, connection: socket.socket, descriptor: int, inode: int) -> Address | None:
+        if connection.type != socket.SOCK_STREAM:
             return None
         try:
-            return self._peers.get(found.getpeername()[:2])
+            return self._peers.get(connection.getpeername()[:2])
         except OSError:  # the connection was reset, or is a listener
             known = self._known.get(descriptor)
             return known[1] if known is not None and known[0] == inode else None
 
 
-def _link(worker: Address, info: bytes, descriptor: int) -> Link:
+def _link(worker: Address, info: bytes, descriptor: int) -> ConnectionState:
     def number(kind: str, at: int) -> int:
         is_there = len(info) >= at + struct.calcsize(kind)
         return int(struct.unpack_from(kind, info, at)[0]) if is_there else 0
 
-    return Link(
+    return ConnectionState(
         worker,
         is_open=info[_STATE] == _ESTABLISHED,
         sent_s=number("=I", _LAST_SENT) / 1e3,
@@ -302,8 +302,8 @@ def peers_of(worker: Address) -> list[tuple[str, int]]:
     """Return the socket addresses of a worker, as `getpeername` names them."""
     kinds = socket.AF_INET, socket.SOCK_STREAM
     with contextlib.suppress(OSError):  # `greet` reports unknown names
-        found = socket.getaddrinfo(worker.host, worker.port, *kinds)
-        return [(str(peer[0]), int(peer[1])) for *_, peer in found]
+        infos = socket.getaddrinfo(worker.host, worker.port, *kinds)
+        return [(str(peer[0]), int(peer[1])) for *_, peer in infos]
     return []
 
 

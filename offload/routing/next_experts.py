@@ -22,10 +22,10 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
+from offload.decode import Rows
 from offload.model import ModelFacts, WeightPlace
 from offload.routing.routing import RoutingGuess
 
-Rows = NDArray[np.float32]
 HasSlot = Callable[[int, int], bool]  # (layer, expert): True if the expert need not be in memory
 _NORMS = "ffn_norm.weight", "post_attention_norm.weight"  # the first that a layer has is its own
 _SIGMOID = 2  # a value of expert_gating_func
@@ -61,7 +61,7 @@ class Router:
 
 def read_routers(facts: ModelFacts) -> dict[int, Router]:
     """Read the routers of all layers whose weights are f32. Raises OSError."""
-    found = {}
+    routers = {}
     is_sigmoid = facts.number("expert_gating_func") == _SIGMOID
     for layer in facts.layers:
         weights = _read(facts, f"blk.{layer}.ffn_gate_inp.weight")
@@ -71,8 +71,8 @@ def read_routers(facts: ModelFacts) -> dict[int, Router]:
             continue
         bias = _read(facts, f"blk.{layer}.ffn_gate_inp.bias")
         late = _read(facts, f"blk.{layer}.exp_probs_b.bias") if is_sigmoid else None
-        found[layer] = Router(weights, norm, bias, late)
-    return found
+        routers[layer] = Router(weights, norm, bias, late)
+    return routers
 
 
 def _read(facts: ModelFacts, name: str) -> Rows | None:
@@ -116,11 +116,11 @@ class Embeddings:
         except (OSError, ValueError, NotImplementedError):  # ValueError: the file is shorter now
             return None
         with np.errstate(all="ignore"):
-            found: Rows = rows / np.sqrt(np.mean(rows * rows, axis=1, keepdims=True))
-            return found
+            normed: Rows = rows / np.sqrt(np.mean(rows * rows, axis=1, keepdims=True))
+            return normed
 
 
-class Memory(Protocol):
+class PartialMemory(Protocol):
     """Memory for some of the experts."""
 
     def is_there(self, layer: int, expert: int) -> bool: ...
@@ -128,7 +128,7 @@ class Memory(Protocol):
 
 
 @dataclass
-class _Share:
+class _RightShare:
     """The share of right guesses. Earlier ones weigh less."""
 
     n_right: float = 16.0
@@ -144,12 +144,12 @@ class _Share:
         return self.n_right >= _LEAST_RIGHT * self.n_all
 
 
-class _Source:
+class _GuessSource:
     """Rows that layers are guessed from, and how good these guesses are."""
 
     def __init__(self) -> None:
         self.farthest = _FARTHEST  # layers from the rows to the last layer that is guessed
-        self._shares = [_Share() for _ in range(_FARTHEST + 1)]  # by distance in layers
+        self._shares = [_RightShare() for _ in range(_FARTHEST + 1)]  # by distance in layers
 
     def pays(self, distance: int) -> bool:
         return self._shares[distance].pays
@@ -171,17 +171,17 @@ class NextExperts:
     """
 
     def __init__(
-        self, memory: Memory, routers: Mapping[int, Router], n_used: int,
+        self, memory: PartialMemory, routers: Mapping[int, Router], n_used: int,
         embeddings: Embeddings | None = None,
     ) -> None:  # fmt: skip
         """`n_used`: experts that a token uses."""
         self._memory, self._routers, self._n_used = memory, routers, n_used
         self._embeddings = embeddings
-        self._from_tokens, self._from_rows = _Source(), _Source()
+        self._from_tokens, self._from_rows = _GuessSource(), _GuessSource()
         # What to multiply rows with that one router has read, before another one reads them.
         self._norms: dict[tuple[int | None, int], Rows | None] = {}
         # Missing experts that were guessed, by layer, and then by source and distance.
-        self._guessed: dict[int, dict[tuple[_Source, int], frozenset[int]]] = {}
+        self._guessed: dict[int, dict[tuple[_GuessSource, int], frozenset[int]]] = {}
 
     def read_ahead(
         self, layers: Sequence[int], at: int, guess: RoutingGuess, n_tokens: int,

@@ -77,8 +77,8 @@ class UnionCurve:
         n = np.asarray(n_tokens, float)
         missing = 1.0 - of_sizes[-1] / max(1, n_experts)
         beyond = n_experts * (1.0 - missing ** (np.maximum(n, sizes[-1]) / sizes[-1]))
-        found = np.where(n > sizes[-1], beyond, np.interp(n, sizes, of_sizes))
-        return np.minimum(found, expected_union(n, n_used, n_experts))[()]
+        unions = np.where(n > sizes[-1], beyond, np.interp(n, sizes, of_sizes))
+        return np.minimum(unions, expected_union(n, n_used, n_experts))[()]
 
 
 # -- recorded --------------------------------------------------------------------------------------
@@ -136,10 +136,10 @@ class RoutingRecorder:
 
     def layer(self, layer: int, n_used: int) -> LayerRouting:
         """Return the layer's record. It is the same object in each call with the same arguments."""
-        found = self._layers.get(layer)
-        if found is None or found.n_used != n_used:
-            found = self._layers[layer] = LayerRouting(n_used)
-        return found
+        routing = self._layers.get(layer)
+        if routing is None or routing.n_used != n_used:
+            routing = self._layers[layer] = LayerRouting(n_used)
+        return routing
 
     @property
     def n_tokens(self) -> int:
@@ -224,10 +224,10 @@ class RoutingGuess:
 
         0: the token was not seen. The memory of tokens that were not seen is not touched.
         """
-        found = self._last.get(layer)
-        if found is None:
-            found = self._last[layer] = np.zeros((N_TOKEN_ROWS, n_used), np.int16)
-        return found
+        last = self._last.get(layer)
+        if last is None:
+            last = self._last[layer] = np.zeros((N_TOKEN_ROWS, n_used), np.int16)
+        return last
 
     def chosen_before(self, layer: int, n_tokens: int) -> Sequence[int]:
         """Return the experts that the next batch's tokens chose last, the most chosen ones first.
@@ -363,8 +363,8 @@ def counted_hits(
     if not rows or len({layer.shape for layer in rows}) > 1 or len(rows[0]) < LEAST_TOKENS:
         return None
     n_tokens, n_used = rows[0].shape
-    found = recorded_hits(np.stack(rows, axis=1), n_experts)
-    layers = {layer: tuple(hits) for layer, hits in zip(recorded, found.tolist(), strict=True)}
+    hit_rates = recorded_hits(np.stack(rows, axis=1), n_experts)
+    layers = {layer: tuple(hits) for layer, hits in zip(recorded, hit_rates.tolist(), strict=True)}
     uses = {
         layer: tuple(np.bincount(ids.ravel(), minlength=n_experts).tolist())
         for layer, ids in recorded.items()
@@ -386,12 +386,12 @@ def counted_unions(recorded: Mapping[int, NDArray[np.integer]], n_experts: int) 
     n_tokens = len(rows[0])
     is_used = np.zeros((len(rows), n_tokens, n_experts), np.bool_)
     np.put_along_axis(is_used, np.stack(rows).astype(np.intp), True, axis=2)
-    found = {}
+    unions = {}
     for n in UNION_SIZES:
         if n_batches := n_tokens // n:
             batches = is_used[:, : n_batches * n].reshape(len(rows), n_batches, n, n_experts)
-            found[n] = float(batches.any(axis=2).sum(axis=2).mean())
-    return found
+            unions[n] = float(batches.any(axis=2).sum(axis=2).mean())
+    return unions
 
 
 def recorded_hits(

@@ -53,12 +53,12 @@ class AnswerStart:
             return
         self._tail += text
         if not self._is_open:
-            found = self._tail.lstrip()
+            tail = self._tail.lstrip()
             opens = self._span.opens.strip()
-            if found.startswith(opens):
+            if tail.startswith(opens):
                 self._is_open = True
-                self._tail = found[len(opens) :]
-            elif not opens.startswith(found):
+                self._tail = tail[len(opens) :]
+            elif not opens.startswith(tail):
                 self.at = 0
         if self._is_open:
             self._look_for_the_end(self._span)

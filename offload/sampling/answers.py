@@ -182,12 +182,12 @@ class LimitedSampler:
     def probabilities(
         self, logits: NDArray[np.float32], history: Sequence[int]
     ) -> NDArray[np.float64]:
-        found = self._sampler.probabilities(logits, history)
+        probabilities = self._sampler.probabilities(logits, history)
         due = self._due(logits)
         if due is not None:
-            found[:] = 0.0
-            found[due] = 1.0
-        return found
+            probabilities[:] = 0.0
+            probabilities[due] = 1.0
+        return probabilities
 
     def allows(self, token: int) -> bool:
         due = self._limit.due

@@ -118,21 +118,21 @@ class _GbnfReader:
             self._fail(f"{self._peek()!r} is not expected here")
 
     def _alternatives(self, *, nested: bool) -> Alternatives:
-        found = [self._sequence(nested=nested)]
+        alternatives = [self._sequence(nested=nested)]
         while self._peek() == "|":
             self._at += 1
             self._skip(newlines=True)
-            found.append(self._sequence(nested=nested))
-        return tuple(found)
+            alternatives.append(self._sequence(nested=nested))
+        return tuple(alternatives)
 
     def _sequence(self, *, nested: bool) -> tuple[Symbol, ...]:
-        found: list[Symbol] = []
+        symbols: list[Symbol] = []
         while (symbol := self._symbol(nested=nested)) is not None:
             self._skip(newlines=nested)
             while (times := self._times(nested=nested)) is not None:
                 symbol = _repeated(symbol, *times)
-            found.append(symbol)
-        return tuple(found)
+            symbols.append(symbol)
+        return tuple(symbols)
 
     def _symbol(self, *, nested: bool) -> Symbol | None:
         """Read the next symbol; returns None at the end of a sequence."""
@@ -155,12 +155,12 @@ class _GbnfReader:
                 return self._text_until() if self._word() == "%text" else self._json()
             case "*" | "+" | "?" | "{":
                 self._fail(f"there is nothing before {self._peek()!r} to repeat")
-        found = _NAME.match(self._text, self._at)
-        if found is None:
+        name = _NAME.match(self._text, self._at)
+        if name is None:
             return None
-        self._named_at.setdefault(found[0], self._at)
-        self._at = found.end()
-        return Symbol(self._lark_name(found[0]))
+        self._named_at.setdefault(name[0], self._at)
+        self._at = name.end()
+        return Symbol(self._lark_name(name[0]))
 
     def _group(self) -> Symbol:
         opened = self._at
@@ -218,15 +218,15 @@ class _GbnfReader:
     def _literal(self) -> Symbol:
         opened = self._at
         self._at += 1
-        found = []
+        symbols = []
         while self._peek() != '"':
             if not self._peek():
                 self._fail("the text that begins here has no closing quote", opened)
             code = self._character()
-            found.append(_one_of([(code, code)]))
+            symbols.append(_one_of([(code, code)]))
         self._at += 1
-        self._n_symbols += len(found)
-        return Symbol(f"({' '.join(found) or _EMPTY})")
+        self._n_symbols += len(symbols)
+        return Symbol(f"({' '.join(symbols) or _EMPTY})")
 
     def _class(self) -> Symbol:
         opened = self._at
@@ -297,10 +297,10 @@ class _GbnfReader:
         at = self._at
         asked = self._object("rule of a text")
         try:
-            found = lark_of_text(asked["rule"], asked["end"], asked["marker"], asked["without"])
+            lark = lark_of_text(asked["rule"], asked["end"], asked["marker"], asked["without"])
         except (KeyError, TypeError, ValueError, RecursionError):
             self._fail("%text needs a rule, an end, a marker and a list of what is excluded", at)
-        name = self._terminals.setdefault(found, f"T{len(self._terminals)}")
+        name = self._terminals.setdefault(lark, f"T{len(self._terminals)}")
         return Symbol(name)
 
     def _word(self) -> str:
@@ -327,11 +327,11 @@ class _GbnfReader:
         return self._text[self._at : self._at + 1]
 
     def _match(self, pattern: re.Pattern[str], what: str) -> str:
-        found = pattern.match(self._text, self._at)
-        if found is None:
+        match = pattern.match(self._text, self._at)
+        if match is None:
             self._fail(f"{what} is missing")
-        self._at = found.end()
-        return found[0]
+        self._at = match.end()
+        return match[0]
 
     def _skip(self, *, newlines: bool) -> None:
         text, at = self._text, self._at

@@ -53,7 +53,7 @@ class GrammarVocabulary(Protocol):
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]: ...
 
 
-class _Tokens:
+class _GuidanceTokens:
     """A tokenizer in the form that llguidance's TokenizerWrapper expects."""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
@@ -81,18 +81,18 @@ class GrammarTokens:
         self.ends = frozenset(vocabulary.ends)
         self._vocabulary = vocabulary
         self.prepared = LLTokenizer(
-            TokenizerWrapper(_Tokens(vocabulary)), eos_token=list(vocabulary.ends)
+            TokenizerWrapper(_GuidanceTokens(vocabulary)), eos_token=list(vocabulary.ends)
         )
 
     def token_of(self, words: str) -> int:
         """Return the token of a text, perhaps a special one. Raises BadRequest if not one token."""
-        found = self._vocabulary.tokenize(words, add_special=False, parse_special=True)
-        if len(found) != 1:
+        tokens = self._vocabulary.tokenize(words, add_special=False, parse_special=True)
+        if len(tokens) != 1:
             raise BadRequest(
-                f"the grammar names {words[:60]!r}, which is {len(found)} tokens of this model, "
+                f"the grammar names {words[:60]!r}, which is {len(tokens)} tokens of this model, "
                 "not one"
             )
-        return found[0]
+        return tokens[0]
 
 
 class Grammar:
@@ -153,14 +153,14 @@ class Grammar:
 
         A matcher that has exceeded its limits is of no more use, so another one takes its place.
         """
-        found = ask(self._matcher)
+        answer = ask(self._matcher)
         while self._accepted and self._is_past_a_limit and self._n_raised + 1 < len(_LIMITS):
             self._n_raised += 1
             self._matcher = self._begun()
             if not self._matcher.is_error():
-                found = ask(self._matcher)
+                answer = ask(self._matcher)
         self._check()
-        return found
+        return answer
 
     @property
     def _is_past_a_limit(self) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 
 from offload.errors import BadRequest
 from offload.sampling.schema_objects import ClosedObjects
-from offload.sampling.schema_parts import Fault, PartReader
-from offload.sampling.schema_refs import Steps
+from offload.sampling.schema_parts import PartReader, SchemaFault
+from offload.sampling.schema_refs import StepLimit
 
 MOST_SCHEMA_BYTES = 256 * 1024
 # White space is limited, as in llama.cpp's converter: otherwise small models indent for ever.
@@ -31,7 +31,7 @@ class AdaptedSchema:
 
     schema: dict[str, Any]
     ignored: tuple[str, ...] = ()
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[SchemaFault, ...] = ()
 
 
 def read_schema(text: str) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def adapted(
     which names the first one and its place. With `closes`, objects with properties have no others
     unless the schema says so.
     """
-    steps = Steps()
+    steps = StepLimit()
     parts = PartReader(schema, steps, drops=drops)
     read = parts.read(dict(schema))
     closed = ClosedObjects(read, parts.ignored, steps, closes=closes).close(read)

@@ -118,19 +118,19 @@ class SamplingOptions:
         )
 
 
-Options = TypeVar("Options", bound=SamplingOptions)
+SomeOptions = TypeVar("SomeOptions", bound=SamplingOptions)
 
 
 def sampler_names(names: Sequence[str]) -> tuple[str, ...]:
     """Return the samplers of these names, in any of llama.cpp's spellings. Raises BadRequest."""
-    found = []
+    samplers = []
     for name in names:
         plain = re.sub("[-_ ]", "", name.lower())
         if plain not in _ALIASES:
             known = ", ".join((*SAMPLERS, ADAPTIVE))
             raise BadRequest(f"{name[:40]!r} is no sampler; there are {known}")
-        found.append(_ALIASES[plain])
-    return tuple(found)
+        samplers.append(_ALIASES[plain])
+    return tuple(samplers)
 
 
 def sampler_letters(letters: str) -> tuple[str, ...]:
@@ -142,7 +142,7 @@ def sampler_letters(letters: str) -> tuple[str, ...]:
     return tuple(_LETTERS[letter] for letter in letters)
 
 
-def checked(options: Options, n_ctx: int) -> Options:
+def checked(options: SomeOptions, n_ctx: int) -> SomeOptions:
     """Return the options with canonical names of samplers, and counts of tokens up to `n_ctx`.
 
     Raises BadRequest for a parameter out of range, or a grammar beside a schema.

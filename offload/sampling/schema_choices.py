@@ -7,7 +7,7 @@ from itertools import combinations
 from typing import Any
 
 from offload.sampling.schema_parts import canonical
-from offload.sampling.schema_refs import Steps
+from offload.sampling.schema_refs import StepLimit
 from offload.sampling.schema_words import TYPES
 
 Resolve = Callable[[Any], Any]
@@ -17,7 +17,7 @@ _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "
 
 
 def are_exclusive(
-    branches: Sequence[Any], resolved: Resolve, names: Collection[str] | None, steps: Steps
+    branches: Sequence[Any], resolved: Resolve, names: Collection[str] | None, steps: StepLimit
 ) -> bool:
     """True if no value can satisfy two of `branches`, as far as that can be proved quickly.
 
@@ -33,7 +33,7 @@ def are_exclusive(
 class _Proof:
     """Compares schemas in pairs."""
 
-    def __init__(self, resolved: Resolve, steps: Steps) -> None:
+    def __init__(self, resolved: Resolve, steps: StepLimit) -> None:
         self._resolved, self._steps = resolved, steps
         # By the id of a schema:
         self._values: dict[int, set[str] | None] = {}

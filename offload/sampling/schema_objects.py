@@ -13,7 +13,7 @@ from typing import Any
 
 from offload.errors import BadRequest
 from offload.sampling.schema_choices import are_exclusive
-from offload.sampling.schema_refs import References, Steps
+from offload.sampling.schema_refs import References, StepLimit
 from offload.sampling.schema_words import OF_NAMES, OF_SCHEMA
 
 MOST_PARTS = 20_000
@@ -52,7 +52,7 @@ class Known:
 NOTHING = Known()
 
 
-def _all(parts: Iterable[Known], steps: Steps) -> Known:
+def _all(parts: Iterable[Known], steps: StepLimit) -> Known:
     """Return what is known of an object that all of `parts` describe. Each name is a step."""
     parts = list(parts)
     for part in parts:
@@ -72,12 +72,12 @@ class ClosedObjects:
     """Closes the objects of one schema. `ignored` gets the places of what cannot be enforced."""
 
     def __init__(
-        self, root: Mapping[str, Any], ignored: dict[str, None], steps: Steps, *, closes: bool
+        self, root: Mapping[str, Any], ignored: dict[str, None], steps: StepLimit, *, closes: bool
     ) -> None:
         """With `closes` False, only `unevaluatedProperties: false` closes objects."""
         self._ignored, self._steps, self._closes = ignored, steps, closes
         self._resolved = References(root).resolved
-        self._proof_steps = Steps(_MOST_PROOF_STEPS)
+        self._proof_steps = StepLimit(_MOST_PROOF_STEPS)
         self._known: dict[int, Known] = {}
         self._n_parts = 0
 

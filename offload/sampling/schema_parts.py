@@ -11,7 +11,7 @@ from typing import Any
 
 from offload.errors import BadRequest
 from offload.sampling.schema_places import escaped
-from offload.sampling.schema_refs import Steps
+from offload.sampling.schema_refs import StepLimit
 from offload.sampling.schema_words import (
     BOUNDS,
     DATA,
@@ -37,7 +37,7 @@ _OLD_DRAFTS = re.compile(r"draft-0[3-7]")
 
 
 @dataclass(frozen=True)
-class Fault:
+class SchemaFault:
     """A keyword that cannot be followed. `where` is its place as a JSON pointer."""
 
     where: str
@@ -55,10 +55,10 @@ class PartReader:
     raises BadRequest.
     """
 
-    def __init__(self, root: Mapping[str, Any], steps: Steps, *, drops: bool) -> None:
+    def __init__(self, root: Mapping[str, Any], steps: StepLimit, *, drops: bool) -> None:
         self._steps = steps
         self.ignored: dict[str, None] = {}
-        self.faults: list[Fault] = []
+        self.faults: list[SchemaFault] = []
         self._drops = drops
         # Before draft 2019-09, keywords beside $ref have no effect.
         self._ref_is_alone = bool(_OLD_DRAFTS.search(str(root.get("$schema", ""))))
@@ -119,7 +119,7 @@ class PartReader:
         return _whole(value)
 
     def _fault(self, where: str, reason: str, *, is_schema: bool = False) -> None:
-        fault = Fault(where, reason, is_schema)
+        fault = SchemaFault(where, reason, is_schema)
         if not self._drops:
             raise BadRequest(f"the JSON schema cannot be followed: {fault}")
         self.faults.append(fault)
@@ -243,9 +243,9 @@ def _names_of(node: Mapping[str, Any]) -> tuple[str, list[Any]] | None:
 
 def _read_property_names(node: dict[str, Any]) -> None:
     """Write `propertyNames` as properties, or as a pattern of properties, if that is possible."""
-    found = _names_of(node)
-    if found is not None:
-        keyword, names = found
+    limits = _names_of(node)
+    if limits is not None:
+        keyword, names = limits
         node[keyword] = dict.fromkeys(names, node.get("additionalProperties", True))
         node["additionalProperties"] = False
 

@@ -20,15 +20,15 @@ def escaped(name: str) -> str:
 
 def at_pointer(root: Any, pointer: str) -> Any:
     """Return the part of a document at a pointer such as `#/properties/a`; None if it has none."""
-    found = root
+    node = root
     for part in _parts(pointer):
-        if isinstance(found, list) and _INDEX.fullmatch(part) and int(part) < len(found):
-            found = found[int(part)]
-        elif isinstance(found, Mapping) and part in found:
-            found = found[part]
+        if isinstance(node, list) and _INDEX.fullmatch(part) and int(part) < len(node):
+            node = node[int(part)]
+        elif isinstance(node, Mapping) and part in node:
+            node = node[part]
         else:
             return None
-    return found
+    return node
 
 
 def without(

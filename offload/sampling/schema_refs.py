@@ -16,7 +16,7 @@ MOST_STEPS = 500_000  # about a second; the largest published schemas take a ten
 _CHARS_PER_STEP = 64  # characters of a place that are copied in the time of a step
 
 
-class Steps:
+class StepLimit:
     """Counts the steps of reading one schema. A step takes about a microsecond."""
 
     def __init__(self, most: int = MOST_STEPS) -> None:
@@ -67,8 +67,8 @@ class References:
             return self._root
         if not ref.startswith("#/"):
             return self._anchors.get(ref[1:]) if ref.startswith("#") else None
-        found = at_pointer(self._root, ref)
-        return found if isinstance(found, dict | bool) else None
+        target = at_pointer(self._root, ref)
+        return target if isinstance(target, dict | bool) else None
 
     def _index(self) -> None:
         """Note the anchors, of equal ones the first, and whether a part has an identifier."""

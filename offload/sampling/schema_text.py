@@ -122,13 +122,13 @@ class BareText:
         is_choice = word in ("$ref", "anyOf", "oneOf") or (word == "allOf" and len(parts) == 1)
         if not is_choice or not parts:
             return None
-        found: list[Any] = []
+        every: list[Any] = []
         for part in parts:
             choices = self.choices(part, depth + 1)
             if choices is None:
                 return None
-            found += choices
-        return _of_type(found, node.get("type"))
+            every += choices
+        return _of_type(every, node.get("type"))
 
     def _pattern(self, node: Mapping[str, Any], where: str) -> Rule | None:
         pattern = node.get("pattern")
@@ -208,8 +208,8 @@ def target_of(root: Mapping[str, Any], ref: str) -> Any:
     """Return the schema at a place that a reference names; None if there is none."""
     if ref in ("", "#"):
         return root
-    found = at_pointer(root, ref) if ref.startswith("#/") else None
-    return found if isinstance(found, Mapping | bool) else None
+    target = at_pointer(root, ref) if ref.startswith("#/") else None
+    return target if isinstance(target, Mapping | bool) else None
 
 
 def lark_of_text(rule: Rule | None, end: str, marker: str, without: Sequence[str]) -> str:
@@ -231,10 +231,10 @@ def _lark(rule: Rule) -> str:
 
 def _regex(pattern: str) -> str:
     """Return Lark's form of a regular expression, in which a slash ends it."""
-    found = re.sub(
+    escaped = re.sub(
         r"\\.|/|\n", lambda m: {"/": "\\/", "\n": "\\n"}.get(m[0], m[0]), pattern, flags=re.DOTALL
     )
-    return f"/{found}/"
+    return f"/{escaped}/"
 
 
 def _listed(node: Mapping[str, Any], name: str) -> list[tuple[int, Any]]:

@@ -66,8 +66,8 @@ def pattern_tokens(pattern: str) -> Iterator[tuple[str, bool]]:
     Brackets that open a class, `[` and `[^`, are outside of it. In a class, `[` is a character.
     """
     at, in_class = 0, False
-    while found := (_IN_CLASS if in_class else _OUTSIDE).match(pattern, at):
-        token, at = found[0], found.end()
+    while match := (_IN_CLASS if in_class else _OUTSIDE).match(pattern, at):
+        token, at = match[0], match.end()
         yield token, in_class
         in_class = token != "]" if in_class else token in ("[", "[^")
 
@@ -97,7 +97,7 @@ def translated_pattern(pattern: str) -> str:
     ECMA's white space includes U+FEFF. `\cC`, `\0` and, in a class, `\b` are control characters.
     `[]` matches nothing, `[^]` matches every character, and classes have no operators but ranges.
     """
-    found: list[str] = []
+    parts: list[str] = []
     for token, in_class in pattern_tokens(pattern):
         if token.startswith("\\c") and len(token) == 3:
             token = f"\\x{ord(token[2]) % 32:02x}"
@@ -107,9 +107,9 @@ def translated_pattern(pattern: str) -> str:
             token = "[^\\s\\uFEFF]"
         elif token == "\\0" or (in_class and token == "\\b"):
             token = "\\x00" if token == "\\0" else "\\x08"
-        elif in_class and token == "]" and found[-1] in _EMPTY_CLASSES:
-            token = _EMPTY_CLASSES[found.pop()]
-        elif in_class and (token in _OPERATORS or (token == found[-1] == "-")):
+        elif in_class and token == "]" and parts[-1] in _EMPTY_CLASSES:
+            token = _EMPTY_CLASSES[parts.pop()]
+        elif in_class and (token in _OPERATORS or (token == parts[-1] == "-")):
             token = f"\\{token}"
-        found.append(token)
-    return "".join(found)
+        parts.append(token)
+    return "".join(parts)

@@ -11,6 +11,7 @@ import heapq
 import math
 from array import array
 from collections.abc import Collection, Container
+from typing import Protocol
 
 from offload.routing.routing import HALF_LIFE_STEPS
 from offload.schedule.slots import LOADING, READY, Piece, PoolSlots
@@ -19,8 +20,33 @@ NEVER = -math.inf  # the rank of a piece that was copied but never used
 _SCAN_SHARE = 0.9  # share of a layer's experts from which a cut counts as one of a prompt
 
 
+class CacheRule(Protocol):
+    """The cache rule, as the schedule uses it.
+
+    The player has a twin of `Lrfu` in C. Another rule needs a twin of its own there.
+    """
+
+    skipped: int  # uses that do not count as time, because they are parts of one use
+
+    def touched(self, pieces: Collection[Piece], now: int, *, is_scan: bool = False) -> None:
+        """Raise the ranks of pieces that a cut uses.
+
+        `now` is the number of the use, which grows by one with each cut. With `is_scan`, the pieces
+        are those of a prompt, however few they are.
+        """
+
+    def rank(self, piece: Piece) -> float:
+        """Return the piece's rank; the lowest is evicted first."""
+
+    def ranks(self, group: int, expert: int = 0) -> array[float]:
+        """Return the rank of each expert of a group, as an array that includes `expert`.
+
+        The player writes to it.
+        """
+
+
 class Lrfu:
-    """A cache rule that keeps often used pieces. A use's weight halves every `half_life` cuts.
+    """The cache rule that keeps often used pieces. A use's weight halves every `half_life` cuts.
 
     The rule is LRFU, recency first and frequency second (Lee and others, IEEE Transactions on
     Computers 50, 2001). A piece used in this cut outranks any piece with one earlier use, and
@@ -98,7 +124,7 @@ class VictimQueue:
 
     __slots__ = ("_heap", "_rule", "_slots", "_version", "dropped", "queued")
 
-    def __init__(self, slots: PoolSlots, rule: Lrfu) -> None:
+    def __init__(self, slots: PoolSlots, rule: CacheRule) -> None:
         self._slots, self._rule = slots, rule
         self._heap: list[tuple[float, int, int]] = []  # rank, slot, version
         self._version = [0] * slots.n_slots  # number of pieces that a slot has held

@@ -65,7 +65,7 @@ def stale_bytes(staged: CachePart, wanted: CachePart, rows: range, row_bytes: in
     start, end = wanted.start_bytes, wanted.end_bytes
     there = min(end, staged.end_bytes)
     first, last = max(start, rows.start * row_bytes), min(there, rows.stop * row_bytes)
-    found = [range(first, last), range(there, end)]
-    if found[0] and found[0].stop == there:  # both in one copy
-        found = [range(first, end)]
-    return [its for its in found if its]
+    ranges = [range(first, last), range(there, end)]
+    if ranges[0] and ranges[0].stop == there:  # both in one copy
+        ranges = [range(first, end)]
+    return [part for part in ranges if part]

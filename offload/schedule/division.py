@@ -39,7 +39,7 @@ _LEAST = 64  # rows and misses of the smallest tables
 _NOTHING = 1e-9  # largest rounding error of a share
 _BEFORE = np.zeros(1, np.intp)  # a zero in front of the experts' rows
 
-_Counts = tuple[int, int]
+_PairCounts = tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ class SplitCosts:
     host_slowdown: float = 1.0  # factor on the CPU's times while the link copies
     link_slowdown: float = 1.0  # factor on the link's times while the CPU computes
     kinds: tuple[float, ...] = (1.0,)  # each kind's share of an expert, in the order of copying
-    _of_token: dict[_Counts, _Cut] = field(default_factory=dict, init=False, repr=False)
+    _of_token: dict[_PairCounts, _Cut] = field(default_factory=dict, init=False, repr=False)
     _tables: list[_Tables] = field(default_factory=list, init=False, repr=False)
 
     def tables(self, most_rows: int, n_misses: int) -> _Tables:
@@ -66,14 +66,14 @@ class SplitCosts:
 
         The tables are kept for the next calls.
         """
-        found = self._tables[0] if self._tables else None
-        if found is None or found.most_rows < most_rows or found.most_misses < n_misses:
-            most = (0, 0) if found is None else (found.most_rows, found.most_misses)
+        tables = self._tables[0] if self._tables else None
+        if tables is None or tables.most_rows < most_rows or tables.most_misses < n_misses:
+            most = (0, 0) if tables is None else (tables.most_rows, tables.most_misses)
             most_rows, n_misses = max(most_rows, most[0]), max(n_misses, most[1])
             most_rows = 1 << (most_rows - 1).bit_length()  # so that few batches make them anew
-            found = _Tables.of(self, max(most_rows, _LEAST), max(n_misses, _LEAST))
-            self._tables[:] = [found]
-        return found
+            tables = _Tables.of(self, max(most_rows, _LEAST), max(n_misses, _LEAST))
+            self._tables[:] = [tables]
+        return tables
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,19 +166,19 @@ def _stages(kinds: Sequence[float], *, all_of_them: bool) -> tuple[tuple[float, 
     Leaves out stages that are never the latest, unless `all_of_them` is set.
     """
     ends = list(itertools.accumulate(kinds))
-    found = [(end, 1.0 - end + kind) for end, kind in zip(ends, kinds, strict=True)]
-    (first_link, first_products), (last_link, last_products) = found[0], found[-1]
+    shares = [(end, 1.0 - end + kind) for end, kind in zip(ends, kinds, strict=True)]
+    (first_link, first_products), (last_link, last_products) = shares[0], shares[-1]
     if all_of_them:
-        return tuple(found)
+        return tuple(shares)
     kept = [
         (link, products)
-        for link, products in found[1:-1]
+        for link, products in shares[1:-1]
         # A stage can be the latest only if it lies above the line from the first stage to the last.
         if (link - first_link) * (first_products - last_products)
         + (products - first_products) * (last_link - first_link)
         > _NOTHING
     ]
-    return tuple(dict.fromkeys([found[0], *kept, found[-1]]))
+    return tuple(dict.fromkeys([shares[0], *kept, shares[-1]]))
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.decode import SMALL_BATCH
-from offload.schedule.division import HOST
+from offload.schedule.division import HOST, SplitCosts, seconds_at
 from offload.schedule.slots import NOWHERE
 
 # Share of a layer's experts in use from which experts are copied before the router has run.
 AHEAD_OF_ROUTER = 0.8
 MOST_PAIRS = 1024  # most pairs of a launch, to limit the memory for their rows
 MOST_HOST_PAIRS = 4096  # most pairs of a layer that the CPU computes, to limit memory
+LEAST_GAIN = 0.02  # least share of a layer's time that the CPU's part saves
+_GROUPS_IN_MODEL = 4  # groups of copies that products follow, in the model of a division
 _GROUPS = 16  # groups of a layer's experts, if the slots have room for two of them
 _LEAST_BYTES = 32 << 20  # least bytes of a group, so that its copies outlast submitting a pass
 _RING_SHARE = 4  # a ring is 1/4 of the slots or of a layer's experts, but at least two groups
@@ -75,10 +77,10 @@ def passes_of(
     there = [expert for expert in used if slots[expert] != NOWHERE]
     late = [expert for expert in there if expert in coming]
     ready = [expert for expert in there if expert not in coming]
-    found = [ready] if ready else []
+    groups = [ready] if ready else []
     for experts in (late, missing):
-        found += [experts[i : i + n_group] for i in range(0, len(experts), n_group)]
-    return found
+        groups += [experts[i : i + n_group] for i in range(0, len(experts), n_group)]
+    return groups
 
 
 def host_experts(
@@ -86,26 +88,81 @@ def host_experts(
     rows: NDArray[np.integer],
     resident: NDArray[np.bool_],
     coming: Collection[int],
-    *,
-    may_swap: bool = True,
 ) -> list[int]:
-    """Return the experts of a layer that the CPU computes, those with the fewest pairs first.
+    """Return the experts that a splitter gives to the CPU, those with the fewest pairs first.
 
-    `kinds` [n_experts]: the side of each expert by a splitter. `rows` [n_experts]: number of pairs.
-    `resident` [n_experts]: True for experts in slots. `coming`: experts whose copies are under way.
-    They stay on the device. If `may_swap`, the CPU then gets as many others, because every copy
-    takes equally long and is worth most for an expert with many pairs. At most MOST_HOST_PAIRS
-    pairs are returned.
+    `kinds` [n_experts]: the side of each expert by the splitter. `rows` [n_experts]: number of
+    pairs. `resident` [n_experts]: True for experts in slots. `coming`: experts whose copies are
+    under way. They stay on the device. At most MOST_HOST_PAIRS pairs are returned.
     """
+    may_compute = _by_pairs(rows, resident, coming)
+    return [int(expert) for expert in may_compute if kinds[expert] == HOST]
+
+
+def soonest_host_experts(
+    rows: NDArray[np.integer],
+    resident: NDArray[np.bool_],
+    coming: Collection[int],
+    costs: SplitCosts,
+    way: RowsWay,
+) -> list[int]:
+    """Return the experts that the CPU computes so that both sides of a layer end soonest.
+
+    The arguments are those of `host_experts`, with measured costs, and the way of the CPU's rows.
+    The CPU gets experts with few pairs, because every copy takes equally long and is worth most for
+    an expert with many. Experts that are coming stay on the device, and the link copies them first.
+    The CPU gets none if the layer would end less than `LEAST_GAIN` sooner by it.
+    """
+    chosen = _by_pairs(rows, resident, coming)
+    its_rows, slow = rows[chosen], costs.host_slowdown
+    n_copied = int(((rows > 0) & ~resident).sum()) - np.arange(len(chosen) + 1)
+    copies_s = n_copied * costs.copy_s
+    of_host_s = seconds_at(costs.host_s, its_rows) + way.row_s * its_rows
+    host_s = costs.host_fixed_s + way.begin_s + _sums(of_host_s)
+    host_s[0] = 0.0
+    # Each side is slower only while the other one is busy.
+    host_s = np.minimum(slow * host_s, host_s + (1.0 - 1.0 / slow) * copies_s)
+    alone = 1.0 / costs.link_slowdown
+    copies_s = np.minimum(copies_s, alone * copies_s + (1.0 - alone) * host_s)
+    all_s = costs.device_fixed_s + float(seconds_at(costs.device_s, rows).sum())
+    products_s = all_s - _sums(seconds_at(costs.device_s, its_rows))
+    # Each group's products wait for its own copies: the first group's, or the last group's.
+    part = 1.0 / _GROUPS_IN_MODEL
+    device_s = np.maximum(part * copies_s + products_s, copies_s + part * products_s)
+    ends_s = np.maximum(host_s, device_s)
+    n = int(ends_s.argmin())
+    if ends_s[n] > (1.0 - LEAST_GAIN) * ends_s[0]:
+        return []
+    return [int(expert) for expert in chosen[:n]]
+
+
+def _by_pairs(
+    rows: NDArray[np.integer], resident: NDArray[np.bool_], coming: Collection[int]
+) -> NDArray[np.intp]:
+    """Return the experts that the CPU may compute, those with the fewest pairs first."""
     may_compute = (rows > 0) & ~resident
-    n = int(((kinds == HOST) & may_compute).sum())
     may_compute[list(coming)] = False
-    if not may_swap:
-        may_compute &= kinds == HOST
-    found = may_compute.nonzero()[0]
-    found = found[rows[found].argsort(kind="stable")][:n]
-    within = rows[found].cumsum() <= MOST_HOST_PAIRS
-    return [int(expert) for expert in found[within]]
+    chosen = may_compute.nonzero()[0]
+    chosen = chosen[rows[chosen].argsort(kind="stable")]
+    return chosen[rows[chosen].cumsum() <= MOST_HOST_PAIRS]
+
+
+def _sums(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the sums of the first 0, 1, ... values."""
+    return np.concatenate(([0.0], seconds.cumsum()))
+
+
+@dataclass(frozen=True)
+class RowsWay:
+    """Seconds in which rows of a prompt go over the link to the CPU and back."""
+
+    begin_s: float = 0.0  # until the CPU has the rows of all tokens
+    row_s: float = 0.0  # for the result of one pair
+
+    @classmethod
+    def over(cls, bytes_per_s: float, inputs_bytes: int, row_bytes: int) -> RowsWay:
+        """The way over a link. Results come back beside copies, so they have half of the link."""
+        return cls(inputs_bytes / bytes_per_s, 2 * row_bytes / bytes_per_s)
 
 
 @dataclass(frozen=True)
@@ -151,11 +208,11 @@ class PairOrder:
         pairs, rows = self.pairs_of(ordered), self.rows[ordered]
         of_expert = np.repeat(np.array(ordered, np.int32), rows)
         of_slot = np.repeat(np.array([slot for slot, _ in in_order], np.int32), rows)
-        found, first = [], 0
+        launches, first = [], 0
         while first < len(pairs):
             end = min(len(pairs), first + most_pairs)
             beyond = int(of_slot.searchsorted(of_slot[first] + most_slots))
             part = slice(first, min(end, beyond))
-            found.append(Launch(pairs[part], of_expert[part], of_slot[part]))
+            launches.append(Launch(pairs[part], of_expert[part], of_slot[part]))
             first = part.stop
-        return found
+        return launches

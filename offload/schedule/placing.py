@@ -20,7 +20,7 @@ from itertools import islice
 from operator import itemgetter
 
 from offload.errors import DoesNotFit
-from offload.schedule.cache import Lrfu, VictimQueue
+from offload.schedule.cache import CacheRule, VictimQueue
 from offload.schedule.slots import (
     AHEAD,
     CLOSED,
@@ -47,8 +47,9 @@ class PoolPlanner:
     """The slots of one pool, the needs that still lack slots, and the pieces that should stay."""
 
     def __init__(
-        self, pool: int, n_slots: int, rule: Lrfu, in_flight: set[Piece], counters: StreamCounters,
-        n_experts: int = 0, homes: Mapping[int, int] | None = None, n_lent: int = 0,
+        self, pool: int, n_slots: int, rule: CacheRule, in_flight: set[Piece],
+        counters: StreamCounters, n_experts: int = 0, homes: Mapping[int, int] | None = None,
+        n_lent: int = 0,
     ) -> None:  # fmt: skip
         """`in_flight`: guesses whose copy no computation has waited for, in all pools.
 
@@ -81,7 +82,8 @@ class PoolPlanner:
     def keep(self, pieces: frozenset[Piece]) -> None:
         """Replace the set of kept pieces. They are evicted only if no other piece can be."""
         self.kept = pieces
-        self.queue.offer_dropped()
+        if self.queue.dropped:
+            self.queue.offer_dropped()
 
     def resident(self, need: CutNeed) -> list[int] | None:
         """Return the need's slots in order, whatever their state, or None if a piece has none."""
@@ -167,12 +169,12 @@ class PoolPlanner:
                 self.ring[slot] = 0
                 got.append(slot)
         while len(got) < n and len(self.ring) < most:
-            found = self.queue.take(wanted, guessed, self.kept)
-            if found is None:
+            victim = self.queue.take(wanted, guessed, self.kept)
+            if victim is None:
                 break
-            self._evict(found)
-            self.ring[found] = 0
-            got.append(found)
+            self._evict(victim)
+            self.ring[victim] = 0
+            got.append(victim)
         return sorted(got, key=slots.last_use.__getitem__)
 
     def place_for_later(self, piece: Piece, cut: int, reason: str, out: list[Copy]) -> bool:

@@ -30,7 +30,7 @@ from bisect import insort
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from offload.schedule.batch import LAYER_RING
-from offload.schedule.cache import Lrfu
+from offload.schedule.cache import CacheRule
 from offload.schedule.placing import PoolPlanner, add, discard
 from offload.schedule.slots import (
     AHEAD,
@@ -66,7 +66,7 @@ class Schedule:
     def __init__(
         self,
         pools: Mapping[int, int],
-        rule: Lrfu,
+        rule: CacheRule,
         depth: int,
         guess_limit: int = 16,
         *,
@@ -141,8 +141,8 @@ class Schedule:
     # -- needs and guesses -----------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        its = ", ".join(map(repr, self.pools.values()))
-        return f"Schedule(cut {self._at} of {self._n_cuts}, {its})"
+        pools = ", ".join(map(repr, self.pools.values()))
+        return f"Schedule(cut {self._at} of {self._n_cuts}, {pools})"
 
     def begin(self, n_cuts: int, *, before_end: bool = False) -> None:
         """Start a new graph. Cached pieces stay. Every entered cut must have been left.
@@ -275,15 +275,15 @@ class Schedule:
         if not self.depth or not self._has_work():
             return out
         horizon = at + (self.depth if n_ahead is None else n_ahead)
-        while (found := self._next_needed(horizon)) is not None:
-            need = self._needs[found.pending[0]]
+        while (planner := self._next_needed(horizon)) is not None:
+            need = self._needs[planner.pending[0]]
             reason = AHEAD if need.cut > at else NEEDED
-            if found.place(need, reason, out):
-                discard(found.pending, need.cut)
+            if planner.place(need, reason, out):
+                discard(planner.pending, need.cut)
             else:
-                found.stuck = True
-        while (found := self._next_guessed(horizon)) is not None:
-            self._issue_guess(found, self._guesses[found.guesses[0]], out)
+                planner.stuck = True
+        while (planner := self._next_guessed(horizon)) is not None:
+            self._issue_guess(planner, self._guesses[planner.guesses[0]], out)
         due = -(-len(self._promotions) * (at + 1) // max(1, self._n_cuts))
         self._issue_promoted(max(due, n_promoted), out)
         return out
@@ -296,24 +296,24 @@ class Schedule:
         return bool(self._guesses or self._promotions)
 
     def _next_needed(self, horizon: int) -> PoolPlanner | None:
-        best, found = horizon + 1, None
+        best, first = horizon + 1, None
         for planner in self._planners.values():
             pending = planner.pending
             while pending and pending[0] < self._at:  # a cut passed over; `enter` would place it
                 del pending[0]
             if pending and not planner.stuck and pending[0] < best:
-                best, found = pending[0], planner
-        return found
+                best, first = pending[0], planner
+        return first
 
     def _next_guessed(self, horizon: int) -> PoolPlanner | None:
         if len(self._in_flight) >= self.guess_limit:
             return None
-        best, found = horizon + 1, None
+        best, first = horizon + 1, None
         for planner in self._planners.values():
             guesses = planner.guesses
             if guesses and guesses[0] < best and not (planner.stuck or planner.guessing_stuck):
-                best, found = guesses[0], planner
-        return found
+                best, first = guesses[0], planner
+        return first
 
     def _issue_guess(self, planner: PoolPlanner, guess: CutNeed, out: list[Copy]) -> None:
         """Copy the pieces guessed for one cut, until the limit is reached or no slot is found."""

@@ -158,6 +158,11 @@ class StreamCounters:
     cache_bytes: int = 0  # bytes of a KV cache in RAM that were copied to the device
     cache_ahead_bytes: int = 0  # those that were there before the layer that reads them
     n_small_plans: int = 0  # times that the scheduler planned a small graph, to free such slots
+    # Choices of an expert for a token, in batches whose routers prefer cached experts.
+    routed_choices: int = 0
+    routed_kept: int = 0  # those that the router would have made, too
+    routed_hits: int = 0  # those of experts that were in slots before the batch
+    routed_own_hits: int = 0  # the router's own choices of such experts
     host_s: float = 0.0  # seconds in which the CPU computed pairs of split layers
     split_layers: int = 0
     # Seconds from the division of a layer until the CPU's rows were handed over.
@@ -221,13 +226,13 @@ class PoolSlots:
 
     def of_group(self, group: int, n_experts: int) -> NDArray[np.int32]:
         """Return the slot of each expert of a group, or NOWHERE: [n_experts], read-only."""
-        found = self._of_group.get(group)
-        if found is None or len(found) < n_experts:
+        slots = self._of_group.get(group)
+        if slots is None or len(slots) < n_experts:
             wider = np.full(max(self._least_experts, n_experts), NOWHERE, np.int32)
-            if found is not None:
-                wider[: len(found)] = found
-            found = self._of_group[group] = wider
-        return found[:n_experts]
+            if slots is not None:
+                wider[: len(slots)] = slots
+            slots = self._of_group[group] = wider
+        return slots[:n_experts]
 
     def load(self, slot: int, piece: Piece) -> None:
         """Give a free slot to a piece without a slot. The caller enqueues the copy."""

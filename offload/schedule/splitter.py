@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from offload.schedule.division import HIT, HOST, STREAMED, Split, SplitCosts, split_pairs
 
-# `stay`, `all_on_device` or a `ByCosts`, which the player knows, too. It is called for prompts:
-# (ids [n_tokens, n_used], resident [n_experts]) -> HIT, STREAMED or HOST for each expert. Resident
-# experts are HIT. Values for unused experts have no meaning.
+# `stay`, `all_on_device` or a `ByCosts`. Only prompts call it, because the player has a twin of
+# each in C. (ids [n_tokens, n_used], resident [n_experts]) -> HIT, STREAMED or HOST for each
+# expert. Resident experts are HIT. Values for unused experts have no meaning.
 Splitter = Callable[[NDArray[np.int32], NDArray[np.bool_]], NDArray[np.uint8]]
 
 

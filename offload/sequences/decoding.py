@@ -15,14 +15,13 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.decode import SMALL_BATCH, Batch
+from offload.decode import SMALL_BATCH, Batch, Rows
 from offload.ggml.context import Context
 from offload.ggml.hostbuffer import OnDemand
 from offload.ggml.row_context import RowContext
 from offload.images.mtmd import Projector
-from offload.routing.next_experts import Rows
 from offload.routing.routing import RoutingGuess, RoutingRecorder
-from offload.sequences.row_draft import Step
+from offload.sequences.row_draft import RowStep
 from offload.sequences.sequences import Decode, DecodeImage
 from offload.store.expert_memory import ExpertMemory
 from offload.store.memory_budget import IN_DECODES
@@ -31,7 +30,7 @@ from offload.stream.device import StreamingDevice
 from offload.threads.engine_threads import EngineThreads
 
 
-class Decoding(Protocol):
+class BatchDecoder(Protocol):
     """A context, or what stands for one that decodes images."""
 
     def decode(self, asked: Batch) -> NDArray[np.float32]: ...
@@ -53,7 +52,7 @@ def _on_several(devices: Sequence[StreamingDevice], batch: Batch) -> Iterator[No
 
 
 def decoder(
-    context: Decoding,
+    context: BatchDecoder,
     threads: EngineThreads | None,
     devices: Sequence[StreamingDevice],
     native: NativeExperts | None = None,
@@ -134,7 +133,7 @@ def image_decoder(
 
 def row_step(
     context: RowContext, threads: EngineThreads, devices: Sequence[StreamingDevice]
-) -> Step:
+) -> RowStep:
     """Return the decode function for drafts from rows, which calls `RowContext.step`."""
 
     def step(

@@ -15,7 +15,7 @@ from offload.errors import BadRequest, DoesNotFit
 
 
 @dataclass(frozen=True)
-class Copy:
+class SharedPrefix:
     """Positions [0, end) of the sequence `source` are shared with the sequence `target`."""
 
     source: int
@@ -27,7 +27,7 @@ class Copy:
 class Level:
     """One decode of a tree: copies to make first, then each row's position and sequences."""
 
-    copies: tuple[Copy, ...]
+    copies: tuple[SharedPrefix, ...]
     positions: tuple[int, ...]
     rows: tuple[tuple[int, ...], ...]
 
@@ -61,7 +61,7 @@ class LeafSequences:
         every = [*self._parents, *parents]
         leaves = [i for i in range(first, len(every)) if i not in inner]
         tips, free = dict(self._tips), list(self._free)
-        copies: list[Copy] = []
+        copies: list[SharedPrefix] = []
         rows: dict[int, list[int]] = {i: [] for i in range(first, len(every))}
         for leaf in leaves:
             path = [leaf]
@@ -74,7 +74,7 @@ class LeafSequences:
                 sequence = free.pop()
                 source = self._rows[above][0] if above >= 0 else self._main
                 end = self.start + (self._depths[above] + 1 if above >= 0 else 0)
-                copies.append(Copy(source, sequence, end))
+                copies.append(SharedPrefix(source, sequence, end))
             else:
                 raise DoesNotFit(
                     f"a tree with more than {len(self.used) + len(self._free)} leaves has no "

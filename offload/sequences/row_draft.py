@@ -21,16 +21,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
-from numpy.typing import NDArray
 
-from offload.decode import Batch
+from offload.decode import Batch, Rows
 from offload.errors import BadRequest
 from offload.ggml.row_context import RowContext
 
-Rows = NDArray[np.float32]
-Step = Callable[..., tuple[Rows, Rows]]  # has the arguments and results of `RowContext.step`
+RowStep = Callable[..., tuple[Rows, Rows]]  # has the arguments and results of `RowContext.step`
 
-_UNKNOWN = -1  # stands for a token that is not known, such as one of a loaded text
+UNKNOWN = -1  # stands for a token that is not known, such as one of a loaded text
 
 
 class _Text:
@@ -75,7 +73,7 @@ class RowDraft:
 
     can_rewind = True
 
-    def __init__(self, context: RowContext, step: Step, n_ctx: int, n_sequences: int) -> None:
+    def __init__(self, context: RowContext, step: RowStep, n_ctx: int, n_sequences: int) -> None:
         """`step` decodes tokens in `context`. `n_ctx`: most tokens of a sequence of the target."""
         self._context, self._step = context, step
         self.n_heads, self.first = context.n_heads, context.first
@@ -136,7 +134,7 @@ class RowDraft:
         n_held = len(text.held)
         n_known = n_held + len(text.waiting)
         if start > n_known:
-            self._begin(sequence, [_UNKNOWN] * start)
+            self._begin(sequence, [UNKNOWN] * start)
             text = self._texts[sequence]
         elif start < n_held:
             # Held tokens that the target decoded again stay. The row of the last one is known now.
@@ -199,7 +197,7 @@ class RowDraft:
         """
         text = self._trimmed(sequence, length)
         self.take_in([sequence])
-        if not length or len(text.held) < length or _UNKNOWN in text.held:
+        if not length or len(text.held) < length or UNKNOWN in text.held:
             return b""
         paired = self._no_row() if text.paired is None else text.paired
         return b"".join((paired.tobytes(), text.rows.tobytes(), self._context.state(sequence, 0)))
@@ -214,7 +212,7 @@ class RowDraft:
         Raises DeviceFailed if the layers' cache has no room for it, or if it is of another model.
         """
         if not saved:
-            self._begin(sequence, [_UNKNOWN] * len(tokens))
+            self._begin(sequence, [UNKNOWN] * len(tokens))
             return
         self._begin(sequence, [])
         end = 2 * self._no_row().nbytes
@@ -232,7 +230,7 @@ class RowDraft:
         # If the row is not known, one more token is kept. The target may decode that token again,
         # and then its row is known (`Sequences.resumable`).
         n = min(n_tokens + (row is None), len(theirs.held))
-        self._begin(sequence, theirs.held[:n] + [_UNKNOWN] * (n_tokens - n), row)
+        self._begin(sequence, theirs.held[:n] + [UNKNOWN] * (n_tokens - n), row)
         if n:
             self._context.copy_sequence(source, sequence, 0, max(0, n - self.first))
 
@@ -268,7 +266,7 @@ class RowDraft:
                 self._count_unknown(text)
                 for head in self._heads():
                     self._remove(sequence, start)
-                    self._compute(sequence, text.waiting[:n], start, text.rows[:n], head)
+                    self._compute(sequence, text.waiting[:n], start, text.rows[: n + 1], head)
                 self._settle(text, n)
 
     def keep_recent(self, sequence: int, most: int, kept: int) -> None:
@@ -281,7 +279,7 @@ class RowDraft:
             return
         n_known = len(text.held) + len(text.waiting)
         tokens, rows = text.waiting[-kept:], text.rows[-kept - 1 :].copy()
-        self._begin(sequence, [_UNKNOWN] * (n_known - kept), rows[:1])
+        self._begin(sequence, [UNKNOWN] * (n_known - kept), rows[:1])
         self._texts[sequence].wait(tokens, rows[1:])
 
     def _heads(self) -> range:
@@ -291,10 +289,11 @@ class RowDraft:
     def _compute(
         self, sequence: int, tokens: Sequence[int], start: int, rows: Rows, head: int
     ) -> None:
+        """Compute tokens from position `start`. `rows`: the row before each, and the last one's."""
         self._use(head)
         n, at = len(tokens), start - self.first
         batch = Batch(tokens, range(at, at + n), [sequence] * n, [False] * n, n, is_draft=True)
-        self._step(batch, rows, taken=True)
+        self._step(batch, rows[:-1], taken=True)
 
     def _remove(self, sequence: int, length: int) -> None:
         """Keep the cells of at most the first `length` tokens."""
@@ -329,13 +328,13 @@ class RowDraft:
         length, n_held = len(history) - 1, len(text.held)
         if not text.is_checked:
             n = next((i for i, t in enumerate(text.held[:length])
-                      if t not in (_UNKNOWN, history[i])), min(n_held, length))  # fmt: skip
+                      if t not in (UNKNOWN, history[i])), min(n_held, length))  # fmt: skip
             if n < n_held:
                 self._cut(sequence, n)
             text.is_checked = True
         n_known = len(text.held) + len(text.waiting)
         if n_known < length:  # the target decoded tokens while `RowDraft` was paused
-            self._begin(sequence, [_UNKNOWN] * length)
+            self._begin(sequence, [UNKNOWN] * length)
             self._texts[sequence].is_checked = True
         return [*self._trimmed(sequence, length).waiting, history[-1]]
 
@@ -466,8 +465,8 @@ class RowDraft:
             sequences += [sequence] * n
             wanted += [False] * (n - 1) + [True]
         rows = batch[0][3] if len(batch) == 1 else np.concatenate([r for *_, r in batch])
-        its = Batch(tokens, positions, sequences, wanted, len(tokens), is_draft=True)
-        return self._step(its, rows, taken=taken)
+        step = Batch(tokens, positions, sequences, wanted, len(tokens), is_draft=True)
+        return self._step(step, rows, taken=taken)
 
     # -- the memory interface of a draft model -----------------------------------------------------
 

@@ -14,10 +14,10 @@ from struct import Struct
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from offload.decode import Batch
+from offload.decode import Batch, Rows
 from offload.errors import BadRequest, DecodeStopped, DoesNotFit
+from offload.ggml.cells import Cells
 from offload.ggml.context import ON_DEVICE, PARTIAL_STATE, Context
 from offload.ggml.library import interrupt
 from offload.images.place_tokens import ImageSpan, image_spans
@@ -26,7 +26,6 @@ from offload.sequences.leaf_sequences import LeafSequences
 if TYPE_CHECKING:
     from offload.sequences.row_draft import RowDraft
 
-Rows = NDArray[np.float32]
 Decode = Callable[[Batch], Rows]  # returns the logits [number wanted, n_vocab], in batch order
 
 # Decodes an image: (its numbers, sequence, position of its first place).
@@ -164,6 +163,11 @@ class Sequences:
         """
         if self._on_text is not None and min(text, default=0) >= 0:
             self._on_text(sequence, text)
+
+    @property
+    def cells(self) -> Cells:
+        """The cells of the KV cache, and who holds them."""
+        return self._context.cells
 
     # -- extending -------------------------------------------------------------------------------
 
@@ -740,7 +744,7 @@ class Sequences:
         self.rewind(sequence, 0)
         state, own = _parted(state)
         try:
-            self._context.set_state(sequence, state, 0)
+            self._context.set_state(sequence, state, 0, len(tokens))
             self._begun(sequence, len(tokens))
             self._set_images(sequence, image_spans(tokens))
             if self._follower is not None:

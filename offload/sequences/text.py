@@ -13,29 +13,6 @@ LONG_CHARS = 32_768  # characters up to which texts are tokenised whole
 _PART_CHARS = 1024  # least characters of a part of a longer text
 
 
-_FIRST_COMPARED = 5  # the first ids are special tokens that families name differently
-
-
-def vocabulary_difference(target: Model, draft: Model, name: str) -> str:
-    """Return the first difference between the vocabularies, or "". `name` is the draft's name."""
-    for kind in ("bos", "eos"):
-        theirs, ours = getattr(draft, kind), getattr(target, kind)
-        if theirs != ours:
-            return f"{name} has {kind} token {theirs} and the target {ours}"
-    for token in range(_FIRST_COMPARED, min(target.n_vocab, draft.n_vocab)):
-        text, wanted = draft.token_text(token), target.token_text(token)
-        if text != wanted:
-            return f"token {token} is {text!r} in {name} and {wanted!r} in the target"
-    return ""
-
-
-def share_of_tokens(target: Model, draft: Model) -> float:
-    """Return the share of the draft's tokens whose text is one token of the target."""
-    known = {target.token_text(token) for token in range(target.n_vocab)}
-    n = sum(draft.token_text(token) in known for token in range(draft.n_vocab))
-    return n / max(1, draft.n_vocab)
-
-
 class TextStream:
     """Joins the bytes of tokens into text; invalid bytes become U+FFFD, never an error."""
 

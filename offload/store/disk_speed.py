@@ -64,19 +64,19 @@ class Disk:
     def is_remote(self) -> bool:
         return self.file_system.startswith(_REMOTE)
 
-    def complaints(self, bytes_per_s: float | None = None) -> list[str]:
+    def reasons(self, bytes_per_s: float | None = None) -> list[str]:
         """Return sentences on what makes reads from this disk slow."""
-        found, disk = [], f"disk {self.name}"
+        reasons, disk = [], f"disk {self.name}"
         if self.is_remote:
-            found.append(f"{disk} is remote ({self.file_system}): a local disk is faster")
+            reasons.append(f"{disk} is remote ({self.file_system}): a local disk is faster")
         if self.is_encrypted:
-            found.append(f"{disk} is encrypted: the CPU decrypts all that is read")
+            reasons.append(f"{disk} is encrypted: the CPU decrypts all that is read")
         if self.is_rotational:
-            found.append(f"{disk} is a rotating disk: an SSD is 10 to 50 times as fast")
+            reasons.append(f"{disk} is a rotating disk: an SSD is 10 to 50 times as fast")
         elif bytes_per_s is not None and bytes_per_s < _SLOW_BYTES_PER_S:
             rate = f"{bytes_per_s / 1e9:.1f} GB/s"
-            found.append(f"{disk} reads {rate}: NVMe disks reach 3 to 14 GB/s")
-        return found
+            reasons.append(f"{disk} reads {rate}: NVMe disks reach 3 to 14 GB/s")
+        return reasons
 
 
 def disk_of(path: Path, root: Path = Path("/")) -> Disk:

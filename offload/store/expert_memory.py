@@ -29,8 +29,8 @@ from offload.store.expert_pages import ExpertPages, Leave
 from offload.store.expert_reading import ExpertReaders, ExpertReads
 from offload.store.memory_budget import MemoryBudget, MemoryLimits
 from offload.store.reading import OpenFile, ReadCounters, Workers
-from offload.store.residency import Piece, Residency, bytes_of
-from offload.times.context import DEFAULT_UBATCH
+from offload.store.residency import LayerExpert, Residency, bytes_of
+from offload.times.context_memory import DEFAULT_UBATCH
 from offload.times.machine import TYPICAL
 
 N_READERS = 8
@@ -125,15 +125,15 @@ class ExpertMemory:
             )
         self._residency = Residency(sizes, n_experts, places.n_used, capacity_bytes)
         self._pages = ExpertPages(places.memory, layers, n_experts, places.others, leave)
-        self._reading: dict[Piece, ExpertReads] = {}
+        self._reading: dict[LayerExpert, ExpertReads] = {}
         self._read_error: BaseException | None = None  # error of the last read that failed
         self._told_bytes = capacity_bytes  # capacity that the user was told of
-        self._held: set[Piece] = set()  # experts that the current layer computes with
+        self._held: set[LayerExpert] = set()  # experts that the current layer computes with
         self._held_layer = -1
-        self._expected: dict[int, set[Piece]] = {}  # experts that layers may need soon, by layer
-        self._ahead: dict[int, set[Piece]] = {}  # those of them that were read, by layer
+        self._expected: dict[int, set[LayerExpert]] = {}  # needed soon perhaps, by layer
+        self._ahead: dict[int, set[LayerExpert]] = {}  # those of them that were read, by layer
         self._n_prompt_tokens = 1  # tokens of the decode if most are a prompt's, otherwise 0
-        self._copying: deque[tuple[frozenset[Piece], Callable[[], None]]] = deque()
+        self._copying: deque[tuple[frozenset[LayerExpert], Callable[[], None]]] = deque()
         self._lock = threading.RLock()
         self._done = threading.Condition()
         self.counters = DiskCounters()
@@ -300,13 +300,13 @@ class ExpertMemory:
         residency = self._residency
         if uses is None:
             uses = dict.fromkeys(self.layers, [1] * self._n_experts)
-        found = [
+        ranked = [
             (-n, (layer, expert))
             for layer in self.layers
             for expert, n in enumerate(uses.get(layer, ())[: self._n_experts])
             if n
         ]
-        pieces = [piece for _, piece in sorted(found) if piece not in residency]
+        pieces = [piece for _, piece in sorted(ranked) if piece not in residency]
         least_size = min(residency.sizes.values())
         pieces = pieces[: max(0, self.capacity_bytes - self.used_bytes) // least_size]
         residency.expect(pieces)
@@ -343,7 +343,7 @@ class ExpertMemory:
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def _start(self, pieces: Sequence[Piece], *, ahead: bool, together: bool = True) -> None:
+    def _start(self, pieces: Sequence[LayerExpert], *, ahead: bool, together: bool = True) -> None:
         """Make room for pieces of one layer and begin to read them.
 
         With `ahead`, pieces for which there is no room are skipped; otherwise they raise
@@ -384,7 +384,7 @@ class ExpertMemory:
         if following is not None:
             self._start_ahead(following, self._residency.likely(following, n))
 
-    def _start_ahead(self, layer: int, pieces: Sequence[Piece]) -> None:
+    def _start_ahead(self, layer: int, pieces: Sequence[LayerExpert]) -> None:
         """Begin to read pieces of one layer, the first ones first."""
         missing = [piece for piece in pieces if piece not in self._residency]
         together = len(missing) >= self._n_experts // 2
@@ -394,7 +394,7 @@ class ExpertMemory:
         self.counters.n_read_ahead += len(started)
         self._ahead.setdefault(layer, set()).update(started)
 
-    def _check_read(self, pieces: Iterable[Piece]) -> None:
+    def _check_read(self, pieces: Iterable[LayerExpert]) -> None:
         """Raise DeviceFailed if needed pieces have left, because their reads failed.
 
         A thread that makes room forgets failed batches, even if another thread is about to wait
@@ -453,7 +453,7 @@ class ExpertMemory:
                 "or give the control group more"
             )
 
-    def _cancel_unneeded(self, layer: int, needed: Set[Piece]) -> None:
+    def _cancel_unneeded(self, layer: int, needed: Set[LayerExpert]) -> None:
         """Cancel reads ahead of this layer's experts that turn out not to be needed.
 
         Counts those that were read.
@@ -495,7 +495,7 @@ class ExpertMemory:
                 self._lose(piece)
         return batch.error
 
-    def _lose(self, piece: Piece) -> None:
+    def _lose(self, piece: LayerExpert) -> None:
         """Take away a piece that was not read. `is_there`, which takes no lock, never sees it."""
         self._residency.remove(piece)
         self._pages.leave(piece)

@@ -16,7 +16,7 @@ from pathlib import Path
 from numa.errors import PlacementRefused
 from offload.ggml.memory import HostRange
 from offload.plan.store_layout import PAGE_BYTES, ExpertMatrices, Spot
-from offload.store.residency import Piece
+from offload.store.residency import LayerExpert
 
 _MOST_MAPPINGS = 65_530  # the kernel's default limit for a process
 _MOVE_PAGES = 4  # pages whose faults take as long as moving a unit
@@ -51,7 +51,7 @@ class ExpertPages:
         for matrices in kinds:
             leave(memory.part(*matrices.inner_pages))
 
-    def enter(self, piece: Piece) -> int:
+    def enter(self, piece: LayerExpert) -> int:
         """Give an expert pages of experts that have left. Returns how many bytes it has now.
 
         An expert that has just left itself keeps its own pages.
@@ -67,7 +67,7 @@ class ExpertPages:
                     self._move(self._spare.popitem()[0], target)
         return self.moved_bytes - before_bytes + kept_bytes
 
-    def leave(self, piece: Piece) -> None:
+    def leave(self, piece: LayerExpert) -> None:
         """Take away the pages that only this expert uses. `give_back` returns them if unused."""
         self._count_edges(piece, -1)
         layer, expert = piece
@@ -119,7 +119,7 @@ class ExpertPages:
         if start < stop:
             self._leave(self._memory.part(start, stop - start))
 
-    def _count_edges(self, piece: Piece, n: int) -> None:
+    def _count_edges(self, piece: LayerExpert, n: int) -> None:
         layer, expert = piece
         for matrices in self._layers[layer]:
             start, stop = matrices.pages_of(expert)

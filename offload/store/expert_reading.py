@@ -12,7 +12,7 @@ from offload.errors import ModelChanged
 from offload.plan.store_layout import PAGE_BYTES, Chunk
 from offload.store.disk_speed import HeldDisk
 from offload.store.reading import FileReaders, OpenFile
-from offload.store.residency import Piece
+from offload.store.residency import LayerExpert
 
 _MOST_AHEAD = 2  # most single experts that are read ahead at once; two keep a disk busy
 
@@ -21,7 +21,7 @@ class ExpertReads:
     """Experts of a layer that are read together."""
 
     def __init__(
-        self, pieces: Sequence[Piece], chunks: Sequence[Chunk], moved_bytes: int = 0
+        self, pieces: Sequence[LayerExpert], chunks: Sequence[Chunk], moved_bytes: int = 0
     ) -> None:
         """`moved_bytes`: bytes of the pages that the experts have before they are read."""
         self.pieces, self.chunks, self.layer = pieces, chunks, pieces[0][0]

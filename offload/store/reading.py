@@ -77,8 +77,8 @@ class OpenFile:
         return not self.why_not_direct
 
     def _stamp_now(self) -> tuple[int, int]:
-        found = os.fstat(self.buffered)
-        return found.st_size, found.st_mtime_ns
+        status = os.fstat(self.buffered)
+        return status.st_size, status.st_mtime_ns
 
     def check_unchanged(self) -> None:
         """Raise ModelChanged if another program wrote to the file since it was opened."""

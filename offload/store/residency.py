@@ -17,7 +17,7 @@ from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 
 from offload.schedule.cache import Lrfu
 
-Piece = tuple[int, int]  # (layer, expert)
+LayerExpert = tuple[int, int]  # (layer, expert)
 _MANY_SHARE = 0.5  # share of a layer's experts from which a batch counts as a prompt's
 
 
@@ -36,12 +36,12 @@ class Residency:
         ] = {}  # experts of the last prompt's batch, by layer
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
-        self._number: dict[Piece, int] = {}  # number of the reading that brought the piece
-        self._heap: list[tuple[float, int, Piece]] = []  # rank, number of the reading, piece
+        self._number: dict[LayerExpert, int] = {}  # number of the reading that brought the piece
+        self._heap: list[tuple[float, int, LayerExpert]] = []  # rank, number of the reading, piece
         self._numbers = itertools.count(0, -1)  # of equal ranks, the newest leaves first
         self._uses = 0
 
-    def __contains__(self, piece: Piece) -> bool:
+    def __contains__(self, piece: LayerExpert) -> bool:
         return piece in self._number
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class Residency:
         """True if a batch uses half of a layer's experts or more, as prompts do."""
         return n_experts >= self._n_many
 
-    def likely(self, layer: int, n: int) -> list[Piece]:
+    def likely(self, layer: int, n: int) -> list[LayerExpert]:
         """Return the `n` experts of a layer that a prompt's batch is most likely to use.
 
         These are the experts that the last such batch used, then those that rank highest.
@@ -60,7 +60,7 @@ class Residency:
         pieces = [(layer, expert) for expert in range(self._n_experts)]
         return sorted(pieces, key=lambda p: (p[1] in last, rank(p)), reverse=True)[:n]
 
-    def touch(self, pieces: Sequence[Piece], *, is_scan: bool) -> list[Piece]:
+    def touch(self, pieces: Sequence[LayerExpert], *, is_scan: bool) -> list[LayerExpert]:
         """Count one use of a layer's experts. Returns those that are not in memory.
 
         `is_scan`: whether a prompt uses them.
@@ -74,33 +74,35 @@ class Residency:
             self._rule.touched(pieces, self._uses)
         return [piece for piece in pieces if piece not in self._number]
 
-    def expect(self, pieces: Sequence[Piece]) -> None:
+    def expect(self, pieces: Sequence[LayerExpert]) -> None:
         """Count each piece as used once, the first one as used last."""
         for piece in reversed(pieces):
             self._uses += 1
             self._rule.touched((piece,), self._uses)
 
-    def fits(self, piece: Piece) -> bool:
+    def fits(self, piece: LayerExpert) -> bool:
         """True if the piece can be added without evicting another one."""
         return self.used_bytes + self.sizes[piece[0]] <= self.capacity_bytes
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: LayerExpert) -> None:
         """Count a piece as in memory."""
         number = self._number[piece] = next(self._numbers)
         self.used_bytes += self.sizes[piece[0]]
         heapq.heappush(self._heap, (self._rule.rank(piece), number, piece))
 
-    def remove(self, piece: Piece) -> None:
+    def remove(self, piece: LayerExpert) -> None:
         """Count a piece as no longer in memory."""
         del self._number[piece]
         self.used_bytes -= self.sizes[piece[0]]
 
-    def victims(self, needed_bytes: int, kept: Sequence[Container[Piece]]) -> Iterator[Piece]:
+    def victims(
+        self, needed_bytes: int, kept: Sequence[Container[LayerExpert]]
+    ) -> Iterator[LayerExpert]:
         """Remove and yield pieces, lowest rank first, until `needed_bytes` more fit.
 
         Pieces in one of `kept` stay. Ends early if no other piece is left.
         """
-        aside: list[tuple[float, int, Piece]] = []
+        aside: list[tuple[float, int, LayerExpert]] = []
         heap = self._heap
         while self.used_bytes + needed_bytes > self.capacity_bytes and heap:
             entry = rank, number, piece = heapq.heappop(heap)
@@ -118,6 +120,6 @@ class Residency:
             heapq.heappush(heap, entry)
 
 
-def bytes_of(sizes: Mapping[int, int], pieces: Collection[Piece]) -> int:
+def bytes_of(sizes: Mapping[int, int], pieces: Collection[LayerExpert]) -> int:
     """Return the bytes that pieces take."""
     return sum(sizes[layer] for layer, _ in pieces)

@@ -34,6 +34,7 @@ from offload.ggml.hostbuffer import OnDemand, mapping_without_reading
 from offload.ggml.library.callback import Pending
 from offload.ggml.memory import HasAddress, HostRange, Pinner, ReservedAddresses
 from offload.model import LOOKED_UP, ModelFacts, TensorEntry, WeightPlace, is_experts
+from offload.notes import OnProgress
 from offload.plan.host import ROUTERS, ExpertLimits
 from offload.plan.store_layout import (
     PAGE_BYTES,
@@ -52,7 +53,6 @@ from offload.store.reading import OpenFile, ReadAhead, ReadCounters, Readers, Wo
 from offload.units import size_words
 
 READING = "reading weights"
-OnProgress = Callable[[str, float], None]  # gets a step's name and the fraction that is done
 PlacePages = Callable[[PlacedMemory, StoreLayout], None]  # places each page on a memory node
 MakeNextExperts = Callable[[ExpertMemory], NextExperts]
 _N_READERS = 4
@@ -73,26 +73,26 @@ class StoreOptions:
 
 
 @dataclass(frozen=True)
-class Room:
+class HostRoom:
     """Anonymous memory that this process may still take, and the limit's name in words."""
 
     available_bytes: int
     limited_by: str
 
 
-def room_now(root: Path = Path("/")) -> Room:
+def room_now(root: Path = Path("/")) -> HostRoom:
     """Return the memory available on the machine or in the control group, whichever is less.
 
     The page cache counts against the group's limit too, but the kernel drops it when memory is
     needed. If the kernel does not tell what the group uses, this process's memory is subtracted.
     """
-    machine = Room(psutil.virtual_memory().available, "free memory")
+    machine = HostRoom(psutil.virtual_memory().available, "free memory")
     limits = read_limits(root)
     limit = limits.memory_bytes
     if limit is None:
         return machine
     left = max(0, limit - max(own_bytes(), limits.kept_bytes))
-    group = Room(left, f"the control group's limit of {limit / 2**30:.1f} GiB")
+    group = HostRoom(left, f"the control group's limit of {limit / 2**30:.1f} GiB")
     return min(machine, group, key=lambda room: room.available_bytes)
 
 
@@ -102,7 +102,7 @@ def own_bytes() -> int:
     return int(used.rss - used.shared)
 
 
-def check_room(needed_bytes: int, room: Room) -> None:
+def check_room(needed_bytes: int, room: HostRoom) -> None:
     """Raise DoesNotFit if the streamed weights need more memory than `room` has."""
     if needed_bytes > room.available_bytes:
         raise DoesNotFit(
@@ -255,8 +255,8 @@ class Store:
     # -- for libllama ----------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        its = self.layout
-        return f"Store({len(self._streamed)} streamed weights, {its.size_bytes >> 20} MiB)"
+        layout = self.layout
+        return f"Store({len(self._streamed)} streamed weights, {layout.size_bytes >> 20} MiB)"
 
     def allocate(self, size_bytes: int) -> HostRange:
         """Return reserved addresses that stand for the buffer. `place` returns tensors' memory."""

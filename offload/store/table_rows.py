@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.plan.store_layout import PAGE_BYTES
-from offload.plan.tables import UNKNOWN, LookupTable, Tokens
+from offload.plan.tables import UNKNOWN, LookupTable, TokenIds
 from offload.store.reading import OpenFile
 
 _MOST_AT_ONCE = 64  # reads that are begun on the calling thread; each takes a few microseconds
@@ -83,17 +83,17 @@ class TableRows:
         """
         for file in self._files.values():
             file.check_unchanged()
-        wanted: list[Tokens] = []
+        wanted: list[TokenIds] = []
         for sequence, start, part in _parts(tokens, positions, sequences):
             wanted += self._of_part(sequence, start, part)
-        pages = [found for run in wanted for found in self._pages(run)]
+        pages = [page for run in wanted for page in self._pages(run)]
         self.counters.table_bytes_ahead += sum(n_bytes for _, _, n_bytes in pages)
         if len(pages) > _MOST_AT_ONCE:
             self._thread.submit(self._ask, pages)
         else:
             self._ask(pages)
 
-    def _of_part(self, sequence: int, start: int, part: Sequence[int]) -> list[Tokens]:
+    def _of_part(self, sequence: int, start: int, part: Sequence[int]) -> list[TokenIds]:
         """Return runs of tokens to ask for, each with the `n_before` tokens before it."""
         end, foreseen = start + len(part), self._foreseen.get(sequence)
         first = start
@@ -104,15 +104,15 @@ class TableRows:
             else:
                 first = min(max(start, foreseen.n_asked), end)
                 foreseen.n_asked = max(end, foreseen.n_asked)
-        found = [self._with_context(sequence, first, part[first - start :])]
+        runs = [self._with_context(sequence, first, part[first - start :])]
         if foreseen is not None:
             n_asked = foreseen.n_asked
             later = foreseen.text[n_asked : end + self._n_ahead]
             foreseen.n_asked += len(later)
-            found.append(self._with_context(sequence, n_asked, later))
-        return [run for run in found if len(run) > self._n_before]
+            runs.append(self._with_context(sequence, n_asked, later))
+        return [run for run in runs if len(run) > self._n_before]
 
-    def _with_context(self, sequence: int, start: int, part: Sequence[int]) -> Tokens:
+    def _with_context(self, sequence: int, start: int, part: Sequence[int]) -> TokenIds:
         n = self._n_before
         if not n:
             return np.array(part, np.int64)
@@ -122,7 +122,7 @@ class TableRows:
         context = [UNKNOWN] * (n - start) + held[max(0, start - n) : start]
         return np.array([*context, *part], np.int64)
 
-    def _pages(self, tokens: Tokens) -> Iterator[tuple[OpenFile, int, int]]:
+    def _pages(self, tokens: TokenIds) -> Iterator[tuple[OpenFile, int, int]]:
         """Return (file, first byte, number of bytes) of the pages of a run's rows."""
         for table in self._tables:
             file, entry = self._files[table.place.file], table.place.entry
@@ -166,7 +166,7 @@ def _parts(
     A row of several sequences counts as one of the first.
     """
     begin = 0
-    owners = [its if isinstance(its, int) else its[0] for its in sequences]
+    owners = [sequence if isinstance(sequence, int) else sequence[0] for sequence in sequences]
     for i in range(1, len(tokens) + 1):
         if (
             i == len(tokens)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 class NoDoorbell:
     """A message of a process that uses no doorbell any more, with the reason."""
 
-    why: str
+    reason: str
 
 
 class BellUse:

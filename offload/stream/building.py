@@ -1,13 +1,17 @@
-"""Makes executors for a plan, and gives slots the GPU memory that nothing else needs.
+"""Makes executors for the devices of a model, and gives slots the GPU memory that is left.
 
 The header predicts a context's memory within a few per cent, but not the memory of a driver and its
 kernels. So on a GPU one ubatch is computed first, with few slots and without copies. Then the
 amount of free memory is read, and the slots get it.
+
+ggml's scheduler gives a product to the first device that accepts the memory of its weight. So each
+part of a model has a host buffer type of its own, over the one store of all weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from offload.device import DeviceChoice
@@ -15,6 +19,7 @@ from offload.errors import DoesNotFit
 from offload.ggml.backend import Stream
 from offload.ggml.compute_buffer import ComputeBuffer
 from offload.ggml.hostbuffer import HostBufferType
+from offload.ggml.memory import HasAddress
 from offload.notes import Note, NoteKind, kind_of
 from offload.plan.devices import DevicePlan
 from offload.plan.host import RING_BYTES
@@ -27,16 +32,17 @@ from offload.stream.copying import (
     BounceCopier,
     Copier,
     DeviceCopier,
-    Link,
+    LinkSpeed,
     NoCopier,
     ThreadCopier,
 )
-from offload.stream.device import PlannedSlots, StreamingDevice
+from offload.stream.device import MakeExecutor, StreamingDevice
 from offload.stream.doorbell import try_bell
 from offload.stream.executor import Executor
 from offload.stream.options import StreamingOptions
 from offload.stream.split_path import Hybrid
 from offload.trace.trace import NO_TRACE, Trace
+from offload.units import plural
 
 _FEWER = 0.9  # factor on the size of slots that the device refused
 _BOUNCING = Note(
@@ -73,11 +79,10 @@ class ExecutorBuilder:
             words = f"{choice.name}: the host waits for the GPU in each split layer: {why_not}"
             notes.append(Note(NoteKind.DEVICE, words))
 
-    def slots(self, plan: Plan, *, copies: bool = True) -> PlannedSlots:
-        """Return the plan's slots, with a function that makes an executor for a stream.
+    def executors(self, plan: Plan, *, copies: bool = True) -> MakeExecutor:
+        """Return a function that makes a stream's executor for the plan's slots.
 
-        Without `copies` the executor computes with whatever the slots hold, and the device takes
-        every batch.
+        Without `copies` the executor computes with whatever the slots hold.
         """
 
         def make(stream: Stream, host: HostBufferType, compute: ComputeBuffer | None) -> Executor:
@@ -87,12 +92,14 @@ class ExecutorBuilder:
                 compute, trace=self._trace, most_tokens=self._most_tokens,
             )  # fmt: skip
 
-        return PlannedSlots(plan, make, takes_all=not copies)
+        return make
 
     def _copier(self, stream: Stream) -> Copier:
         options, sim = self._options, self._choice.sim
         if not stream.device.has_async_and_events:
-            link = Link() if sim is None else Link(sim.bandwidth_bytes_per_s, sim.latency_s)
+            link = (
+                LinkSpeed() if sim is None else LinkSpeed(sim.bandwidth_bytes_per_s, sim.latency_s)
+            )
             return ThreadCopier(link, self._trace)
         ring = None
         if options.bounce and (self._store is None or not self._store.is_pinned):
@@ -130,7 +137,7 @@ class ExecutorBuilder:
             )
         return sized
 
-    def warmed_up(self, plan: Plan, device: StreamingDevice, planned: DevicePlan) -> WarmedUp:
+    def warmed_up(self, planned: DevicePlan, device: StreamingDevice) -> WarmedUp:
         """Free all slots, and return the device's memory then.
 
         Call it after `use_few` and a computation of the largest ubatch. `size_slots` must follow.
@@ -142,7 +149,7 @@ class ExecutorBuilder:
         device.release_slots()
         free_now = self._choice.device.memory_bytes()[0]
         return WarmedUp(
-            self._choice.name, plan, planned.device.free_bytes - free_now,
+            self._choice.name, planned.plan, planned.device.free_bytes - free_now,
             others_bytes + working_bytes, free_now, planned.room.asked_bytes,
         )  # fmt: skip
 
@@ -166,7 +173,8 @@ class ExecutorBuilder:
         return sized
 
     def _use(self, device: StreamingDevice, sized: Plan, *, copies: bool = True) -> None:
-        device.use_slots(self.slots(sized, copies=copies))
+        make = self.executors(sized, copies=copies)
+        device.use_slots(sized, make, takes_all=not copies)
 
 
 def _fitted(plan: Plan, room_bytes: int, use: Callable[[Plan], None]) -> Plan:
@@ -187,3 +195,72 @@ def _fitted(plan: Plan, room_bytes: int, use: Callable[[Plan], None]) -> Plan:
                 raise refused from None
         else:
             return sized
+
+
+@dataclass
+class Part:
+    """One device of a model, and the plan of its layers."""
+
+    choice: DeviceChoice
+    planned: DevicePlan  # with the slots that the device has
+    host: HostBufferType
+    builder: ExecutorBuilder
+    device: StreamingDevice
+
+    @property
+    def plan(self) -> Plan:
+        return self.planned.plan
+
+    def use(self, sized: Plan) -> None:
+        """Keep the plan with the slots that the device has now."""
+        self.planned = replace(self.planned, plan=sized)
+
+    @property
+    def overrides(self) -> tuple[tuple[str, HasAddress], ...]:
+        """(pattern of names, buffer type) of the part's streamed weights, for libllama."""
+        plan, host = self.plan, self.host
+        return (
+            *((pattern, host) for pattern in plan.patterns(experts=True)),
+            *((pattern, host.dense) for pattern in plan.patterns(experts=False)),
+        )
+
+
+def warm_up(
+    parts: Sequence[Part], compute: Callable[[], None], *, on_workers: bool
+) -> tuple[WarmedUp | None, ...]:
+    """Compute with few slots, and return the memory of each part's device then.
+
+    It is None for parts whose slots keep the planned size. `compute` computes the largest ubatch on
+    all devices. With `on_workers` it is called even if no slots are sized, so that workers allocate
+    their memory now. `size_slots` must follow. Raises DoesNotFit.
+    """
+    sized = [p for p in parts if p.plan.layout.pools and p.planned.room.is_counted]
+    for part in sized:
+        part.builder.use_few(part.plan, part.device)
+    if sized or on_workers:
+        compute()
+    return tuple(
+        part.builder.warmed_up(part.planned, part.device) if part in sized else None
+        for part in parts
+    )
+
+
+def size_slots(parts: Sequence[Part], warmed: Sequence[WarmedUp | None]) -> None:
+    """Give slots the GPU memory that nothing else needs. Raises DoesNotFit."""
+    for part, memory in zip(parts, warmed, strict=True):
+        if memory is not None:
+            part.use(part.builder.size_slots(memory, part.device))
+
+
+def lend_buffers(parts: Sequence[Part], notes: list[str]) -> None:
+    """Let slots continue in compute buffers, if `size_slots` has not done it. Adds notes."""
+    for part in parts:
+        buffer = part.device.compute_buffer
+        if buffer is None:
+            continue
+        if not buffer.is_ours:
+            part.use(part.builder.take_slots(part.plan, part.device))
+        slots, mib = plural(part.device.n_lent, "more slot"), buffer.size_bytes / 2**20
+        notes.append(
+            f"slots: {slots} in the {mib:.0f} MiB of compute buffer, for experts between prompts"
+        )

@@ -23,7 +23,7 @@ from offload.ggml.tensor import Tensor, host_bytes, new_tensor
 from offload.model import layer_of_cache
 from offload.schedule.cache_order import CacheOrder, CachePart, stale_bytes
 from offload.schedule.slots import StreamCounters
-from offload.stream.copying import Events
+from offload.stream.copying import GraphEvents
 
 LEAST_BYTES = 8 << 20  # smaller copies take less time than foreseeing them
 _ALIGNMENT = 256  # of kernels' sources
@@ -38,7 +38,7 @@ class _Staged:
     event: StreamEvent
 
 
-class _Places:
+class _CachePlaces:
     """Places of a layer's caches, in one half of the memory. Each has room for the whole cache."""
 
     def __init__(self, start_bytes: int, half_bytes: int) -> None:
@@ -67,7 +67,7 @@ class CacheAhead:
         self._half_bytes = (-(-most_bytes // _ALIGNMENT) + 2) * _ALIGNMENT
         self._memory = stream.device.allocate(2 * self._half_bytes, "the KV cache of two layers")
         self._link = stream.device.open()
-        self._events = Events(stream.device)
+        self._events = GraphEvents(stream.device)
         self._order = CacheOrder()
         self._staged: dict[Hashable, _Staged] = {}
         self._half = 1  # the half in which the newest layer's caches are
@@ -114,14 +114,14 @@ class CacheAhead:
         elif self._newest is not None:  # it may have copied something else to this place
             self._stream.wait(self._newest)
         target.lie_from(self._memory, offset_bytes)
-        for its in missing:
-            self._stream.copy(target, its.start - part.start_bytes, cache, its.start, len(its))
-            self._counters().cache_bytes += len(its)
+        for run in missing:
+            self._stream.copy(target, run.start - part.start_bytes, cache, run.start, len(run))
+            self._counters().cache_bytes += len(run)
         self._begin_next()
         return True
 
-    def _places_in(self, half: int) -> _Places:
-        return _Places(half * self._half_bytes, self._half_bytes)
+    def _places_in(self, half: int) -> _CachePlaces:
+        return _CachePlaces(half * self._half_bytes, self._half_bytes)
 
     def _begin_pass(self) -> None:
         """Wait until copies ahead of the last pass have ended, if any were not used."""

@@ -22,7 +22,7 @@ from offload.trace.trace import COMPUTE, Trace
 _NO_DETAILS: Mapping[str, int | str] = {}
 
 
-class _Source(NamedTuple):
+class _StreamedWeight(NamedTuple):
     """A weight in host memory whose experts are copied into slots."""
 
     target: Tensor  # all slots of the kind
@@ -62,7 +62,7 @@ class CopyQueue:
         self._fences: list[Any] = []
         self._fence_uses: list[int] = []  # each fence covers all uses up to this number
         # What is copied of each kind of weight, by group. Found when a group is first copied.
-        self._found: dict[int, list[tuple[str, list[_Source]]]] = {}
+        self._found: dict[int, list[tuple[str, list[_StreamedWeight]]]] = {}
         self.last_use = 0
         self._first_use = 1  # first use of this graph; earlier graphs are complete
         self._behind: Any = None  # fence for all copies while some uses are not counted
@@ -132,8 +132,8 @@ class CopyQueue:
         """Enqueue copies of experts for later graphs. They share one ticket."""
         kinds: set[str] = set()
         for span in coalesce(batch):
-            found = self._found.get(span.group) or self._find(span.group, span.pool)
-            sources = [source for _, of_kind in found for source in of_kind]
+            of_kinds = self._found.get(span.group) or self._find(span.group, span.pool)
+            sources = [source for _, of_kind in of_kinds for source in of_kind]
             layer = self._layout.groups[span.group].layer
             self._copy_span(span, self._fence_after(span.after), sources, layer, PROMOTED)
             kinds.update(self.kinds[span.group])
@@ -182,24 +182,24 @@ class CopyQueue:
         """True if an expert can be copied without reading it from the disk first."""
         return self._host.experts is None or self._host.experts.is_there(layer, expert)
 
-    def _find(self, number: int, pool: int) -> list[tuple[str, list[_Source]]]:
+    def _find(self, number: int, pool: int) -> list[tuple[str, list[_StreamedWeight]]]:
         """Return what is copied of each kind of weight of a group, in the order of copying."""
-        group, found = self._layout.groups[number], []
+        group, by_kind = self._layout.groups[number], []
         for kind in self.kinds[number]:
             weight, bias = self._host.weights[group.names[kind]], self._biases.get((number, kind))
             sources = [self._source(pool, kind, weight, group.matrix_bytes[kind])]
             if bias is not None:
                 sources.append(self._source(pool, bias_of(kind), bias.tensor, bias.row_bytes))
-            found.append((kind, sources))
-        self._found[number] = found
-        return found
+            by_kind.append((kind, sources))
+        self._found[number] = by_kind
+        return by_kind
 
-    def _source(self, pool: int, kind: str, weight: Tensor, size_bytes: int) -> _Source:
+    def _source(self, pool: int, kind: str, weight: Tensor, size_bytes: int) -> _StreamedWeight:
         memory = self.memories[pool]
-        return _Source(memory.bytes(kind), memory.stride_bytes(kind), weight, size_bytes)
+        return _StreamedWeight(memory.bytes(kind), memory.stride_bytes(kind), weight, size_bytes)
 
     def _copy_span(
-        self, span: Span, after: Any, sources: Sequence[_Source], layer: int, reason: str
+        self, span: Span, after: Any, sources: Sequence[_StreamedWeight], layer: int, reason: str
     ) -> None:
         """Enqueue copies into a span's slots, which start after the fence `after`."""
         _, slot, _, expert, n_experts, _ = span
@@ -209,7 +209,7 @@ class CopyQueue:
             n = n_experts if size_bytes == stride_bytes else 1
             for i in range(0, n_experts, n):
                 name, details = "", _NO_DETAILS
-                if self._trace:
+                if self._trace.is_on:
                     first = expert + i
                     piece = f"{first}" if n == 1 else f"{first}-{first + n - 1}"
                     name = f"{weight.name} {piece}"
@@ -225,14 +225,14 @@ class CopyQueue:
 
     def tickets_of(self, pieces: Sequence[Piece]) -> list[Tickets]:
         """Return the tickets of the pieces' copies, without duplicates."""
-        found = (self._tickets.get(piece) for piece in pieces)
-        return list({id(tickets): tickets for tickets in found if tickets is not None}.values())
+        each = (self._tickets.get(piece) for piece in pieces)
+        return list({id(tickets): tickets for tickets in each if tickets is not None}.values())
 
     def wait(self, waits: Sequence[Tickets], kinds: Sequence[str], layer: int) -> None:
         """Make the computation wait for the copies of these kinds. Raises DeviceFailed."""
         start_s = time.perf_counter()
         self.copier.wait([tickets[kind] for tickets in waits for kind in kinds])
-        if self._trace:
+        if self._trace.is_on:
             self._trace.add(COMPUTE, "wait for copies", start_s, time.perf_counter(),
                             layer=layer, kind=", ".join(kinds), cause="copy")  # fmt: skip
 
@@ -304,13 +304,13 @@ class CopyQueue:
         `uses`: by layer, the number of tokens that used each expert. Raises DeviceFailed if a copy
         failed. Drop the iterator before the next graph is computed.
         """
-        found: dict[int, list[tuple[int, Piece]]] = {}  # (uses, piece) by pool
+        by_pool: dict[int, list[tuple[int, Piece]]] = {}  # (uses, piece) by pool
         for number, group in enumerate(self._layout.groups):
             of_layer = uses.get(group.layer, ())
             if self.kinds[number] and len(of_layer) == self._layout.pools[group.pool].n_experts:
                 used = [(n, (number, expert)) for expert, n in enumerate(of_layer) if n]
-                found.setdefault(group.pool, []).extend(used)
-        for pool, pieces in found.items():
+                by_pool.setdefault(group.pool, []).extend(used)
+        for pool, pieces in by_pool.items():
             pieces.sort(key=lambda one: (-one[0], one[1]))
             for copies in self._schedule.fill(pool, [piece for _, piece in pieces]):
                 self.begin()

@@ -100,7 +100,7 @@ class Copier(ABC):
     def close(self) -> None: ...
 
 
-class Events:
+class GraphEvents:
     """The events of one device. They are recorded during a graph, and reused in the next one."""
 
     def __init__(self, device: Device) -> None:
@@ -144,8 +144,8 @@ class DeviceCopier(Copier):
         self._compute = compute
         self._stream = compute.device.open()
         self._is_open = True
-        self._events = Events(compute.device)
-        self._timer = _CopyTimer(trace) if trace else None
+        self._events = GraphEvents(compute.device)
+        self._timer = _CopyTimer(trace) if trace.is_on else None
         self._unmarked: list[tuple[Transfer, float]] = []
         self._kept: list[Any] = []  # structures that enqueued copies refer to
 
@@ -298,7 +298,7 @@ class _ThreadedCopier(Copier):
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpeed:
     """The speed of a simulated link, set by `sim:bw=,latency=`."""
 
     bandwidth_bytes_per_s: float | None = None  # None: as fast as memory
@@ -319,8 +319,8 @@ class ThreadCopier(_ThreadedCopier):
 
     tickets_survive = True
 
-    def __init__(self, link: Link | None = None, trace: Trace = NO_TRACE) -> None:
-        self._link = link or Link()
+    def __init__(self, link: LinkSpeed | None = None, trace: Trace = NO_TRACE) -> None:
+        self._link = link or LinkSpeed()
         self._trace = trace
         self._link_free_s = 0.0
         super().__init__("copy engine")
@@ -358,7 +358,7 @@ class ThreadCopier(_ThreadedCopier):
             try:
                 self._copy(transfer)
             finally:
-                if self._trace:
+                if self._trace.is_on:
                     self._trace.add(
                         COPY, transfer.name, began_s, time.perf_counter(),
                         bytes=transfer.size_bytes, **transfer.args,
@@ -379,7 +379,7 @@ class NoCopier(ThreadCopier):
     def copy(self, transfers: Sequence[Transfer], after: Any) -> None: ...
 
 
-class _Part:
+class _RingPart:
     """One part of the ring, and the event after the device's last copy from it."""
 
     def __init__(self, memory: HostRange) -> None:
@@ -387,7 +387,7 @@ class _Part:
         self.copied: StreamEvent | None = None
 
 
-class _Piece:
+class _RingCopy:
     """A copy that fits one part of the ring. The thread begins to fill the part before its turn."""
 
     def __init__(self, transfer: Transfer, after: StreamEvent | None) -> None:
@@ -435,11 +435,11 @@ class BounceCopier(_ThreadedCopier):
         """
         self._compute, self._ring = compute, ring
         self._inner = DeviceCopier(compute, trace)  # used by the thread alone within a graph
-        self._fences = Events(compute.device)
+        self._fences = GraphEvents(compute.device)
         whole = ring.host_range
         n_parts = max(1, whole.size_bytes // part_bytes)
         size = min(part_bytes, whole.size_bytes)
-        self._parts = [_Part(whole.part(i * size, size)) for i in range(n_parts)]
+        self._parts = [_RingPart(whole.part(i * size, size)) for i in range(n_parts)]
         self._next = 0
         self._n_held = 0  # parts with bytes that the device was not handed yet
         fillers = n_fillers() if fillers is None else fillers
@@ -462,7 +462,7 @@ class BounceCopier(_ThreadedCopier):
                     source_bytes=transfer.source_bytes + start,
                     size_bytes=min(step, transfer.size_bytes - start),
                 )
-                self._enqueue(_Piece(piece, after if start == 0 else None))
+                self._enqueue(_RingCopy(piece, after if start == 0 else None))
 
     def mark(self) -> _Ticket:
         ticket = _Ticket(self._n_enqueued + 1)
@@ -523,7 +523,7 @@ class BounceCopier(_ThreadedCopier):
 
         If nothing else is to do, waking another thread would only take time.
         """
-        if not isinstance(work, _Piece):
+        if not isinstance(work, _RingCopy):
             return work
         part = self._parts[self._next]
         self._next = (self._next + 1) % len(self._parts)
@@ -546,10 +546,10 @@ class BounceCopier(_ThreadedCopier):
         return partial(self._hand_over, work, part, filling)
 
     @staticmethod
-    def _fill(part: _Part, source: Tensor, source_bytes: int, size_bytes: int) -> None:
+    def _fill(part: _RingPart, source: Tensor, source_bytes: int, size_bytes: int) -> None:
         fill_from(part.memory, source, source_bytes, size_bytes)
 
-    def _hand_over(self, piece: _Piece, part: _Part, filling: Future[None] | None) -> None:
+    def _hand_over(self, piece: _RingCopy, part: _RingPart, filling: Future[None] | None) -> None:
         """Let the device copy a part of the ring when it is full."""
         try:
             if filling is not None:

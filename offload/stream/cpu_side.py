@@ -18,7 +18,7 @@ from offload.alignment import aligned
 from offload.ggml.backend import Device, Stream
 from offload.ggml.graph import Graph
 from offload.ggml.memory import HostRange
-from offload.ggml.rewriting import Count, HostRows, host_copy, of_array
+from offload.ggml.rewriting import HostRows, SharedDim, host_copy, of_array
 from offload.ggml.tensor import Buffer, Tensor, new_tensor
 from offload.ggml.threads import check, cpu_device
 from offload.stream.entries import HostEntry, WeightsEntry
@@ -87,7 +87,7 @@ class HostGraph:
             HostRows(self._memory, at, most, 1, "f32") for at in offsets[2 : 2 + len(form.scales)]
         ]
         self._scales = scales
-        self._count = count = Count()
+        self._count = count = SharedDim()
         count.follows(self._ids.tensor, 1)
         made = {form.inputs: count.follows(self._rows.tensor, 2), form.ids: self._ids.tensor}
         for (factor, _), scale in zip(form.scales, scales, strict=True):
@@ -107,10 +107,10 @@ class HostGraph:
             gathering = [count.follows(node, 1)]
         self.graph = Graph.of([*gathering, *twins.nodes])
         self._sources = twins.sources
+        self._places = HostRows(self.results, 0, most, 0, "i32")
         self.entry = HostEntry(
-            self.graph, count, twins.sources, scales, self._ids,
-            HostRows(self.results, 0, most, 0, "i32"), self._inputs, self._rows,
-            self._rows_per_token, twins.down,
+            self.graph, count, twins.sources, scales, self._ids, self._places, self._inputs,
+            self._rows, self._rows_per_token, twins.down,
         )  # fmt: skip
 
     def inputs_of(self, n_tokens: int) -> HostRange:
@@ -134,6 +134,13 @@ class HostGraph:
         for source, weight in zip(self._sources, weights.sources, strict=True):
             source.to(weight)
         self._count.set(n)
+
+    def place(self, pairs: NDArray[np.int32]) -> None:
+        """Write the places of the results into the header. `pairs`: indices into the batch's ids.
+
+        The device may read it until it has placed the results.
+        """
+        self._places.array[: len(pairs)] = pairs
 
     def results_of(self, first: int, n: int) -> HostRange:
         """Return the memory of `n` pairs' results."""
@@ -170,7 +177,7 @@ class RowPlacer:
         if not device.supports(node):
             self.close()
             raise NoForm(f"{device.name} cannot put rows into a product's output")
-        n_rows, n_into = Count(), Count()
+        n_rows, n_into = SharedDim(), SharedDim()
         host.placer = self
         self._n_out, self._header_bytes = n_out, header_bytes
         n_rows.follows(places, 0)

@@ -37,8 +37,8 @@ class CutGraph:
     sent: list[Any] = field(default_factory=list)  # host memory of enqueued copies
 
     def __repr__(self) -> str:
-        its = f"{self.n_tokens} tokens, {self.n_cuts} cuts"
-        return f"CutGraph({its}, {self.done} of {self.graph!r} done)"
+        sizes = f"{self.n_tokens} tokens, {self.n_cuts} cuts"
+        return f"CutGraph({sizes}, {self.done} of {self.graph!r} done)"
 
     def reset(self) -> None:
         """Forget how far the graph was computed."""

@@ -19,7 +19,7 @@ from offload.routing.routing import LayerRouting
 from offload.schedule.batch import Fetch, fetch_of, most_in_range
 from offload.schedule.slots import CutNeed
 from offload.stream.cpu_side import SplitLayer
-from offload.stream.nodes_ahead import Ahead, Behind
+from offload.stream.nodes_ahead import Behind, NodesAhead
 from offload.stream.passes import PassStep
 from offload.stream.slot_memory import SlotMemory, SlotViews
 
@@ -69,13 +69,12 @@ class CutStep:
     slot_ids: SlotIds | None = None
     split: SplitLayer | None = None  # set if the CPU computes some of the experts
     routing: LayerRouting | None = None  # record of the router's choices
-    ahead: Ahead = Ahead()  # nodes after the last reader that need not wait for the CPU's rows
+    # Nodes after the last reader that need not wait for the CPU's rows:
+    ahead: NodesAhead = NodesAhead()
     rows: Tensor | None = None  # rows [n_embd, 1, n_tokens] that the experts multiply
     last: int = field(init=False)  # position of the last reader
     # Decided in each decode:
-    in_order: bool = (
-        False  # True if experts are in order, so that the router's ids are slot numbers
-    )
+    in_order: bool = False  # True if experts lie in order, so that ids are slot numbers
     slots_seen: tuple[int, int] = (0, 0)  # first slot and number of slots that the nodes see
     is_free: bool = False  # True if nobody wants the results, so that any slots do
     missed: bool = True  # True if a piece had to be copied in the last decode
@@ -198,12 +197,12 @@ def find_steps(
 def _biases(graph: Graph, products: Sequence[Product]) -> dict[Tensor, Tensor]:
     """Return the node that adds the experts' biases to each product, by the product's node."""
     ids_of = {product.node: product.ids for product in products if product.ids is not None}
-    found: dict[Tensor, Tensor] = {}
+    biases: dict[Tensor, Tensor] = {}
     for _, node in graph.find("ADD_ID") if ids_of else ():
         values, bias, ids = node.sources
         if ids_of.get(values) == ids and bias.type == "f32" and bias.is_contiguous:
-            found[values] = node
-    return found
+            biases[values] = node
+    return biases
 
 
 def _step(

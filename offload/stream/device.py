@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from offload.decode import SMALL_BATCH, Batch
+from offload.decode import SMALL_BATCH, Batch, Ubatches
 from offload.device import DeviceChoice
 from offload.errors import NotSupported
 from offload.ggml.backend import Stream
@@ -28,27 +28,19 @@ from offload.mla import MlaSwitch
 from offload.model import layer_of
 from offload.plan.placement import Plan
 from offload.plan.slot_layout import SlotPool
+from offload.schedule.cached_choice import RouteOptions
 from offload.schedule.slots import StreamCounters
 from offload.stream.cache_ahead import CacheAhead
+from offload.stream.cached_routing import CachedRouting, RoutedGraph
 from offload.stream.executor import Executor
 from offload.stream.layer_clock import LayerClock
 from offload.stream.prepared import PreparedGraph, PreparedGraphs
-from offload.stream.ubatches import Ubatches
 from offload.stream.ways_in_use import WaysInUse
 from offload.times.min_batch import MinBatch
 from offload.trace.trace import CPU, NO_TRACE, Trace
 
 _CPU_PART = "CPU part of the graph"
 MakeExecutor = Callable[[Stream, HostBufferType, ComputeBuffer | None], Executor]
-
-
-@dataclass(frozen=True)
-class PlannedSlots:
-    """A plan's slots for streamed weights, and what makes a stream's executor for these slots."""
-
-    plan: Plan
-    make_executor: MakeExecutor
-    takes_all: bool = False  # True: in passes if need be, for a warm-up
 
 
 @dataclass(frozen=True)
@@ -61,6 +53,7 @@ class BatchRules:
 
     ways: WaysInUse
     mla_crossover: int | None = None
+    route: RouteOptions = RouteOptions()
 
 
 class ModelDevices:
@@ -90,17 +83,19 @@ class StreamingDevice(PyDevice):
         self,
         choice: DeviceChoice,
         host: HostBufferType,
-        slots: PlannedSlots,
+        plan: Plan,
+        make_executor: MakeExecutor,
         rules: BatchRules,
         *,
         trace: Trace = NO_TRACE,
         devices: ModelDevices | None = None,
     ) -> None:
-        """`host` holds the weights that stream through `slots`.
+        """`host` holds the weights that stream through the slots of `plan`.
 
-        The number of slots limits the products that the device takes. `devices`: those of the
-        model, to which this one adds itself; None: it is the only one. Each of several devices
-        copies early, and the last one computes prompts on a thread.
+        `make_executor` makes a stream's executor for these slots, whose number limits the products
+        that the device takes. `devices`: those of the model, to which this one adds itself; None:
+        it is the only one. Each of several devices copies early, and the last one computes prompts
+        on a thread.
 
         If `rules.ways` change later, graphs that are built from then on use the new ways. ggml
         builds a graph anew when the number of tokens changes.
@@ -114,12 +109,17 @@ class StreamingDevice(PyDevice):
         self._deferred: dict[WrappedStream, Deferred] = {}  # threads of the last device, by stream
         self._is_idle = False  # True if all work of earlier decodes is known to be complete
         self.is_native = False
-        self._is_offered = False  # True if the backend may take streamed weights in this decode
+        # True for experts and for dense weights if the backend may take them in this decode.
+        self._offered = (False, False)
         self._newest_uid = 0  # newest uid of a computed graph
         self.declined: Counter[str] = Counter()  # reasons for which products went to the CPU
-        self._stream_through(slots)
+        self._stream_through(plan, make_executor)
         self._clock: LayerClock | None = None
         self.mla = MlaSwitch(rules.mla_crossover, self.inner.supports, host.holds)
+        # The first stream's routers prefer cached experts; None: they choose as the model does.
+        self.routing: CachedRouting | None = None
+        if rules.route.is_on:
+            self.routing = CachedRouting(rules.route, choice.device, self.inner.supports)
         self.executors: dict[WrappedStream, Executor] = {}
         self._slotless: set[WrappedStream] = set()  # streams whose graphs stream no weights
         self._ahead: dict[WrappedStream, CacheAhead] = {}  # copies of caches in RAM
@@ -136,11 +136,13 @@ class StreamingDevice(PyDevice):
         """The thresholds from which this device computes with streamed weights."""
         return self.ways.now.min_batch_of(self.nth)
 
-    def _stream_through(self, slots: PlannedSlots) -> None:
-        plan, self._make_executor = slots.plan, slots.make_executor
-        layout = plan.layout
+    def _stream_through(
+        self, plan: Plan, make_executor: MakeExecutor, *, takes_all: bool = False
+    ) -> None:
+        layout, self._make_executor = plan.layout, make_executor
+        self._layout = layout
         # True if batches may use more experts than have slots.
-        self.passes = slots.takes_all or plan.pass_experts > 0
+        self.passes = takes_all or plan.pass_experts > 0
         self._pools = {
             name: layout.pools[layout.groups[group].pool]
             for name, (group, _) in layout.places().items()
@@ -163,12 +165,15 @@ class StreamingDevice(PyDevice):
             stream.inner.synchronize()
             executor.close()
 
-    def use_slots(self, slots: PlannedSlots) -> None:
+    def use_slots(
+        self, plan: Plan, make_executor: MakeExecutor, *, takes_all: bool = False
+    ) -> None:
         """Stream through new slots, and allocate their memory now. Call after `release_slots`.
 
-        Raises DoesNotFit, and then the device has no slots.
+        With `takes_all`, the device takes every batch, in passes if need be, for a warm-up. Raises
+        DoesNotFit, and then the device has no slots.
         """
-        self._stream_through(slots)
+        self._stream_through(plan, make_executor, takes_all=takes_all)
         for stream in self.executors:
             executor = self._new_executor(stream)
             if stream in self._slotless:
@@ -216,14 +221,17 @@ class StreamingDevice(PyDevice):
             self._deferred.pop(stream).close()
         self._prepared.clear()
         self._not_kept.clear()
-        if self.compute_buffer is not None and next(iter(self.executors)) is stream:
-            self.compute_buffer.forget()
+        if next(iter(self.executors)) is stream:
+            if self.compute_buffer is not None:
+                self.compute_buffer.forget()
+            if self.routing is not None:
+                self.routing.close()
         self.executors.pop(stream).close()
 
     def _waited(self, start_s: float, end_s: float) -> None:
         """Trace the CPU's time before libllama waited for the thread, but not the wait."""
         trace = self.trace
-        if trace and trace.cpu_since_s is not None:
+        if trace.is_on and trace.cpu_since_s is not None:
             trace.add(CPU, _CPU_PART, trace.cpu_since_s, start_s)
             trace.cpu_since_s = end_s
 
@@ -251,6 +259,7 @@ class StreamingDevice(PyDevice):
         Returns False if some products were declined, or if the backend does not allow it.
         """
         self.is_native = not self.declined and super().answer_natively()
+        self._offered = (False, False)  # `pass_for` ends with it
         return self.is_native
 
     # -- a decode ----------------------------------------------------------------------------------
@@ -261,19 +270,21 @@ class StreamingDevice(PyDevice):
         self._begin(batch)
         # Time between the graphs of all devices is traced as the CPU's: libllama computes there.
         trace = self.trace if self.nth == 0 and not batch.is_draft else NO_TRACE
-        if trace:
+        if trace.is_on:
             trace.cpu_since_s = time.perf_counter()
         try:
             yield
+            if self.routing is not None and not batch.is_draft:
+                self.routing.finish(next(iter(self.executors)).inner)
         finally:
             if self._ubatches.have_several_graphs and self._is_alone:
                 for executor in self.executors.values():
                     executor.forget_latest()
             self.remember_answers(on=False)
             self.compute_directly(on=False)
-            if trace and trace.cpu_since_s is not None:
+            if trace.is_on and trace.cpu_since_s is not None:
                 trace.add(CPU, _CPU_PART, trace.cpu_since_s, time.perf_counter())
-            if trace:
+            if trace.is_on:
                 trace.cpu_since_s = None
         if not (self._is_alone or batch.is_draft):
             self._is_idle = True in batch.wanted  # logits were read, so all work is complete
@@ -284,10 +295,12 @@ class StreamingDevice(PyDevice):
         for ahead in self._ahead.values():
             ahead.forget()
         # Small batches have a graph without streamed weights for each layer that the CPU computes.
-        is_watched = bool(self.trace) or self._clock is not None or not self._is_alone
+        is_watched = self.trace.is_on or self._clock is not None or not self._is_alone
         self.compute_directly(on=not is_watched and self.mla.crossover == 0)
         ubatches = self._ubatches = Ubatches(batch.n_ubatch, batch.n_unwanted_ubatches)
         for executor in self.executors.values():
+            if not batch.is_draft:
+                executor.last_split = None  # libllama may free its graph
             executor.expect(batch.small_tokens, ubatches)
         if not self._is_alone or not batch.small_tokens:
             ubatches.announce(batch.n_tokens)
@@ -297,8 +310,14 @@ class StreamingDevice(PyDevice):
             assert self.host is not None
             experts = self._streams(batch.n_at_once, experts=True)
             dense = self._streams(batch.n_at_once, experts=False)
-            self.host.offer(experts=experts, dense=dense)
-            self._is_offered = experts or dense
+            if self._offered != (experts, dense):
+                self.host.offer(experts=experts, dense=dense)
+                self._offered = experts, dense
+        if self.routing is not None and not batch.is_draft:
+            stream, executor = next(iter(self.executors.items()))
+            self.routing.begin(
+                executor.schedule, self._layout, stream.inner, is_small=bool(batch.small_tokens)
+            )
         if self._is_alone and not batch.is_draft:
             self._start_prompt()
 
@@ -415,7 +434,7 @@ class StreamingDevice(PyDevice):
         deferred = self._deferred.get(stream)
         if deferred is not None and (status := deferred.take_status()):
             return status
-        if self.trace and self.trace.cpu_since_s is not None:
+        if self.trace.is_on and self.trace.cpu_since_s is not None:
             self.trace.add(CPU, _CPU_PART, self.trace.cpu_since_s, time.perf_counter())
         try:
             if self.pending.first is not None:
@@ -436,7 +455,7 @@ class StreamingDevice(PyDevice):
                 return 0
             return prepared.run()
         finally:
-            if self.trace:
+            if self.trace.is_on:
                 self.trace.cpu_since_s = time.perf_counter()
 
     def _run_deferred(self, prepared: PreparedGraph, nth: int) -> int:
@@ -478,7 +497,8 @@ class StreamingDevice(PyDevice):
 
     def counters(self) -> StreamCounters:
         """Return the sums of all streams' counts."""
-        return sum((each.counters for each in self.executors.values()), StreamCounters())
+        of_routing = StreamCounters() if self.routing is None else self.routing.counters
+        return sum((each.counters for each in self.executors.values()), of_routing)
 
     def settle(self) -> None:
         """Wait until no computation or copy is under way. A trace then has all counted copies."""
@@ -523,7 +543,7 @@ class StreamingDevice(PyDevice):
         is_new, self._newest_uid = graph.uid > self._newest_uid, max(graph.uid, self._newest_uid)
         # ggml has split a new graph in this decode. The backend answered then which nodes it takes,
         # so a new graph has streamed weights only if they were offered.
-        may_stream = self._is_offered or not (self.is_native and is_new)
+        may_stream = True in self._offered or not (self.is_native and is_new)
         if may_stream and graph.has_products(self.host):
             return None
         inner = stream.inner
@@ -543,13 +563,27 @@ class StreamingDevice(PyDevice):
         is_detached = bool(graph.uid) and stream in self._deferred and self._may_defer(graph)
         computed, counts = self.mla.rewrite(detached(graph) if is_detached else graph)
         products = tuple(computed.products(self.host))
+        routed = None
+        if self.routing is not None and products and next(iter(self.executors)) is stream:
+            computed, routed = self.routing.rewrite(computed, products, self._layout)
+            products = tuple(computed.products(self.host))
         if products:
             run = self.executors[stream].prepare(computed, products)
+            if routed is not None:
+                run = partial(self._run_routed, routed, stream, run)
         else:
             inner = stream.inner
             run = partial(inner.compute, computed)
         layer = layer_of(products[0].weight.name) if products else -1
         return PreparedGraph(graph.uid, run, counts, bool(products), layer, is_detached)
+
+    def _run_routed(
+        self, routed: RoutedGraph, stream: WrappedStream, run: Callable[[], int]
+    ) -> int:
+        """Compute a graph whose routers prefer cached experts."""
+        assert self.routing is not None
+        self.routing.computing(routed, stream.inner)
+        return run()
 
     def _may_defer(self, graph: Graph) -> bool:
         """True if the graph is a prompt's and streams weights.

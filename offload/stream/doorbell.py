@@ -30,11 +30,11 @@ from offload.ggml.cuda_driver import DriverStream, NoDriver, StuckStream, driver
 from offload.ggml.graph import Graph
 from offload.ggml.library import log
 from offload.ggml.library.lib import library
-from offload.ggml.player import Ahead, Bell, RedirectEntry
+from offload.ggml.player import Bell, PlayerAhead, RedirectEntry
 from offload.ggml.tensor import Tensor, op_at, root_at, size_at, sources_at
 from offload.stream.bell_use import BELLS
 from offload.stream.cuts import CutStep
-from offload.stream.layers_ahead import AheadMemory, Result, mapping_node, moves_of
+from offload.stream.layers_ahead import AheadMemory, ResultAddresses, mapping_node, moves_of
 
 MOST_SECONDS = 15  # longest time in which a decode does not go on
 _LAYERS_AHEAD = 4  # layers that are enqueued before the host answers the first of them
@@ -89,7 +89,7 @@ class Doorbell:
 
         Ends the process if the device hangs in the trial.
         """
-        self.watchdog: Watchdog | None = None
+        self.watchdog: BellWatchdog | None = None
         self._events: list[StreamEvent] = []
         self._stream: DriverStream | None = None
         self._words = device.pinned_memory(_WORDS_BYTES)
@@ -120,7 +120,7 @@ class Doorbell:
             backend_routed=routed, backend_landed=landed, rung=rung, answered=answered,
             n_ahead=_LAYERS_AHEAD, see=virtual_words[0], tell=virtual_words[1],
         )  # fmt: skip
-        self.watchdog = Watchdog(self.struct, device.name)
+        self.watchdog = BellWatchdog(self.struct, device.name)
 
     def close(self) -> None:
         """Free all. Nothing that was enqueued may be under way."""
@@ -152,7 +152,7 @@ def try_bell(device: Device) -> str:
     return BELLS.why_not
 
 
-class Watchdog:
+class BellWatchdog:
     """A thread that looks every second whether decodes with a doorbell go on.
 
     If nothing was enqueued or answered for some seconds, the host may wait for a device that waits
@@ -217,7 +217,9 @@ class RingEntry:
             if waits_inside({weight.type for weight in weights}, step.n_tokens):
                 raise CannotRing("the backend may wait for the device")
         by_kind = results_in_turns(graph, [root for step in steps for root in _moving(step)])
-        sizes = [aligned(max(size_at(its[0]) for its in of_layers)) for of_layers in by_kind]
+        sizes = [
+            aligned(max(size_at(of_layer[0]) for of_layer in of_layers)) for of_layers in by_kind
+        ]
         sizes[-1] += max(4 * step.split.output.shape[0] for step in steps if step.split)  # spare
         starts = np.cumsum([0, *sizes]).tolist()
         buffer = memory.results.reserve(starts[-1])
@@ -244,7 +246,7 @@ class RingEntry:
         self._moved = (RedirectEntry * len(moved))(*moved)
         self._table_at = np.array([step.group * memory.n_experts for step in steps], np.int64)
         self._kept = graph, table_tensor, on_host, memory
-        self.struct = Ahead(
+        self.struct = PlayerAhead(
             moved=C.addressof(self._moved), n_moved=len(moved), table_at=self._table_at.ctypes.data,
             table_tensor=table_tensor.address, table=on_host.ctypes.data,
             there=memory.there.ctypes.data, taken=memory.taken.ctypes.data,
@@ -342,7 +344,7 @@ def _moving(step: CutStep) -> tuple[int, int, int]:
 
 def results_in_turns(
     graph: Graph, roots: Sequence[int]
-) -> tuple[list[Result], list[Result], list[Result]]:
+) -> tuple[list[ResultAddresses], list[ResultAddresses], list[ResultAddresses]]:
     """Return the layers' ids, rows and outputs, each with its views.
 
     `roots` are the three results of each layer in turn. Raises CannotRing if results of two layers
@@ -355,7 +357,7 @@ def results_in_turns(
     return by_kind
 
 
-def _with_views(graph: Graph, roots: Sequence[int]) -> list[Result]:
+def _with_views(graph: Graph, roots: Sequence[int]) -> list[ResultAddresses]:
     """Return each result with its views. Raises CannotRing."""
     shown: dict[int, dict[int, None]] = {root: {} for root in roots}
     if len(shown) < len(roots):
@@ -379,7 +381,7 @@ def _with_views(graph: Graph, roots: Sequence[int]) -> list[Result]:
     return [(root, *shown[root]) for root in roots]
 
 
-def _check_turns(graph: Graph, results: Sequence[Result]) -> None:
+def _check_turns(graph: Graph, results: Sequence[ResultAddresses]) -> None:
     """Raise CannotRing if a result is read after the next one of `results` is made.
 
     They have the same memory.

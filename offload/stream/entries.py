@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from offload.decode import SMALL_BATCH
 from offload.ggml.graph import Graph
-from offload.ggml.player import BY_COSTS, Costs, Host, Player, native
-from offload.ggml.rewriting import Count, HostRows
+from offload.ggml.player import BY_COSTS, Player, PlayerCosts, PlayerHost, native
+from offload.ggml.rewriting import HostRows, SharedDim
 from offload.ggml.tensor import Buffer, Redirect, Tensor
 from offload.schedule.division import SplitCosts
 
@@ -30,9 +30,9 @@ class HostEntry:
     """A graph that computes pairs of the CPU, and the graph that places their rows."""
 
     def __init__(
-        self, graph: Graph, count: Count, sources: Sequence[Redirect], scales: Sequence[HostRows],
-        ids: HostRows, places: HostRows, inputs: HostRows, rows: HostRows, rows_per_token: int,
-        down: Tensor,
+        self, graph: Graph, count: SharedDim, sources: Sequence[Redirect],
+        scales: Sequence[HostRows], ids: HostRows, places: HostRows, inputs: HostRows,
+        rows: HostRows, rows_per_token: int, down: Tensor,
     ) -> None:  # fmt: skip
         """`count`: the number of pairs. `down`: the tensor of the graph's results.
 
@@ -46,7 +46,7 @@ class HostEntry:
             _pointers(scale.memory.address for scale in scales),
         ]
         counts, of_sources, of_scales = map(C.addressof, self._kept)
-        self.struct = Host(
+        self.struct = PlayerHost(
             graph=graph.address, most=most, row_bytes=4 * n_in, rows_per_token=rows_per_token,
             n_counts=len(count.addresses), n_sources=len(sources), n_scales=len(scales),
             ids=ids.memory.address, places=places.memory.address, inputs=inputs.memory.address,
@@ -56,7 +56,7 @@ class HostEntry:
 
     def place_by(
         self, graph: Graph, staging: Tensor, results: Buffer, header_bytes: int, row_bytes: int,
-        n_rows: Count, n_into: Count, into: Tensor, node: Tensor,
+        n_rows: SharedDim, n_into: SharedDim, into: Tensor, node: Tensor,
     ) -> None:  # fmt: skip
         """Place rows by `graph`, whose `node` sets `n_rows` rows of `staging` in `into`."""
         entry, counts = self.struct, [_pointers(n_rows.addresses), _pointers(n_into.addresses)]
@@ -95,7 +95,7 @@ class CostEntry:
             for values in (tables.by_rows_s, tables.work.ravel(), tables.copies_s, tables.idle)
         ]
         by_rows_s, work, copies_s, idle = self._kept = arrays
-        self.struct = Costs(
+        self.struct = PlayerCosts(
             len(work), tables.n_ends, by_rows_s.shape[1], copies_s.shape[1],
             by_rows_s.ctypes.data, work.ctypes.data, copies_s.ctypes.data, idle.ctypes.data,
             tables.idle_fixed_s, costs.copy_s,

@@ -37,7 +37,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.decode import SMALL_BATCH
+from offload.decode import SMALL_BATCH, Ubatches
 from offload.ggml.backend import Stream
 from offload.ggml.compute_buffer import ComputeBuffer
 from offload.ggml.graph import Graph, Product
@@ -76,7 +76,6 @@ from offload.stream.slot_memory import SlotMemory
 from offload.stream.split_measuring import SplitSides
 from offload.stream.split_path import Hybrid, SplitPath
 from offload.stream.stream_parts import RoutingParts, StreamParts
-from offload.stream.ubatches import Ubatches
 from offload.trace.trace import COMPUTE, NO_TRACE, Trace
 
 _GUESSES = 20  # most guessed experts under way (docs/log.md)
@@ -142,7 +141,8 @@ class Executor:
         self._passes = PassRunner(parts, layout, self.ids, most_tokens, cpu)
         routing = RoutingParts(self.guess, self._recorder, likeliest, most, n_used)
         self.player = GraphPlayer(parts, routing, self._split)
-        self._last_split: tuple[Graph, CutStep, SplitLayer] | None = None
+        # A split layer of the last decode, to be timed; None: there is none.
+        self.last_split: tuple[Graph, CutStep, SplitLayer] | None = None
         self._ubatches = Ubatches()  # those of the decode that is computed
         # True: copies of the next ubatch may begin early. Experts on a disk may not, because the
         # device would wait for the reads at the end of its graph.
@@ -229,8 +229,8 @@ class Executor:
         played = None
         if played_of(steps, stops):
             played = self.player.compile(graph, steps, stops)
-        found = CutGraph(graph, steps, stops, n_cuts, relocation, played, n_tokens, passes)
-        return partial(self._run, found)
+        prepared = CutGraph(graph, steps, stops, n_cuts, relocation, played, n_tokens, passes)
+        return partial(self._run, prepared)
 
     def _record(self, steps: Sequence[CutStep]) -> None:
         """Let these layers record their routing, if all of them compute the same small batch.
@@ -309,7 +309,7 @@ class Executor:
             return self.stop(running, running.stops)
         step = running.played.steps[-1]
         if step.split is not None:
-            self._last_split = running.graph, step, step.split
+            self.last_split = running.graph, step, step.split
         clocked = self.clock is not None
         return self.player.run(running.played, running, self, clocked=clocked)
 
@@ -580,7 +580,7 @@ class Executor:
         return 0
 
     def _trace_slots(self) -> None:
-        if self._trace:
+        if self._trace.is_on:
             counts = self.schedule.n_slots_by_state()
             held = sum(counts) - counts[FREE] - counts[CLOSED]
             now_s = time.perf_counter()
@@ -596,7 +596,7 @@ class Executor:
             redirected = None if running.is_shifted else running.redirected
             part = running.graph.part(running.done, end, redirected)
             status = self._stream.compute(part)
-            if self._trace:
+            if self._trace.is_on:
                 layer = running.open[-1].layer if running.open else -1
                 self._trace.add(COMPUTE, f"nodes {running.done}-{end}", start_s,
                                 time.perf_counter(), layer=layer)  # fmt: skip
@@ -624,13 +624,13 @@ class Executor:
     # -- split layers ------------------------------------------------------------------------------
 
     def take_split(self) -> SplitSides | None:
-        """Return the last split layer, to be timed before the next graph runs, and forget it.
+        """Return the last split layer, to be timed before the next graph is built, and forget it.
 
         Returns None if there is none.
         """
-        if self._last_split is None or self._split is None:
+        if self.last_split is None or self._split is None:
             return None
-        (graph, step, layer), self._last_split = self._last_split, None
+        (graph, step, layer), self.last_split = self.last_split, None
 
         group = self._layout.groups[step.group]
         n_bytes = [group.matrix_bytes[kind] for kind in self.copies.kinds[step.group]]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from offload.alignment import aligned
 from offload.ggml.graph import Graph, Product
-from offload.ggml.rewriting import Count, is_any
+from offload.ggml.rewriting import SharedDim, is_any
 from offload.ggml.tensor import Buffer, Redirect, Tensor
 from offload.schedule.pair_rows import PairShape
 
@@ -159,13 +159,13 @@ class _Finder:
         """Return the weight [n_experts] from which a MUL's factor is taken, or None."""
         if not factor.is_op("GET_ROWS") or factor.source(1) != self.ids or factor.shape[0] != 1:
             return None
-        found = factor.source(0)
+        source = factor.source(0)
         for _ in range(_MOST_SAME):
-            if found is not None and is_any(found, _SAME):
-                found = found.source(0)
-        if found is None or not found.is_op("NONE") or found.type != "f32":
+            if source is not None and is_any(source, _SAME):
+                source = source.source(0)
+        if source is None or not source.is_op("NONE") or source.type != "f32":
             return None
-        return found
+        return source
 
 
 class PairNodes:
@@ -176,7 +176,7 @@ class PairNodes:
     """
 
     def __init__(
-        self, form: ExpertForm, most: int, count: Count, made: Mapping[Tensor, Tensor],
+        self, form: ExpertForm, most: int, count: SharedDim, made: Mapping[Tensor, Tensor],
         at: tuple[Buffer, int], down_at: tuple[Buffer, int] | None = None,
         bias_ids: Tensor | None = None,
     ) -> None:  # fmt: skip

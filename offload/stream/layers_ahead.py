@@ -25,7 +25,7 @@ from offload.alignment import aligned
 from offload.ggml.backend import Device
 from offload.ggml.graph import Graph
 from offload.ggml.library.lib import op_number
-from offload.ggml.player import Ahead, RedirectEntry
+from offload.ggml.player import PlayerAhead, RedirectEntry
 from offload.ggml.rewriting import VIEWS, Scratch
 from offload.ggml.tensor import (
     TENSOR,
@@ -139,7 +139,7 @@ class AheadEntry:
         )
         self.table_at = np.array([step.group * memory.n_experts for step in steps], np.int64)
         self._kept = graph, ids, ids_tensor, table_tensor, on_host, memory
-        self.struct = Ahead(
+        self.struct = PlayerAhead(
             moved=C.addressof(self._moved), n_moved=len(moved),
             ids_tensor=ids_tensor.address, ids=ids.ctypes.data, ids_bytes=ids_bytes,
             ids_at=self.ids_at.ctypes.data, table_at=self.table_at.ctypes.data,
@@ -163,14 +163,14 @@ def segments_of(n_layers: int, layers_per_wait: int) -> list[tuple[int, int]]:
     The ids of layer `end` are read in the same wait. The last layer alone is not computed ahead,
     because that saves no wait: the end of the graph would wait instead.
     """
-    found = []
+    segments = []
     for first in range(0, n_layers, layers_per_wait):
         end = min(first + layers_per_wait - 1, n_layers)
         if layers_per_wait >= n_layers:
             end = n_layers
         if end > first and first < n_layers - 1:
-            found.append((first, end))
-    return found
+            segments.append((first, end))
+    return segments
 
 
 def _ids(step: CutStep) -> Tensor:
@@ -178,7 +178,7 @@ def _ids(step: CutStep) -> Tensor:
     return step.ids.tensor
 
 
-def _result_of(step: CutStep, kept: Sequence[Result]) -> Result:
+def _result_of(step: CutStep, kept: Sequence[ResultAddresses]) -> ResultAddresses:
     root = root_at(_ids(step).address)
     for result in kept:
         if result[0] == root:
@@ -208,15 +208,15 @@ def _copying(address: int, buffer: Buffer, offset_bytes: int) -> Tensor:
     return target.computing("CPY", [source, target])
 
 
-def moves_of(result: Result, buffer: Buffer, offset_bytes: int) -> list[RedirectEntry]:
+def moves_of(result: ResultAddresses, buffer: Buffer, offset_bytes: int) -> list[RedirectEntry]:
     """Return the pointers to change so that a result and its views lie at an offset of a buffer."""
-    found, start = [], data_at(result[0])
+    moves, start = [], data_at(result[0])
     for address in result:
         was, owner = data_at(address), TENSOR.from_address(address).buffer
         there = buffer.base + offset_bytes + was - start
-        found.append(RedirectEntry(address + TENSOR.data.offset, was, there))
-        found.append(RedirectEntry(address + TENSOR.buffer.offset, owner, buffer.address))
-    return found
+        moves.append(RedirectEntry(address + TENSOR.data.offset, was, there))
+        moves.append(RedirectEntry(address + TENSOR.buffer.offset, owner, buffer.address))
+    return moves
 
 
 _FORGETS = 1 / 8  # share of the averages that each decode replaces
@@ -288,21 +288,21 @@ class Waits:
         return (wait_s + repeated * (self._computed_s + wait_s)) / n
 
 
-Result = tuple[int, ...]  # the addresses of a result and of its views
+ResultAddresses = tuple[int, ...]  # the addresses of a result and of its views
 
 
 class NotRepeatable(Exception):
     """A part of the graph cannot be computed twice. The text says why."""
 
 
-class Kept(NamedTuple):
+class KeptResults(NamedTuple):
     """Results and inputs of a graph that get memory of their own."""
 
-    results: list[Result]
-    inputs: list[Result]  # inputs of the graph, which have to be copied
+    results: list[ResultAddresses]
+    inputs: list[ResultAddresses]  # inputs of the graph, which have to be copied
 
 
-def find_kept(graph: Graph, cuts: Sequence[int]) -> Kept:
+def find_kept(graph: Graph, cuts: Sequence[int]) -> KeptResults:
     """Return the results and inputs to keep, so that the graph can go back to each of its `cuts`.
 
     `cuts`: positions of nodes, ascending. Raises NotRepeatable.
@@ -354,7 +354,7 @@ def find_kept(graph: Graph, cuts: Sequence[int]) -> Kept:
         and buffer_at(root) in memory
         and any(_overlap(node, root) for node in later)
     ]
-    return Kept(*([(node, *shown.get(node, ())) for node in of] for of in (results, inputs)))
+    return KeptResults(*([(node, *shown.get(node, ())) for node in of] for of in (results, inputs)))
 
 
 def _is_read_later(made: int, last: int, cuts: Sequence[int]) -> bool:

@@ -17,7 +17,7 @@ from offload.device import DeviceChoice
 from offload.errors import DeviceFailed
 from offload.ggml.memory import AnonymousMemory
 from offload.ggml.tensor import host_bytes, new_tensor
-from offload.stream.copying import Copier, DeviceCopier, Link, ThreadCopier, Transfer
+from offload.stream.copying import Copier, DeviceCopier, LinkSpeed, ThreadCopier, Transfer
 
 _COPY_BYTES = 2 << 20  # bytes of one copy, about those of an expert's matrix
 _N_PLACES = 64  # number of copies after which the same memory is read again
@@ -36,7 +36,7 @@ class LinkSpeeds:
 def link_speeds(choices: Sequence[DeviceChoice], least_s: float = _LEAST_S) -> LinkSpeeds:
     """Return the rates of these devices' links. Raises DoesNotFit and DeviceFailed."""
     with ExitStack() as closing:
-        probes = [_Probe(choice, closing) for choice in choices]
+        probes = [_LinkProbe(choice, closing) for choice in choices]
         for probe in probes:
             probe.run(0.0)  # the first copy takes longer
         alone = tuple(probe.run(least_s) for probe in probes)
@@ -44,10 +44,10 @@ def link_speeds(choices: Sequence[DeviceChoice], least_s: float = _LEAST_S) -> L
     return LinkSpeeds(alone, together)
 
 
-def _at_once(probes: Sequence[_Probe], least_s: float) -> tuple[float, ...]:
+def _at_once(probes: Sequence[_LinkProbe], least_s: float) -> tuple[float, ...]:
     start = threading.Barrier(len(probes))
 
-    def run(probe: _Probe) -> float:
+    def run(probe: _LinkProbe) -> float:
         start.wait()
         return probe.run(least_s)
 
@@ -58,7 +58,7 @@ def _at_once(probes: Sequence[_Probe], least_s: float) -> tuple[float, ...]:
             raise DeviceFailed(f"measuring links failed: {e}") from e
 
 
-class _Probe:
+class _LinkProbe:
     """Copies from host memory to one device, in the way that streamed weights are copied."""
 
     def __init__(self, choice: DeviceChoice, closing: ExitStack) -> None:
@@ -81,7 +81,9 @@ class _Probe:
             self._copier = DeviceCopier(stream)
         else:
             sim = choice.sim
-            link = Link() if sim is None else Link(sim.bandwidth_bytes_per_s, sim.latency_s)
+            link = (
+                LinkSpeed() if sim is None else LinkSpeed(sim.bandwidth_bytes_per_s, sim.latency_s)
+            )
             self._copier = ThreadCopier(link)
         closing.callback(self._copier.close)
 

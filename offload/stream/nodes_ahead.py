@@ -120,7 +120,7 @@ class Behind(NamedTuple):
     n_used: int  # experts that a token uses
 
 
-class Ahead(NamedTuple):
+class NodesAhead(NamedTuple):
     """Counts of the nodes after a layer's last product that need not wait for the CPU's rows."""
 
     n_nodes: int = 0
@@ -133,7 +133,7 @@ class Ordered:
     """A reordered copy of a graph, in which some results have other memory."""
 
     graph: Graph
-    ahead: Sequence[Ahead]  # one for each layer
+    ahead: Sequence[NodesAhead]  # one for each layer
     relocation: Relocation  # results that get other memory while the graph is submitted
 
 
@@ -185,20 +185,20 @@ class Orderer:
         """
         addresses = graph.addresses()
         order = addresses.copy()
-        ahead: list[Ahead] = []
+        ahead: list[NodesAhead] = []
         moves: list[_Move] = []
         for layer in layers:
             reach = layer.at + 1 + 2 * layer.n_used + _BESIDE
             near = addresses[layer.at : min(layer.end, reach)]
-            known, found, spans = self._choose(graph, layer.group, near)
-            n_computing = sum(known.nodes[i].computes for i in found.first)
-            repeatable = [known.repeatable[i] for i in found.first]
+            known, chosen, spans = self._choose(graph, layer.group, near)
+            n_computing = sum(known.nodes[i].computes for i in chosen.first)
+            repeatable = [known.repeatable[i] for i in chosen.first]
             n_repeatable = sum(1 for _ in itertools.takewhile(bool, repeatable))
-            ahead.append(Ahead(len(found.first), n_computing, n_repeatable))
-            for to, i in enumerate(found.order(len(known.nodes)) if found.first else (), 1):
+            ahead.append(NodesAhead(len(chosen.first), n_computing, n_repeatable))
+            for to, i in enumerate(chosen.order(len(known.nodes)) if chosen.first else (), 1):
                 order[layer.at + to] = near[1 + i]
             offset_bytes = 0  # each layer uses the scratch memory from its start
-            for number in (1 + i for i in found.elsewhere):
+            for number in (1 + i for i in chosen.elsewhere):
                 _, first, end = spans[number]
                 together = [near[n] for n in (number, *known.views.get(number, ()))]
                 moves.append(_Move(together, offset_bytes, end - first))
@@ -222,12 +222,12 @@ class Orderer:
         key = group, tuple(map(op_at, near))
         known = None if self._is_foreign else self._known.get(key)
         if known is not None:
-            found, spans = _found(known, near)
-            results = [1 + i for i in found.elsewhere]
+            chosen, spans = _found(known, near)
+            results = [1 + i for i in chosen.elsewhere]
             seen = [view for result in results for view in known.views.get(result, ())]
             # No unknown node of this graph may read a result that gets other memory.
             if all(graph.use_count(Tensor(near[n])) == known.n_uses[n] for n in (*results, *seen)):
-                return known, found, spans
+                return known, chosen, spans
         known = self._learn(graph, near)
         if not self._is_foreign:
             self._known[key] = known

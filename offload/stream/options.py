@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from offload.schedule.cached_choice import RouteOptions
 from offload.schedule.splitter import Splitter
 from offload.trace.trace import NO_TRACE, Trace
 
@@ -25,4 +26,5 @@ class StreamingOptions:
     bounce: bool = True  # copy weights that cannot be pinned through a pinned ring
     doorbell: bool = True  # split layers run without a wait of the host, on CUDA
     mla: bool = True  # MLA's value projections take the faster form; False: the library's own
+    route: RouteOptions = RouteOptions()  # off: routers choose as the model does
     native: bool = True  # the backend itself, not Python, decides which nodes it computes

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.ggml.backend import Device, Stream
+from offload.ggml.cuda_driver import is_cuda
 from offload.ggml.graph import Graph
 from offload.ggml.rewriting import Scratch
 from offload.ggml.tensor import new_tensor
@@ -18,9 +19,9 @@ from offload.routing.routing import expected_union
 from offload.schedule.batch import slot_range
 from offload.schedule.passes import AHEAD_OF_ROUTER, Launch, PairOrder, passes_of
 from offload.schedule.slots import NOWHERE, CutNeed
-from offload.stream.copying import Events
+from offload.stream.copying import GraphEvents
 from offload.stream.cut_graph import CutGraph
-from offload.stream.passes import PassStep, without_forms
+from offload.stream.passes import PassStep, PinnedLaunch, without_forms
 from offload.stream.prompt_side import CpuPart, PromptSide
 from offload.stream.slot_ids import IdExchange
 from offload.stream.stream_parts import StreamParts
@@ -45,6 +46,7 @@ class PassRunner:
         self._cpu = cpu
         # Number of experts that the last layer copied, by number of tokens and splitter.
         self._n_copied: dict[Hashable, int] = {}
+        self._after: dict[int, PassStep] = {}  # by cut: the next layer, which is not announced yet
         self.is_alone = True  # False: other devices compute parts of the same graph
         self._stream, self._schedule, self._copies = parts.stream, parts.schedule, parts.copies
         self._counters, self._trace = parts.counters, parts.trace
@@ -52,15 +54,18 @@ class PassRunner:
         device: Device = parts.stream.device
         self._scratch = Scratch(device, "rows of pairs", LEAST_BYTES)
         self._tables = Scratch(device, "tables of pairs", LEAST_BYTES)
-        # Tables have a stream of their own. Behind a pass on the computing stream, they would only
-        # be ready after that pass, and then wait for all copies of experts that are ready by then.
+        self._pinned_tables: PinnedLaunch | None = None  # None: tables are copied
+        # Copied tables have a stream of their own. Behind a pass on the computing stream, they
+        # would only be ready after that pass, and then wait for all copies that are ready by then.
         self._side: Stream | None = None
+        # CUDA's devices read pinned memory by its host address (offload/stream/passes.py).
+        self._reads_pinned = is_cuda(device)
         # The rows of the CPU's pairs come on another one, so that no tables wait for them.
         self._fetching: Stream | None = None
         if device.has_async_and_events and not device.backend.waits_between_graphs:
             self._side = device.open()
             self._fetching = device.open() if cpu is not None else None
-            self._events = Events(device)
+            self._events = GraphEvents(device)
 
     @property
     def device_bytes(self) -> int:
@@ -99,35 +104,65 @@ class PassRunner:
                 self._fetching.close()
             self._side = self._fetching = None
         self._scratch.close()
+        if self._pinned_tables is not None:
+            self._pinned_tables.close()
+            self._pinned_tables = None
         self._tables.close()
 
     def prepare(self, graph: Graph, steps: Sequence[PassStep]) -> Graph:
         """Return the graph without what `steps` compute in passes. Raises DoesNotFit."""
         n = max(self._most_tokens, *(step.n_tokens for step in steps))
         scratch = self._scratch.reserve(max(step.scratch_bytes(n) for step in steps))
-        self._tables.reserve(max(step.tables_bytes(n) for step in steps))
+        self._reserve_tables(max(step.tables_bytes(n) for step in steps))
         return without_forms(graph, steps, scratch, self._stream.device)
+
+    def _reserve_tables(self, size_bytes: int) -> None:
+        """Take memory for the tables of a layer's launches. Raises DoesNotFit."""
+        before = self._tables.reserve(0) if self._pinned_tables is not None else None
+        tables = self._tables.reserve(size_bytes)
+        if not self._reads_pinned or tables is before:
+            return
+        if self._pinned_tables is not None:
+            self._pinned_tables.close()
+            self._pinned_tables = None
+        pinned = self._stream.device.pinned_memory(tables.size_bytes + PinnedLaunch.MORE_BYTES)
+        if pinned is not None:
+            self._pinned_tables = PinnedLaunch(tables, pinned)
 
     def announce(self, steps: Sequence[PassStep]) -> None:
         """Let the link copy a layer's first experts before the layer's router has run.
 
         Large batches use nearly all experts, so few copies are wasted. Experts that were used most
-        come first.
+        come first. A layer that the CPU shares is announced when the layer before has been divided.
+        Copies for it would otherwise come before those that the layer before turns out to need, for
+        which both sides would then wait.
         """
-        schedule = self._schedule
+        self._after.clear()
+        before: PassStep | None = None
         for step in steps:
-            used = expected_union(step.n_tokens, step.n_used, step.n_experts)
-            if used < AHEAD_OF_ROUTER * step.n_experts:
-                continue
-            slots = schedule.pools[step.pool].of_group(step.group, step.n_experts)
-            missing = (slots == NOWHERE).nonzero()[0].tolist()
-            ranks = schedule.rule.ranks(step.group, step.n_experts - 1)
-            missing.sort(key=lambda expert: -ranks[expert])
-            if step.is_whole and self.shares(step.n_tokens):
-                # The CPU will compute the others, so copies of them would be wasted.
-                missing = missing[: self._n_copied.get(self._regime(step), 0)]
-            pieces = tuple([(step.group, expert) for expert in missing])
-            schedule.predict(CutNeed(step.cut, step.pool, pieces, ring=step.ring))
+            if before is not None and self._is_shared(step):
+                self._after[before.cut] = step
+            else:
+                self._predict(step)
+            before = step
+
+    def _is_shared(self, step: PassStep) -> bool:
+        return step.is_whole and self.shares(step.n_tokens)
+
+    def _predict(self, step: PassStep) -> None:
+        schedule = self._schedule
+        used = expected_union(step.n_tokens, step.n_used, step.n_experts)
+        if used < AHEAD_OF_ROUTER * step.n_experts:
+            return
+        slots = schedule.pools[step.pool].of_group(step.group, step.n_experts)
+        missing = (slots == NOWHERE).nonzero()[0].tolist()
+        ranks = schedule.rule.ranks(step.group, step.n_experts - 1)
+        missing.sort(key=lambda expert: -ranks[expert])
+        if self._is_shared(step):
+            # The CPU will compute the others, so copies of them would be wasted.
+            missing = missing[: self._n_copied.get(self._regime(step), 0)]
+        pieces = tuple([(step.group, expert) for expert in missing])
+        schedule.predict(CutNeed(step.cut, step.pool, pieces, ring=step.ring))
 
     def compute(
         self, running: CutGraph, step: PassStep, submit: Callable[[CutGraph, int], int]
@@ -167,13 +202,22 @@ class PassRunner:
             status, offset = self._pass(running, step, cut, experts, pairs, offset)
             if status:
                 return status
+        used = pairs.rows.nonzero()[0].tolist()
+        schedule.scanned([(step.group, expert) for expert in used])
+        following = self._after.pop(step.cut, None)
+        if following is not None:
+            self._predict(following)
+        # The link copies the next layer's experts while the CPU computes. Where the CPU's results
+        # are copied, they would come behind these experts.
+        is_read = part is not None and self._reads(part)
+        if is_read:
+            copies.enqueue(schedule.issue(step.cut + step.n_cuts - 1))
         if part is not None:
             status = self._place(running, step, part, offset)
             self._counters.split_layers += 1
             self._counters.split_s += time.perf_counter() - start_s
-        used = pairs.rows.nonzero()[0].tolist()
-        schedule.scanned([(step.group, expert) for expert in used])
-        copies.enqueue(schedule.issue(step.cut + step.n_cuts - 1))
+        if not is_read:
+            copies.enqueue(schedule.issue(step.cut + step.n_cuts - 1))
         return status
 
     def _count(
@@ -204,7 +248,7 @@ class PassRunner:
         """
         if self._cpu is None or not step.is_whole or not self.shares(step.n_tokens):
             return None
-        experts = self._cpu.experts(ids, pairs.rows, is_ready, coming)
+        experts = self._cpu.experts(step.form, ids, pairs.rows, is_ready, coming)
         if not experts:
             return None
         chosen = pairs.pairs_of(experts)
@@ -226,11 +270,25 @@ class PassRunner:
         stream.fetch(rows, memory)
         self._cpu.start(part, stream.synchronize)
 
+    def _reads(self, part: CpuPart) -> bool:
+        """True if a kernel reads the CPU's results over the link. Otherwise they are copied."""
+        return self._reads_pinned and part.host.is_pinned
+
     def _place(self, running: CutGraph, step: PassStep, part: CpuPart, offset: int) -> int:
-        """Wait for the CPU, and write its results to their places. Return a ggml_status."""
+        """Wait for the CPU, and write its results to their places. Return a ggml_status.
+
+        A kernel reads the results over the link if it can. A copy would come behind all experts
+        that the device's one engine copies for the next layers, and the next router behind it.
+        """
         assert step.graph is not None
         assert self._cpu is not None
         status = self._cpu.join()
+        if self._reads(part):
+            # Reading this layer's ids has waited for the kernel that read the last layer's results.
+            part.host.place(part.pairs)
+            memory, rows_at = part.host.results, part.host.header_bytes
+            step.graph.read_from(memory, 0, rows_at, len(part.pairs))
+            return status or self._stream.compute(step.graph.placing_read)
         for first, launch in _blocks(part, step.most_pairs):
             if status:
                 return status
@@ -258,16 +316,17 @@ class PassRunner:
         copies.last_use = entered.use
         launches = pairs.launches(experts, entered.slots, step.most_pairs, step.most_slots)
         placed = []
+        status = 0
         for launch in launches:  # tables before experts: one engine of the device copies both
-            first, at, offset = self._send(running, step, launch, offset)
+            first, at, offset, sent = self._send(running, step, launch, offset)
+            status = status or sent
             placed.append((launch, first, at))
-        if self._side is not None:
+        if self._side is not None and self._pinned_tables is None:
             self._stream.wait(self._events.record(self._side))
         copies.enqueue([*issued, *entered.issued])
         if entered.waits:
             tickets = copies.tickets_of(entered.waits)
             copies.wait(tickets, copies.kinds[step.group], step.layer)
-        status = 0
         for launch, first, at in placed:
             status = status or self._launch(step, launch, first, at)
         self._counters.cuts += 1
@@ -278,8 +337,10 @@ class PassRunner:
 
     def _send(
         self, running: CutGraph, step: PassStep, launch: Launch, offset: int
-    ) -> tuple[tuple[int, int], int, int]:
-        """Upload a launch's tables. Return the slots that it sees, and the tables' first and end.
+    ) -> tuple[tuple[int, int], int, int, int]:
+        """Upload a launch's tables.
+
+        Returns the slots that it sees, the tables' first and end, and a ggml_status.
 
         Reading the layer's ids has waited for all uploads of earlier layers.
         """
@@ -291,7 +352,12 @@ class PassRunner:
             seen = first, int(launch.slots[-1]) + 1 - first
         step.slots_seen = seen
         at = self._room(offset, step.form.pairs.table_bytes(len(launch.pairs)))
-        return seen, at, self._upload(running, step, launch, seen[0], at, self._side)
+        if self._pinned_tables is None:
+            return seen, at, self._upload(running, step, launch, seen[0], at, self._side), 0
+        tables = step.graph.tables(launch, step.n_used, seen[0], step.scales)
+        self._pinned_tables.fill(tables, at)
+        status = self._stream.compute(self._pinned_tables.graph)
+        return seen, at, at + tables.nbytes, status
 
     def _room(self, offset: int, size_bytes: int) -> int:
         """Return where tables of `size_bytes` go: to `offset`, or to the start if that is full."""
@@ -325,7 +391,7 @@ class PassRunner:
         status = self._stream.compute(step.graph.graph)
         if self._stream.device.backend.waits_between_graphs:
             self._stream.synchronize()  # the next graph may free memory that this one still uses
-        if self._trace:
+        if self._trace.is_on:
             self._trace.add(COMPUTE, f"{len(launch.pairs)} pairs", start_s, time.perf_counter(),
                             layer=step.layer)  # fmt: skip
         return status

@@ -27,7 +27,7 @@ from offload.alignment import aligned
 from offload.errors import NotSupported
 from offload.ggml.backend import Device, RouterIds
 from offload.ggml.graph import Graph, Product
-from offload.ggml.rewriting import VIEWS, Count, host_copy, is_any
+from offload.ggml.rewriting import VIEWS, SharedDim, host_copy, is_any
 from offload.ggml.tensor import Buffer, Dims, Tensor, new_tensor
 from offload.plan.slot_layout import SlotLayout, SlotPool
 from offload.schedule.batch import most_in_range
@@ -40,6 +40,8 @@ from offload.schedule.passes import (
 )
 from offload.stream.forms import ExpertForm, NoForm, PairNodes, find_form, single_form
 from offload.stream.slot_memory import SlotMemory, SlotViews
+
+_SHARED_GROUPS = 4  # groups that the slots have room for, at least, if the CPU computes a part
 
 
 class PassGraph:
@@ -59,7 +61,7 @@ class PassGraph:
         ids = [new_tensor("i32", (1, most, 1, 1), (buffer, 0)) for _ in range(2)]
         self._experts, self._slots = ids
         self._scales = [new_tensor("f32", (1, 1, most, 1), (buffer, 0)) for _ in form.scales]
-        self.count = count = Count()
+        self.count = count = SharedDim()
         for tensors, dim in ((tables, 0), (ids, 1), (self._scales, 2)):
             for tensor in tensors:
                 count.follows(tensor, dim)
@@ -79,9 +81,19 @@ class PassGraph:
         count.follows(results, 1)
         self.sources = twins.sources[: len(form.products)]
         self.graph = Graph.of([gathered, rows, *twins.nodes, results, self._set])
-        # For pairs that the CPU computes: place their results.
+        # For pairs that the CPU computes: place their results, which were copied to the device.
         self.results = twins.down
         self.placing = Graph.of([results, self._set])
+        # The same if the kernel reads results and places from pinned host memory.
+        self._n_read = n_read = SharedDim()
+        self._read_places = new_tensor("i32", (most, 1, 1, 1), (buffer, 0))
+        self._read_rows = new_tensor("f32", (n_out, most, 1, 1), (buffer, 0))
+        self._set_read = self._into.computing(
+            "SET_ROWS", [self._read_rows, self._read_places, self._into]
+        )
+        n_read.follows(self._read_places, 0)
+        n_read.follows(self._read_rows, 1)
+        self.placing_read = Graph.of([self._set_read])
 
     def tables(
         self, launch: Launch, n_used: int, first_slot: int, scales: Sequence[NDArray[np.float32]]
@@ -97,10 +109,10 @@ class PassGraph:
             *(scale[launch.experts] for scale in scales),
         ]  # fmt: skip
         size = aligned(4 * n)
-        found = np.zeros((len(columns), size), np.uint8)
-        for row, values in zip(found, columns, strict=True):
+        tables = np.zeros((len(columns), size), np.uint8)
+        for row, values in zip(tables, columns, strict=True):
             row[: 4 * n] = values.view(np.uint8)
-        return found.ravel()
+        return tables.ravel()
 
     @property
     def rows(self) -> Tensor:
@@ -116,8 +128,59 @@ class PassGraph:
         self.count.set(n)
         # The layer's own rows and results may have moved (Relocation).
         self._source.lie_with(self._inputs)
-        for tensor in (self._into, self._set):
+        self._find_output()
+
+    def read_from(self, pinned: Buffer, places_at: int, rows_at: int, n: int) -> None:
+        """Let `placing_read` place `n` rows, which lie in pinned memory at these offsets.
+
+        The device must be able to read this memory by its host address.
+        """
+        self._read_places.lie_from(pinned, places_at)
+        self._read_rows.lie_from(pinned, rows_at)
+        self._n_read.set(n)
+        self._find_output()
+
+    def _find_output(self) -> None:
+        for tensor in (self._into, self._set, self._set_read):
             tensor.lie_with(self._form.down.node)
+
+
+class PinnedLaunch:
+    """Pinned host memory for tables of launches. A kernel brings them to the device.
+
+    A copy would come behind all experts that the device's one engine copies ahead of the router.
+    The tables' numbers are moved as if they were f32, which changes no bit.
+    """
+
+    MORE_BYTES = 64  # room for the number of the only row
+
+    def __init__(self, tables: Buffer, pinned: Buffer) -> None:
+        """`tables`: the device's memory for tables. `pinned`: as much, and `MORE_BYTES`."""
+        self._tables, self._pinned = tables, pinned
+        self._bytes, end = pinned.host_range.array(), tables.size_bytes
+        self._bytes[end : end + 4] = 0
+        self._rows = new_tensor("f32", (1, 1, 1, 1), (pinned, 0))
+        first = new_tensor("i32", (1, 1, 1, 1), (pinned, end))  # the number of the only row
+        self._into = new_tensor("f32", (1, 1, 1, 1), (tables, 0))
+        self._set = self._into.computing("SET_ROWS", [self._rows, first, self._into])
+        self._n = SharedDim()
+        for tensor in (self._rows, self._into, self._set):
+            self._n.follows(tensor, 0)
+        self.graph = Graph.of([self._set])
+
+    def fill(self, tables: NDArray[np.uint8], offset: int) -> None:
+        """Let `graph` bring these tables to an offset of the device's memory.
+
+        The kernel of the last layer's graph must have read its tables.
+        """
+        self._bytes[offset : offset + tables.nbytes] = tables
+        self._n.set(tables.nbytes // 4)
+        self._rows.lie_from(self._pinned, offset)
+        for tensor in (self._into, self._set):
+            tensor.lie_from(self._tables, offset)
+
+    def close(self) -> None:
+        self._pinned.close()
 
 
 @dataclass(slots=True)
@@ -241,11 +304,15 @@ def find_passes(
         pool = layout.pools[layout.groups[number].pool]
         if product.ids is not None and _is_in_passes(pool, product.n_tokens, shares):
             members.setdefault((number, product.ids), []).append(product)
-    found: list[PassStep] = []
+    steps: list[PassStep] = []
     for (number, ids), of_layer in members.items():
         group = layout.groups[number]
         pool, memory = layout.pools[group.pool], memories[group.pool]
         n_group = int(group_size(pool.n_experts, pool.n_slots, pool.slot_bytes))
+        if shares(pool, of_layer[0].n_tokens):
+            # Smaller groups leave slots beside the ring. The experts there need no copy, and the
+            # CPU none of their pairs.
+            n_group = max(1, min(n_group, pool.n_slots // _SHARED_GROUPS))
         for form in forms_of(graph, of_layer):
             positions = _positions(graph, form)
             copied = _is_overwritten(graph, form, positions)
@@ -267,8 +334,8 @@ def find_passes(
                 ring=int(ring_slots(pool.n_experts, pool.n_slots, n_group)),
                 is_whole=len(form.products) == len(group.names),
             )
-            found.append(step)
-    return found
+            steps.append(step)
+    return steps
 
 
 def _is_in_passes(pool: SlotPool, n_tokens: int, shares: Callable[[SlotPool, int], bool]) -> bool:
@@ -313,8 +380,8 @@ def forms_of(graph: Graph, products: Sequence[Product]) -> list[ExpertForm]:
 def _positions(graph: Graph, form: ExpertForm) -> tuple[int, ...]:
     """Return the positions of the form's nodes in the graph, ascending."""
     position_of = graph.positions()
-    found = [position_of(node) for node in form.nodes]
-    return tuple(sorted(position for position in found if position is not None))
+    positions = [position_of(node) for node in form.nodes]
+    return tuple(sorted(position for position in positions if position is not None))
 
 
 def _is_overwritten(graph: Graph, form: ExpertForm, positions: Sequence[int]) -> bool:

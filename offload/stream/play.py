@@ -19,11 +19,12 @@ from offload.ggml.cuda_driver import is_cuda
 from offload.ggml.graph import Graph
 from offload.ggml.library.interrupt import watched_byte
 from offload.ggml.library.lib import library
-from offload.ggml.player import Calls, Event, native
+from offload.ggml.player import Calls, PlayerEvent, native
 from offload.ggml.rewriting import read_rows
 from offload.ggml.tensor import TENSOR
 from offload.ggml.threads import check
 from offload.routing.routing import N_TOKEN_ROWS
+from offload.schedule.cache import Lrfu
 from offload.schedule.division import Split
 from offload.schedule.from_disk import split_from_disk, stay_late
 from offload.schedule.slots import StreamCounters
@@ -41,7 +42,7 @@ from offload.trace.trace import COMPUTE, CPU
 
 _EVENTS = 8  # most events of a layer
 _SPLITTERS: dict[object, int] = {stay: api.STAY, all_on_device: api.ALL_ON_DEVICE}
-_SUMMED = [name for name, _ in api.Counts._fields_ if hasattr(StreamCounters, name)]
+_SUMMED = [name for name, _ in api.PlayerCounts._fields_ if hasattr(StreamCounters, name)]
 
 
 @functools.cache
@@ -114,6 +115,7 @@ class GraphPlayer:
         """Return the program of a prepared graph. Raises DoesNotFit."""
         program = Program(graph, steps, stops, self._schedule, self._guess, self._likeliest)
         rule, player = self._schedule.rule, program.player
+        assert isinstance(rule, Lrfu), "the player has a twin of this rule alone"
         player.calls = C.addressof(self._calls)
         player.half_life, player.rule_used, player.rule_scan = (
             rule.half_life,
@@ -130,8 +132,8 @@ class GraphPlayer:
         player.shown, player.order = shown, order
         player.late, player.late_pairs = self._late.ctypes.data, self._late_pairs.ctypes.data
         player.most_pairs, player.most_experts = self._most_pairs, self._most_experts
-        if self._trace:
-            events = (Event * (_EVENTS * (1 + len(program.layers))))()
+        if self._trace.is_on:
+            events = (PlayerEvent * (_EVENTS * (1 + len(program.layers))))()
             player.events, player.most_events = C.addressof(events), len(events)
             program.events = events
             self._trace.totals["program"] = "\n".join(program.listing())
@@ -225,11 +227,11 @@ class GraphPlayer:
 
     def _seen(self, program: Program) -> Waits:
         n_tokens = int(program.layers[0].n_tokens)
-        found = self._waits.get(n_tokens)
-        if found is None:
+        waits = self._waits.get(n_tokens)
+        if waits is None:
             is_async = self._stream.device.has_async_and_events
-            found = self._waits[n_tokens] = Waits(is_async=is_async)
-        return found
+            waits = self._waits[n_tokens] = Waits(is_async=is_async)
+        return waits
 
     def _arm_split(self, program: Program, split: SplitPath) -> None:
         player, team, splitter = program.player, split.team, split.splitter
@@ -256,7 +258,7 @@ class GraphPlayer:
         program.computed_on_cpu = counts.n_pairs_host > 0
         program.streamed = counts.n_pairs_streamed > 0
         self.native_s += counts.native_s
-        if not player.whole and program.may_ring:
+        if self._may_ring and program.may_ring and not player.whole:
             self._choice(program).saw(
                 len(program.layers), counts.left_s, decode_s, rang=counts.layers_rung > 0
             )
@@ -387,9 +389,9 @@ class GraphPlayer:
         resident, kinds = self._resident[: layer.n_experts], None
         if late and isinstance(splitter, ByCosts):
             read_s = memory.read_s(number)
-            found = split_from_disk(ids, resident, late, splitter.costs, read_s)
-            if found is not None:
-                kinds = self._expect(program, found)
+            division = split_from_disk(ids, resident, late, splitter.costs, read_s)
+            if division is not None:
+                kinds = self._expect(program, division)
         elif late and splitter is stay:
             kinds = stay_late(resident, late)
         if kinds is None:

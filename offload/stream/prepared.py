@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from offload.ggml.graph import Graph, GraphState
 from offload.mla import Outcome
 
-Run = Callable[[], int]  # computes a graph and returns a ggml_status
+ComputeGraph = Callable[[], int]  # computes a graph and returns a ggml_status
 # Cap on the bytes of kept graph states. The state of a graph of 60 layers takes 2 MiB, and the
 # prepared graph takes as much again. So graphs of 16 batch sizes are kept, which is enough for the
 # sizes that speculation alternates between.
@@ -21,7 +21,7 @@ class PreparedGraph:
     """A function that computes one of ggml's graphs."""
 
     uid: int  # the graph's number, given by ggml
-    run: Run
+    run: ComputeGraph
     mla: Counter[Outcome]  # outcomes of value projections, counted at each computation
     streams: bool  # True if some weights stream; then the executor reports to the layer clock
     layer: int = -1  # the first layer whose weights stream, -1 if none does
@@ -29,8 +29,8 @@ class PreparedGraph:
 
 
 @dataclass(eq=False, slots=True)
-class _Kept:
-    """A prepared graph for reuse, with the snapshot of the graph before it was prepared."""
+class _Reusable:
+    """A prepared graph for reuse, with the state of the graph before it was prepared."""
 
     key: tuple[Hashable, Graph]
     state: GraphState
@@ -45,8 +45,8 @@ class PreparedGraphs:
         self._most_bytes = most_bytes
         self._current: dict[Graph, PreparedGraph] = {}
         # By circumstances and address, those of several batch sizes and several layouts of results.
-        self._kept: dict[tuple[Hashable, Graph], list[_Kept]] = {}
-        self._recent: dict[_Kept, None] = {}  # all of them; the most recently used is last
+        self._kept: dict[tuple[Hashable, Graph], list[_Reusable]] = {}
+        self._recent: dict[_Reusable, None] = {}  # all of them; the most recently used is last
         self._size_bytes = 0
         self.n_recognised = 0
 
@@ -80,23 +80,23 @@ class PreparedGraphs:
             return unchanged
         key = circumstances(), graph
         same = self._kept.setdefault(key, [])
-        found = next((kept for kept in reversed(same) if kept.state.matches(graph)), None)
-        if found is None:
+        reusable = next((kept for kept in reversed(same) if kept.state.matches(graph)), None)
+        if reusable is None:
             state = graph.state()  # read before preparing, which may change the state
-            found = _Kept(key, state, prepare())
-            same.append(found)
+            reusable = _Reusable(key, state, prepare())
+            same.append(reusable)
             self._size_bytes += state.size_bytes
         else:
             self.n_recognised += 1
-            found.prepared = replace(found.prepared, uid=uid)
-            self._recent.pop(found)
-        self._recent[found] = None
-        self._current[graph] = found.prepared
+            reusable.prepared = replace(reusable.prepared, uid=uid)
+            self._recent.pop(reusable)
+        self._recent[reusable] = None
+        self._current[graph] = reusable.prepared
         while self._size_bytes > self._most_bytes:
             self._forget(next(iter(self._recent)))
-        return found.prepared
+        return reusable.prepared
 
-    def _forget(self, oldest: _Kept) -> None:
+    def _forget(self, oldest: _Reusable) -> None:
         del self._recent[oldest]
         same = self._kept[oldest.key]
         same.remove(oldest)

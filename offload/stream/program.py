@@ -14,8 +14,8 @@ from offload.errors import DeviceFailed, DoesNotFit
 from offload.ggml.graph import Graph
 from offload.ggml.player import (
     Layer,
-    Part,
     Player,
+    PlayerPart,
     RedirectEntry,
     Ringing,
     Segment,
@@ -125,8 +125,8 @@ class Program:
         self.events: Any = ()  # memory for events, if there is a trace
 
     def __repr__(self) -> str:
-        its = f"{len(self.layers)} layers of {self.graph!r}"
-        return f"Program({its}, {int(self.is_split.sum())} split)"
+        layers = f"{len(self.layers)} layers of {self.graph!r}"
+        return f"Program({layers}, {int(self.is_split.sum())} split)"
 
     def _field(self, name: str) -> NDArray[Any]:
         """Return a field of all layers, as a view. All fields are 8 bytes wide."""
@@ -245,7 +245,7 @@ class Program:
         self.words, segments, resume = self._words[layers_per_wait]
         for first, end, layer in [*self._parts][len(self._made) :]:
             self._made.append(self._part(first, end, layer))
-        self.parts = (Part * len(self._made))(*[Part(*fields) for fields in self._made])
+        self.parts = (PlayerPart * len(self._made))(*[PlayerPart(*fields) for fields in self._made])
         player = self.player
         player.program, player.n_words = self.words.ctypes.data, self.words.size
         player.parts, player.n_parts = C.addressof(self.parts), len(self.parts)
@@ -399,7 +399,9 @@ class _RingProgram:
         words.insert(at, (RING, 0, 0, 0))
         self.words = np.array(words, np.int64)
         self._ringing = (Ringing * len(ringing))(*ringing)
-        self._parts = (Part * len(self._fields))(*[Part(*fields) for fields in self._fields])
+        self._parts = (PlayerPart * len(self._fields))(
+            *[PlayerPart(*fields) for fields in self._fields]
+        )
         self._first = first
 
     def _plain_part(self, first: int, end: int) -> int:
@@ -486,6 +488,6 @@ def _reads(step: CutStep, kept: list[Any]) -> tuple[Any, Any]:
         for redirect in reader.ids:
             of_ids.append(RedirectEntry(*redirect.entry, step.slot_ids.tensor.address))
     redirects += of_ids
-    found = (RedirectEntry * len(redirects))(*redirects), (View * len(views))(*views)
-    kept += [tensors, *found]
-    return found
+    arrays = (RedirectEntry * len(redirects))(*redirects), (View * len(views))(*views)
+    kept += [tensors, *arrays]
+    return arrays

@@ -9,26 +9,79 @@ would come behind all experts that are copied ahead of the router, and the CPU w
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offload.ggml.backend import Device
+from offload.ggml.threads import CpuTeam
 from offload.plan.slot_layout import SlotPool
-from offload.schedule.division import SplitCosts, seconds_at, split_pairs
+from offload.schedule.division import seconds_at
 from offload.schedule.pair_rows import prompt_host_pairs
-from offload.schedule.passes import host_experts
+from offload.schedule.passes import RowsWay, host_experts, soonest_host_experts
 from offload.schedule.slots import StreamCounters
 from offload.schedule.splitter import ByCosts, Splitter
 from offload.stream.cpu_side import HostGraph, LayerWeights, layer_weights
 from offload.stream.forms import ExpertForm
-from offload.stream.host_thread import HostThread
 from offload.stream.split_path import Hybrid
 
+
+class HostThread:
+    """A thread that computes the chosen pairs of a host graph, and counts the seconds.
+
+    Meanwhile the caller's thread submits the many launches of the device's pairs.
+    """
+
+    def __init__(self, team: CpuTeam, counters: StreamCounters) -> None:
+        self._team, self._counters = team, counters
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pairs")  # starts at first use
+        self._running: Future[int] | None = None
+
+    def start(self, host: HostGraph, layer: int, wait: Callable[[], None]) -> None:
+        """Compute the pairs that `host` was told, which are of `layer`, after `wait`."""
+        self._running = self._thread.submit(self._compute, host, layer, wait)
+
+    def _compute(self, host: HostGraph, layer: int, wait: Callable[[], None]) -> int:
+        wait()
+        start_s = time.perf_counter()
+        status = host.compute(self._team.stream, layer)
+        self._counters.host_s += time.perf_counter() - start_s
+        return status
+
+    def join(self) -> int:
+        """Wait until the pairs are computed. Returns a ggml_status. Raises DeviceFailed."""
+        running, self._running = self._running, None
+        return running.result() if running is not None else 0
+
+    def abandon(self) -> None:
+        """After a failure, wait for the computation and ignore its result."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.exception()
+
+    def close(self) -> None:
+        self.abandon()
+        self._thread.shutdown()
+
+
 _LEAST_RATIO = 1.25  # ratio of copying time to the device's computing time from which sharing pays
-_KINDS = 4  # parts of a layer's copies in the model of a division; products follow each part
+
+# No link is slower. Costs that say so keep experts in RAM, and say nothing of rows.
+_LEAST_LINK_BYTES_PER_S = 100e6
+
+
+def rows_way(form: ExpertForm, copy_s: float) -> RowsWay:
+    """Return the way of a layer's rows, over a link that copies an expert in `copy_s`."""
+    if copy_s <= 0.0:
+        return RowsWay()
+    expert_bytes = sum(product.weight.strides[2] for product in form.products)
+    rate = max(_LEAST_LINK_BYTES_PER_S, expert_bytes / copy_s)
+    inputs_bytes = 4 * int(np.prod(form.inputs.shape))
+    return RowsWay.over(rate, inputs_bytes, 4 * form.down.node.shape[0])
 
 
 @dataclass
@@ -50,7 +103,6 @@ class PromptSide:
         self._graphs: dict[object, HostGraph] = {}
         self._weights: dict[int, LayerWeights] = {}  # by group
         self._thread = HostThread(hybrid.team, counters)
-        self._costs: tuple[SplitCosts, SplitCosts] | None = None  # measured; adapted to passes
 
     def close(self) -> None:
         self._thread.close()
@@ -99,32 +151,26 @@ class PromptSide:
 
     def _weights_of(self, form: ExpertForm, group: int, layer: int) -> LayerWeights:
         """Return the weights of a layer. All graphs of a model have the same ones."""
-        found = self._weights.get(group)
-        if found is None:
-            found = self._weights[group] = layer_weights(form, layer)
-        return found
+        weights = self._weights.get(group)
+        if weights is None:
+            weights = self._weights[group] = layer_weights(form, layer)
+        return weights
 
     def experts(
-        self, ids: NDArray[np.int32], rows: NDArray[np.intp], resident: NDArray[np.bool_],
-        coming: Collection[int] = (),
+        self, form: ExpertForm, ids: NDArray[np.int32], rows: NDArray[np.intp],
+        resident: NDArray[np.bool_], coming: Collection[int] = (),
     ) -> list[int]:  # fmt: skip
         """Return the experts that the CPU computes, those with the fewest pairs first.
 
-        `ids` [n_tokens, n_used], `rows` [n_experts] and `resident` as in `split_pairs`. `coming`:
-        experts whose copies are under way. They stay on the device, and others go to the CPU
-        instead.
+        `ids` [n_tokens, n_used]: each token's experts. `rows` [n_experts]: each expert's pairs.
+        `resident` [n_experts]: True for experts in slots. `coming`: experts whose copies are under
+        way. They stay on the device.
         """
         splitter = self.splitter
         if not isinstance(splitter, ByCosts):
-            return host_experts(splitter(ids, resident), rows, resident, coming, may_swap=False)
-        kinds = split_pairs(ids, resident, self._costs_of(splitter.costs), rows).kind
-        return host_experts(kinds, rows, resident, coming)
-
-    def _costs_of(self, costs: SplitCosts) -> SplitCosts:
-        """Return the costs of a layer in passes, whose groups each wait for their own copies."""
-        if self._costs is None or self._costs[0] is not costs:
-            self._costs = costs, replace(costs, kinds=(1 / _KINDS,) * _KINDS)
-        return self._costs[1]
+            return host_experts(splitter(ids, resident), rows, resident, coming)
+        way = rows_way(form, splitter.costs.copy_s)
+        return soonest_host_experts(rows, resident, coming, splitter.costs, way)
 
     def start(self, part: CpuPart, wait: Callable[[], None]) -> None:
         """Let the thread compute the pairs when `wait` has returned.

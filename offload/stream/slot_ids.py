@@ -84,7 +84,7 @@ class IdExchange:
         start_s = time.perf_counter()
         ids = self._stream.read(step.ids)
         self._counters.router_reads += 1
-        if self._trace:
+        if self._trace.is_on:
             self._trace.add(COMPUTE, "read router ids", start_s, time.perf_counter(),
                             layer=step.layer, cause="ids")  # fmt: skip
         return ids

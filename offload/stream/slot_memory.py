@@ -70,10 +70,10 @@ class SlotMemory:
         that counts experts.
         """
         key = kind, weight.type, weight.shape
-        found = self._views.get(key)
-        if found is None:
-            found = self._views[key] = SlotViews(self, kind, weight, axis)
-        return found
+        views = self._views.get(key)
+        if views is None:
+            views = self._views[key] = SlotViews(self, kind, weight, axis)
+        return views
 
     def buffer(self, kind: str) -> Buffer:
         """Return the memory of one kind. The first call may raise DoesNotFit."""

@@ -29,17 +29,22 @@ from offload.stream.copy_queue import CopyQueue
 from offload.stream.cpu_side import SplitLayer
 from offload.stream.cuts import CutStep
 from offload.stream.split_path import SplitPath
+from offload.times.split_corrections import (
+    HOST_EXPERTS,
+    SplitCorrections,
+    TimedSide,
+    device_timings,
+)
 
 _REPEATED = 3
 _ROWS = (1, 2, 4, 8, 16)  # rows of one expert
-_EXPERTS = (2, 6)
 _OUTLASTS = 4  # ratio of the copies' time to the time of the CPU's experts, each timed alone
 _LEAST_S = 0.01  # least seconds of all copies, because a copying thread has to get a processor
 _COPIES, _MOST_COPIES = 2, 64
 _TURNS = 5  # measurements of each side alone and of both at once
 _LEAST_DONE = 1 / 16  # least share of the copies done while the CPU computed
 
-Measured = dict[int, list[tuple[int, float]]]  # rows -> (experts, seconds)
+SecondsByRows = dict[int, list[tuple[int, float]]]  # rows -> (experts, seconds)
 
 
 @dataclass(frozen=True)
@@ -194,42 +199,42 @@ class LinkTimes:
     link_slowdown: float = 1.0
 
 
-def on_device(sides: SplitSides, measured: Measured) -> None:
+def on_device(sides: SplitSides, measured: SecondsByRows) -> None:
     """Time the device and add (experts, seconds) to `measured`, by rows of each expert.
 
     Times 1, 2, 4, ... rows up to the number of tokens, so that no token uses an expert twice. Skips
     a number of rows that does not divide the number of pairs, or that needs more experts than the
     layer or the slots have.
     """
-    n_rows = 1
-    while n_rows <= sides.n_tokens:
-        n_experts = sides.n_pairs // n_rows
-        if n_experts * n_rows == sides.n_pairs and n_experts <= min(sides.n_slots, sides.n_experts):
-            seconds = _median(partial(sides.device_s, n_experts))
-            measured.setdefault(n_rows, []).append((n_experts, seconds))
-        n_rows *= 2
+    most_experts = min(sides.n_slots, sides.n_experts)
+    for timing in device_timings(sides.n_tokens, sides.n_pairs, most_experts):
+        seconds = _median(partial(sides.device_s, timing.n_experts))
+        measured.setdefault(timing.n_rows, []).append((timing.n_experts, seconds))
 
 
-def on_host(sides: SplitSides) -> Measured:
+def on_host(sides: SplitSides) -> SecondsByRows:
     """Return the CPU's times: (experts, seconds) by rows of each expert."""
-    found: Measured = {}
+    seconds_by_rows: SecondsByRows = {}
     for n_rows, n_experts in _sizes(sides.n_experts):
         seconds = _median(partial(sides.host_s, n_experts, n_rows))
-        found.setdefault(n_rows, []).append((n_experts, seconds))
-    return found
+        seconds_by_rows.setdefault(n_rows, []).append((n_experts, seconds))
+    return seconds_by_rows
 
 
 def _sizes(n_experts: int) -> Iterator[tuple[int, int]]:
     for n_rows in _ROWS:
-        for n in dict.fromkeys(min(n_experts, wanted) for wanted in _EXPERTS):
+        for n in dict.fromkeys(min(n_experts, wanted) for wanted in HOST_EXPERTS):
             yield n_rows, n
 
 
-def on_link(sides: SplitSides) -> LinkTimes | None:
-    """Return the link's times, or None if no expert of the layer is in a slot."""
+def on_link(sides: SplitSides, n_turns: int = _TURNS) -> LinkTimes | None:
+    """Return the link's times, or None if no expert of the layer is in a slot.
+
+    The CPU alone, the link alone and both at once are timed by turns, `n_turns` times each.
+    """
     if not sides.can_copy:
         return None
-    n_experts, n_rows = min(sides.n_experts, min(_EXPERTS)), 1
+    n_experts, n_rows = min(sides.n_experts, min(HOST_EXPERTS)), 1
     once_s = _median(partial(sides.host_s, n_experts, n_rows))
     copy_s = _median(partial(sides.copies_s, _COPIES)) / _COPIES
     long_s = max(_OUTLASTS * once_s, _LEAST_S)
@@ -240,7 +245,7 @@ def on_link(sides: SplitSides) -> LinkTimes | None:
     host_beside_s: list[float] = []
     copies_s: list[float] = []
     copies_beside_s: list[float] = []
-    for _ in range(_TURNS):
+    for _ in range(n_turns):
         host_s.append(sides.host_s(n_experts, n_rows))
         copies_s.append(sides.copies_s(n))
         beside = sides.beside_copies(n, copies_s[-1], n_experts, n_rows)
@@ -256,8 +261,39 @@ def on_link(sides: SplitSides) -> LinkTimes | None:
     )
 
 
+def _allowed(sides: SplitSides) -> tuple[int, int, int]:
+    """Return what `device_timings` needs to know of a layer: tokens, pairs and most experts."""
+    return sides.n_tokens, sides.n_pairs, min(sides.n_slots, sides.n_experts)
+
+
+def may_wait(sides: SplitSides, corrections: SplitCorrections) -> bool:
+    """True if a timing for a batch of another size was repeated least often."""
+    return corrections.may_wait(*_allowed(sides))
+
+
+def time_once_more(sides: SplitSides, corrections: SplitCorrections) -> None:
+    """Repeat the timing that was repeated least often. Raises DeviceFailed."""
+    timing = corrections.next(*_allowed(sides))
+    if timing.side is TimedSide.LINK:
+        link = on_link(sides, n_turns=1)
+        if link is None:
+            corrections.skip(timing)
+        else:
+            corrections.see_link(link.copy_s, link.host_slowdown, link.link_slowdown)
+    elif timing.n_experts > sides.n_experts:
+        corrections.skip(timing)
+    else:
+        seconds = (
+            partial(sides.host_s, timing.n_experts, timing.n_rows)
+            if timing.side is TimedSide.HOST
+            else partial(sides.device_s, timing.n_experts)
+        )
+        seconds()  # warm-up run, as in the first measurement
+        corrections.see(timing, seconds())
+
+
 def costs_of(
-    device: Measured, host: Measured, link: LinkTimes, kinds: Sequence[float]
+    device: SecondsByRows, host: SecondsByRows, link: LinkTimes, kinds: Sequence[float]
 ) -> MeasuredCosts:
     """Return the costs of split layers. `kinds`: as in `SplitSides`.
 

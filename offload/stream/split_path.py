@@ -50,7 +50,7 @@ class Hybrid:
 
 
 @dataclass(frozen=True)
-class _Known:
+class _LayerAnalysis:
     """The analysis of a layer, valid for all graphs with the same nodes."""
 
     operations: tuple[int, ...]
@@ -95,7 +95,7 @@ class PromotionBudget:
 
 
 class SplitPath:
-    """Runs the split layers of one executor."""
+    """Finds the split layers of one executor's graphs, and promotes experts into free slots."""
 
     def __init__(self, hybrid: Hybrid, parts: StreamParts, likeliest: Likeliest) -> None:
         self._likeliest = likeliest
@@ -106,7 +106,7 @@ class SplitPath:
         self._graphs: dict[object, HostGraph] = {}  # largest graph by form's key
         # All host graphs and placers, because prepared graphs refer to them.
         self._made: list[HostGraph | RowPlacer] = []
-        self._known: dict[int, _Known] = {}  # layers by group
+        self._known: dict[int, _LayerAnalysis] = {}  # layers by group
         self._random = np.random.default_rng(0)  # for measuring
         self._step_s = self._idle_s = 0.0  # expected times of layers since the last `promote`
         self._promotions = PromotionBudget()
@@ -142,19 +142,19 @@ class SplitPath:
         if not members:
             return {}
         operations = graph.operations()
-        found: dict[Tensor, SplitLayer] = {}
+        layers: dict[Tensor, SplitLayer] = {}
         for ids, of_layer in members.items():
             number, _ = places[of_layer[0].weight.name]
             group = layout.groups[number]
             try:
                 if len(of_layer) != len(group.names):
                     raise NoForm("some of its products are not computed on the device")
-                found[ids] = self._layer(graph, of_layer, operations, number, group.layer)
+                layers[ids] = self._layer(graph, of_layer, operations, number, group.layer)
             except NoForm as reason:
                 if not self._is_foreign:
                     self.ways.decline(f"layer {group.layer} is not split: {reason}")
                 return {}
-        return found
+        return layers
 
     def _layer(
         self, graph: Graph, products: list[Product], operations: list[int], group: int, layer: int
@@ -169,7 +169,7 @@ class SplitPath:
             form = find_form(graph, products)
             host = self._graph_of(form, n_used * n_tokens)
             weights = known.weights if known is not None else layer_weights(form, layer)
-            known = self._known[group] = _Known(between, host, weights)
+            known = self._known[group] = _LayerAnalysis(between, host, weights)
         inputs = first.node.source(1)
         assert inputs is not None
         return SplitLayer(
@@ -178,9 +178,9 @@ class SplitPath:
         )  # fmt: skip
 
     def _graph_of(self, form: ExpertForm, n_pairs: int) -> HostGraph:
-        found = self._graphs.get(form.key)
-        if found is not None and found.most >= n_pairs:
-            return found
+        pair_graph = self._graphs.get(form.key)
+        if pair_graph is not None and pair_graph.most >= n_pairs:
+            return pair_graph
         if self._is_foreign and len(self._made) >= _MOST_FOREIGN:
             raise NoForm("clients have sent too many forms of layers")
         most = max(small_batch_pairs(form.pairs.n_used), n_pairs)

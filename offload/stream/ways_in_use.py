@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from offload.times.ways import Ways
 
@@ -23,9 +24,13 @@ class WaysInUse:
         """Take these ways from now on."""
         self.now = ways
 
+    def change(self, **changes: Any) -> None:
+        """Take other values of these fields of `Ways` from now on."""
+        self.now = replace(self.now, **changes)
+
     def decline(self, why: str) -> None:
         """Split no layer of this model, because of `why`."""
-        self.now = replace(self.now, declined=why)
+        self.change(declined=why)
 
     @contextmanager
     def trying(self, ways: Ways) -> Iterator[None]:

@@ -47,7 +47,7 @@ class WantedThreads:
 
 
 @dataclass
-class _Tally:
+class _ThreadTally:
     """Sums over decodes with one number of threads. `expected_s` is expected with all threads."""
 
     n_decodes: int = 0
@@ -83,7 +83,7 @@ class _FewerThreads:
     slowdowns: dict[int, float]
     disturbed: int
     healthy: int = 0
-    tally: _Tally = field(default_factory=_Tally)
+    tally: _ThreadTally = field(default_factory=_ThreadTally)
 
 
 class ThreadGovernor:
@@ -100,7 +100,7 @@ class ThreadGovernor:
         self._recent: deque[tuple[float, float]] = deque()  # (seconds, expected seconds)
         self._weight_s, self._slow_s, self._n_slow = 0.0, 0.0, 0
         self._search: _FewerThreads | None = None
-        self._probe: _Tally | None = None
+        self._probe: _ThreadTally | None = None
         self._probe_step = 1
         self._settled_slowdown = 1.0  # with the reduced number of threads
         self._settled_n = n_most
@@ -189,7 +189,7 @@ class ThreadGovernor:
             if not self._n_slow and len(recent) >= _TRIAL_DECODES and self._median(n_tokens):
                 self._calm[n_tokens] = (self._slow * expected_s, self._usual[n_tokens])
         else:
-            self._probe = _Tally()
+            self._probe = _ThreadTally()
             self._want(min(n + self._probe_step, self._n_most))
 
     def _is_enough(self) -> bool:
@@ -207,7 +207,7 @@ class ThreadGovernor:
         n, slowdown = self.wanted.n_threads, search.tally.slowdown
         if not self._helps(search, slowdown) and search.tally.seconds < _TRIAL_S:
             return  # the kernel may not have moved a thread from a busy processor yet
-        search.slowdowns[n], search.tally = slowdown, _Tally()
+        search.slowdowns[n], search.tally = slowdown, _ThreadTally()
         # Fewer threads are slower by themselves. Decodes that are no slower than that count as
         # undisturbed.
         if slowdown <= _HEALTHY * self._n_most / n:
@@ -242,7 +242,7 @@ class ThreadGovernor:
 
     # -- more threads again -----------------------------------------------------------------------
 
-    def _probe_on(self, tally: _Tally, seconds: float, expected_s: float) -> None:
+    def _probe_on(self, tally: _ThreadTally, seconds: float, expected_s: float) -> None:
         tally.add(seconds, expected_s)
         n = self.wanted.n_threads
         if tally.is_meaningful and tally.slowdown > _HEALTHY * self._settled_slowdown:

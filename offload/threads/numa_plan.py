@@ -59,13 +59,21 @@ class NumaPlan:
 
 
 def make_numa_plan(
-    topology: Topology, candidate: Candidate, n_batch: int | None = None
+    topology: Topology,
+    candidate: Candidate,
+    n_batch: int | None = None,
+    *,
+    n_spare_cores: int | None = None,
 ) -> NumaPlan:
-    """Return the plan for `candidate`. `n_batch`: threads for several tokens. Raises NoSuchNode."""
+    """Return the plan for `candidate`. `n_batch`: threads for several tokens. Raises NoSuchNode.
+
+    `n_spare_cores` are left free for other threads; None: chosen.
+    """
     threads = plan_threads(
         topology,
         candidate.n_threads,
         n_batch,
+        n_spare_cores=n_spare_cores,
         node=candidate.node,
         alternate=candidate.strategy is Strategy.DISTRIBUTE,
     )
@@ -76,10 +84,10 @@ def make_numa_plan(
 
 def placed_weights(entries: Iterable[TensorEntry], layout: StoreLayout) -> list[PlacedWeight]:
     """Return the streamed weights with their offsets in the store's memory, ascending."""
-    found = []
+    placed = []
     for entry in entries:
         _, n_rows, n_matrices, *_ = *entry.shape, 1, 1, 1
-        found.append(
+        placed.append(
             PlacedWeight(
                 layout.spots[entry.name].at_bytes,
                 n_rows,
@@ -88,7 +96,7 @@ def placed_weights(entries: Iterable[TensorEntry], layout: StoreLayout) -> list[
                 is_experts(entry),
             )
         )
-    return sorted(found, key=lambda weight: weight.offset_bytes)
+    return sorted(placed, key=lambda weight: weight.offset_bytes)
 
 
 class PagePlacer:

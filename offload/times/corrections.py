@@ -265,6 +265,14 @@ class Corrections:
         self._seen.setdefault(way, {})[n] = (seconds, seconds)
         self._forget_bounds(way)
 
+    def follow(self, way: Way, curve_s: Sequence[float]) -> None:
+        """Take new seconds for sizes that were neither measured nor decoded. Index n - 1."""
+        base_s, pairs, seen = self.base_s[way], self._pairs[way], self._seen.get(way, {})
+        for n, seconds in enumerate(curve_s[: len(base_s)], 1):
+            if n not in pairs and n not in seen:
+                base_s[n - 1] = seconds
+        self._forget_bounds(way)
+
     # -- what a decode takes -----------------------------------------------------------------------
 
     def seconds(self, way: Way, n: int) -> float:
@@ -294,6 +302,10 @@ class Corrections:
         if pair is not None:
             level += pair.level - pair.common_level
         return min(most_s[n - 1], max(least_s[n - 1], self.base_s[way][n - 1] * math.exp(level)))
+
+    def known_s(self, way: Way) -> dict[int, float]:
+        """Return `kept_s` of the sizes that were measured, or decoded often."""
+        return {n: self.kept_s(way, n) for n in self._seen.get(way, ())}
 
     def recent_s(self, way: Way, n: int) -> float:
         """Return the typical seconds of a pair's last decodes; 0 if there were none."""

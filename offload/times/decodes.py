@@ -144,7 +144,7 @@ def resident_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: Re
         (work.n_layers - sharing.n_dense_streamed) * work.dense.seconds(*gpu, n_tokens)
         + sharing.n_resident * work.used(n_tokens).seconds(*gpu, n_tokens)
         + work.head.seconds(*gpu, np.minimum(n_tokens, SMALL_BATCH))
-        + work.n_layers * machine.per_layer_s
+        + work.n_layers * work.kernels_per_layer * machine.per_kernel_s
         + _host_s(machine, work, n_tokens)
         + attention_s(machine, work, n_tokens)
     )

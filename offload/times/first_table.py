@@ -13,7 +13,7 @@ from offload.decode import SMALL_BATCH
 from offload.times.decodes import cpu_s, hybrid_s, streamed_s
 from offload.times.hits import Sharing
 from offload.times.machine import Machine, Real
-from offload.times.table import CostTable, Entry, Way
+from offload.times.table import CostTable, DecodeTime, Way
 from offload.times.work import ModelWork
 
 _SMALL, _STEP = 16, 2**0.25  # a modelled table has all sizes up to 16, then steps of this ratio
@@ -34,9 +34,9 @@ def modelled(
     if n_most > SMALL_BATCH:
         sizes = sorted({*sizes, SMALL_BATCH})
 
-    def entries(seconds: Callable[..., Real], sizes: Sequence[int]) -> dict[int, Entry]:
+    def entries(seconds: Callable[..., Real], sizes: Sequence[int]) -> dict[int, DecodeTime]:
         each = np.broadcast_to(seconds(machine, work, sharing, np.array(sizes)), len(sizes))
-        return {n: Entry(s) for n, s in zip(sizes, each.tolist(), strict=True)}
+        return {n: DecodeTime(s) for n, s in zip(sizes, each.tolist(), strict=True)}
 
     ways = {Way.IN_PLACE: entries(cpu_s, sizes)}
     if work.n_expert_layers > sharing.n_resident and sharing.n_slots:
@@ -49,12 +49,12 @@ def modelled(
 
 def together(tables: Sequence[CostTable]) -> CostTable:
     """Return the costs of decodes that pass several devices. Each table has one device's part."""
-    ways: dict[Way, dict[int, Entry]] = {}
+    ways: dict[Way, dict[int, DecodeTime]] = {}
     for way in dict.fromkeys(way for table in tables for way in table.ways):
         # A device on which nothing streams takes the same time in every way.
         its = [table.ways.get(way, table.ways[Way.IN_PLACE]) for table in tables]
         sizes = [n for n in its[0] if all(n in entries for entries in its)]
-        ways[way] = {n: Entry(sum(entries[n].seconds for entries in its)) for n in sizes}
+        ways[way] = {n: DecodeTime(sum(entries[n].seconds for entries in its)) for n in sizes}
     return replace(tables[0], ways=ways)
 
 

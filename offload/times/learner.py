@@ -7,6 +7,10 @@ way. Each size saves a hundredth of its time for trials, and a trial ends when t
 up. So a way that takes three times as long is tried every few hundred decodes. Faster ways are
 tried more often, slower ones more rarely.
 
+A kept time may also be too short, for example if it was kept before the machine became slower. The
+size then looks cheap, so it would be decoded most. Two decodes in a row that agree better with the
+other sizes replace the time.
+
 While the machine is busy, the time of a size may come to contradict the times of other sizes. For
 example, a larger batch takes less. Such a size is *doubted*. It looks slow, so no drafts of this
 size would be made, and its time would never be corrected. Therefore drafts are planned with the
@@ -19,6 +23,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -28,11 +33,12 @@ from offload.times.table import (
     CONTRADICTS,
     PAYS,
     CostTable,
-    Entry,
+    DecodeTime,
     Way,
     agreeing,
     contradicting,
     is_believed,
+    n_conflicts,
 )
 from offload.units import milliseconds
 
@@ -68,7 +74,16 @@ _WORDS = {
 
 
 @dataclass
-class _Size:
+class _WayTrial:
+    """A trial of `way` for one size. `context` is open until it ends."""
+
+    way: Way
+    context: ExitStack = field(default_factory=ExitStack)
+    times_s: list[float] = field(default_factory=list)  # of the decodes that are compared
+
+
+@dataclass
+class _SizeState:
     """The state of one batch size while serving."""
 
     way: Way
@@ -77,8 +92,8 @@ class _Size:
     saved: dict[Way, float] = field(default_factory=dict)  # savings for trials by way, in decodes
     last_tried: dict[Way, int] = field(default_factory=dict)  # number of each way's last trial
     lost: set[Way] = field(default_factory=set)  # ways that lost a trial since the last surprise
-    trial: Way | None = None
-    trial_s: list[float] = field(default_factory=list)
+    trial: _WayTrial | None = None
+    short_s: float = 0.0  # seconds of the last decode, if they show that the time is too short
     is_fresh: bool = True  # True if the next decode builds its graph, so that it is not compared
     usual_s: float = 0.0  # median seconds at the last surprise or change of way
     n_steady: int = 0  # decodes since the last surprise
@@ -89,8 +104,9 @@ class Learner:
 
     `times[n-1]` is T(n) in seconds. `tried` holds the doubted sizes that drafts may use, and their
     least plausible seconds. `planned` is `times` with these seconds for the sizes in `tried`.
-    `n_plans` counts changes of the sizes in `tried`, `n_retries` decodes of such sizes, `n_trials`
-    trials of ways, and `n_changes` changed ways.
+    `n_plans` counts changes of the sizes in `tried` and corrections of times that were too short.
+    `n_retries` counts decodes of sizes in `tried`, `n_trials` trials of ways, and `n_changes`
+    changed ways.
     """
 
     def __init__(
@@ -101,24 +117,26 @@ class Learner:
         *,
         draft_step_s: float = 0.0,
         relative: bool = False,
-        on_ways: Callable[[int], None] = lambda n: None,
+        on_ways: Callable[[], None] = lambda: None,
+        trying: Callable[[], AbstractContextManager[None]] = nullcontext,
         say: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         """Start with the times of `table` for batches of up to `n_max` tokens.
 
         `ways(n)` returns the ways in which a batch of n tokens may be computed, the usual one
-        first. `relative`: the table is in units of T(1) until the first decode. `on_ways(n)` is
-        called when `way(n)` may have changed; n = 0 stands for all sizes. `say` gets sentences for
-        the user.
+        first. `relative`: the table is in units of T(1) until the first decode. `on_ways` is
+        called when the ways of sizes without decodes may have changed. `trying` returns a context
+        that is open during a trial. The way of a size has changed when it is entered, and may have
+        changed when it is left. Trials of several sizes overlap. `say` gets sentences for the user.
         """
         self._table, self._ways = table, ways
-        self._on_ways, self._say = on_ways, say
+        self._on_ways, self._trying, self._say = on_ways, trying, say
         self.draft_step_s, self.is_relative = draft_step_s, relative
         self._steps = RecentMedian(draft_step_s)
         self._replay = 0.0  # mean ratio of a rewind's time to its decode's
         self._corrections = Corrections()
         self._chosen: list[Way] = []
-        self._sizes: dict[int, _Size] = {}
+        self._sizes: dict[int, _SizeState] = {}
         self._pending: list[tuple[int, Way, float]] = []
         self._n_scaled = 0 if relative else _N_SCALED  # decodes that found the table's unit
         self._settled: dict[Way, float] = {}  # common levels when unused sizes were chosen
@@ -140,7 +158,7 @@ class Learner:
         """Return the way of the next decode of `n` tokens."""
         size = self._sizes.get(n)
         if size is not None:
-            return size.way if size.trial is None else size.trial
+            return size.way if size.trial is None else size.trial.way
         return self._chosen[n - 1] if n <= len(self._chosen) else self._ways(n)[0]
 
     def expected_s(self, n: int, way: Way) -> float:
@@ -185,13 +203,15 @@ class Learner:
             self._scale(n, seconds)
         size = self._sizes.get(n)
         if size is None:
-            size = self._sizes[n] = _Size(self._chosen[n - 1])
+            size = self._sizes[n] = _SizeState(self._chosen[n - 1])
         self._served_s += seconds
         is_fresh, size.is_fresh = size.is_fresh, False
         if size.trial is not None:
             self._judge(n, size, seconds, is_fresh=is_fresh)
             return
         if n in self._doubted and self._retried(n, size.way, seconds):
+            return
+        if self._was_short(n, size, seconds):
             return
         if is_fresh and size.recent_s:  # the graph was built again because a trial had ended
             if size.last_tried:
@@ -258,7 +278,7 @@ class Learner:
                 known = [way for way in self._ways(n) if self._corrections.knows(way, n)]
                 self._chosen[n - 1] = self._fastest(n, known)
         if before != self._chosen:
-            self._on_ways(0)
+            self._on_ways()
 
     def _restate(self) -> None:
         """Compute T(n) of all sizes again. This runs every few decodes, so it has to be fast."""
@@ -273,7 +293,7 @@ class Learner:
 
     # -- other ways --------------------------------------------------------------------------------
 
-    def _perhaps_try(self, n: int, size: _Size) -> None:
+    def _perhaps_try(self, n: int, size: _SizeState) -> None:
         """Begin a trial if another way is expected to win, or is due and enough is saved for it."""
         others = [w for w in self._ways(n) if w is not size.way and self._corrections.knows(w, n)]
         if not others or len(size.recent_s) < _TRIAL:
@@ -291,12 +311,23 @@ class Learner:
         if not (promising or due):
             return
         other = min(promising or due, key=lambda w: (size.last_tried.get(w, 0), extra[w]))
-        size.trial, size.trial_s, size.is_fresh = other, [], True
+        size.trial, size.is_fresh = _WayTrial(other), True
         self.n_trials += 1
         size.last_tried[other] = self.n_trials
-        self._on_ways(n)
+        size.trial.context.enter_context(self._trying())
 
-    def _perhaps_doubt(self, size: _Size, now_s: float) -> None:
+    def reconsider(self, way: Way) -> None:
+        """Make `way` due for a trial at each size that was decoded in another way.
+
+        Call it if the way has probably become faster than its times say.
+        """
+        for size in self._sizes.values():
+            if size.way is not way:
+                size.lost.discard(way)
+                size.saved[way] = math.inf  # `_perhaps_try` lowers it to the trial's price
+                size.n_since = max(size.n_since, _BETWEEN)
+
+    def _perhaps_doubt(self, size: _SizeState, now_s: float) -> None:
         """Make all ways due for a trial if the size's time differs markedly from its usual one."""
         size.n_steady += _TRIAL
         size.usual_s = size.usual_s or now_s
@@ -306,32 +337,41 @@ class Learner:
             size.lost.clear()
             size.saved = {way: max(saved, _CREDIT) for way, saved in size.saved.items()}
 
-    def _judge(self, n: int, size: _Size, seconds: float, *, is_fresh: bool) -> None:
+    def _judge(self, n: int, size: _SizeState, seconds: float, *, is_fresh: bool) -> None:
         """Learn from one decode of a trial.
 
         The trial ends if it has enough decodes, costs too much, or cannot win.
         """
-        assert size.trial is not None
-        before_s, way = median(size.recent_s), size.trial
+        trial = size.trial
+        assert trial is not None
+        before_s, way, times_s = median(size.recent_s), trial.way, trial.times_s
         extra = seconds / before_s - 1.0
         size.saved[way] -= extra
         if not is_fresh:
-            size.trial_s.append(seconds)
-        is_hopeless = len(size.trial_s) >= _HOPELESS and min(size.trial_s) > before_s
-        if len(size.trial_s) < _TRIAL and extra <= size.saved[way] and not is_hopeless:
+            times_s.append(seconds)
+        is_hopeless = len(times_s) >= _HOPELESS and min(times_s) > before_s
+        if len(times_s) < _TRIAL and extra <= size.saved[way] and not is_hopeless:
             return
         size.trial, size.n_since, size.is_fresh = None, 0, True
-        self._corrections.see([(n, way, s) for s in size.trial_s or [seconds]])
-        if len(size.trial_s) < _TRIAL or median(size.trial_s) >= PAYS * before_s:
+        self._corrections.see([(n, way, s) for s in times_s or [seconds]])
+        if len(times_s) < _TRIAL or median(times_s) >= PAYS * before_s:
             size.lost.add(way)
         else:
-            self._change(n, size, way, before_s)
-        self._on_ways(n)
+            self._change(n, size, trial, before_s)
+        trial.context.close()
 
-    def _change(self, n: int, size: _Size, way: Way, before_s: float) -> None:
-        """Make `way`, which has won its trial, the way of batches of `n` tokens from now on."""
-        before, found_s = size.way, median(size.trial_s)
-        size.way, size.recent_s = way, deque(size.trial_s, maxlen=_TRIAL)
+    def end_trials(self) -> None:
+        """End all trials without a result. Call it before decodes that `took` is not told about."""
+        for size in self._sizes.values():
+            if size.trial is not None:
+                trial, size.trial = size.trial, None
+                size.n_since, size.is_fresh = 0, True
+                trial.context.close()
+
+    def _change(self, n: int, size: _SizeState, trial: _WayTrial, before_s: float) -> None:
+        """Make the way that won `trial` the way of batches of `n` tokens from now on."""
+        way, before, found_s = trial.way, size.way, median(trial.times_s)
+        size.way, size.recent_s = way, deque(trial.times_s, maxlen=_TRIAL)
         size.usual_s, size.is_fresh = found_s, False
         # If the machine changed during the trial, the previous way may still be the faster one.
         size.n_since, size.saved[before] = _BETWEEN, _CREDIT
@@ -408,6 +448,41 @@ class Learner:
             self._plan()
         return is_replaced
 
+    def _was_short(self, n: int, size: _SizeState, seconds: float) -> bool:
+        """Return True if `seconds` replaces a time that was too short from the start.
+
+        Two decodes in a row have to contradict fewer other sizes than the time does. Otherwise the
+        size would look cheap, and most decodes would be of this size. No decodes of other sizes
+        would then show that the machine is not busy.
+        """
+        before_s, size.short_s = size.short_s, 0.0
+        n_replaced, known_s = self._n_replaced.get(n, 0), self._corrections.kept_s(size.way, n)
+        if seconds <= CONTRADICTS * known_s or n_replaced >= _MOST_REPLACED:
+            return False
+        others = self._corrections.known_s(size.way)
+        others.pop(n, None)
+        if n_conflicts(n, seconds, others) >= n_conflicts(n, known_s, others):
+            return False
+        if not before_s:
+            size.short_s = seconds
+            return False
+        self._n_replaced[n] = n_replaced + 1
+        self._corrections.correct(size.way, n, min(before_s, seconds))
+        self._interpolate_again(size.way, n)
+        self._restate()
+        self._review()
+        self.n_plans += 1
+        return True
+
+    def _interpolate_again(self, way: Way, n: int) -> None:
+        """Let sizes that were neither measured nor decoded follow the corrected time of `n`."""
+        if n not in self._table.measured(way):
+            return
+        entries = dict(self._table.ways[way])
+        entries[n] = replace(entries[n], seconds=self._corrections.base_s[way][n - 1])
+        table = replace(self._table, ways={**self._table.ways, way: entries})
+        self._corrections.follow(way, table.curve(len(self.times), (way,)))
+
     # -- the table to store ------------------------------------------------------------------------
 
     def table(self, date: str) -> CostTable:
@@ -460,7 +535,7 @@ class Learner:
         an error of its own, never add up.
         """
         old, seen = self._table.without_modelled().ways, self._corrections.n_seen()
-        ways: dict[Way, dict[int, Entry]] = {}
+        ways: dict[Way, dict[int, DecodeTime]] = {}
         for way in (way for way in Way if way in old or any(w is way for w, _ in decoded)):
             sizes = {n: n_seen for (w, n), n_seen in decoded.items() if w is way}
             found = {n: self._decoded_entry(way, n, n_seen, date) for n, n_seen in sizes.items()}
@@ -481,12 +556,12 @@ class Learner:
             ways[way] = dict(sorted(found.items()))
         return replace(self._table, ways=ways)
 
-    def _decoded_entry(self, way: Way, n: int, n_seen: int, date: str) -> Entry:
+    def _decoded_entry(self, way: Way, n: int, n_seen: int, date: str) -> DecodeTime:
         """Return the entry of a size that was decoded `n_seen` times."""
         seconds = self._corrections.kept_s(way, n)
         before = self._table.measured(way).get(n)
         if before is None:
-            return Entry(seconds, n_timed=n_seen, date=date)
+            return DecodeTime(seconds, n_timed=n_seen, date=date)
         # Streamed dense weights save seconds of a price, and not of an entry.
         seconds += before.seconds - self._table.best(n, (way,))[1]
         is_wrong = self._corrections.is_distrusted(way, n)  # so nothing follows from its change

@@ -6,7 +6,7 @@ These are the rates that kernels were seen to reach, not those of a data sheet. 
 
 On a GPU each part of a layer takes the time of moving its bytes or that of computing, whichever is
 longer (the roofline model: Williams, Waterman and Patterson, 2009). On the CPU, the times of
-reading and computing add up for few rows (cpu_time.py). The model ranks plans and gives a first
+reading and computing add up for few rows (work.py). The model ranks plans and gives a first
 threshold, until measured times replace it.
 
 The files beside this one compute a decode from the bottom up: the model's work (work.py), the
@@ -32,6 +32,9 @@ _TWO_SOCKETS = 0.22
 _RAM_SHARE_WITH_COPIES = 0.70
 _VRAM_SHARE = 0.8  # share of a data sheet's rate at which kernels read a GPU's memory
 CORE_FLOPS = 50e9  # operations per second of one core in prompts, with plain blocks
+# Seconds that each kernel of a captured graph takes beside its bytes. It was fitted to half of the
+# published decodes (docs/validation.md).
+CAPTURED_KERNEL_S = 2.0e-6
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,8 @@ class Machine:
     vram_bytes_per_s: float = 800e9
     cpu_flops: float = 16 * CORE_FLOPS  # quantised products with many rows, all cores together
     gpu_flops: float = 40e12  # products of prompts
-    per_layer_s: float = 60e-6  # launches of a layer's kernels
-    per_switch_s: float = 100e-6  # one change from the device to the CPU and back
+    per_kernel_s: float = CAPTURED_KERNEL_S  # kernels.py has the number of kernels
+    per_switch_s: float = 75e-6  # one change from the device to the CPU and back
     # Submitting both parts of a split layer and adding them. On the virtual clock a layer with a
     # doorbell took 14 to 58 µs, and one that waits for the host 28 to 98 µs (docs/gpu.md).
     per_split_s: float = 60e-6

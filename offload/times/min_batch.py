@@ -25,7 +25,7 @@ class MinBatch:
 
     Below that number the CPU computes the product in place. `prefill_experts` and `prefill_dense`
     are for batches above `SMALL_BATCH` tokens; None: the same threshold. `swapped` are batch sizes
-    for which the threshold on experts is reversed, because that was found faster while serving.
+    that take the other way than the threshold on experts says, since that was faster while serving.
     """
 
     experts: int = 32

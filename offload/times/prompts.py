@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from offload.model import ModelFacts
-from offload.times.context import ContextOptions
+from offload.times.context_memory import ContextOptions
 from offload.times.decodes import best_s
 from offload.times.hits import Sharing
 from offload.times.machine import Machine, Real

@@ -34,7 +34,7 @@ _PREFILL_WEIGHT = 0.3  # weight of a prefill size; decodes of one token have 1
 _ENOUGH = 0.004  # effect (`_effect`) below which a size is not worth timing
 _LEAST_RETRIES = 4  # timings of a size that contradicts others
 _MOST_ERROR = 0.1  # relative standard error of a median above which the median may be noise
-# Standard error of a median of one timing, over `Entry.spread`, if times are normally distributed.
+# Standard error of a median of one timing, over `DecodeTime.spread`, if times are normal.
 # 1.4826: standard deviation over spread. 1.2533: standard error of a median over that of a mean.
 _SPREAD_TO_ERROR = 1.4826 * 1.2533
 
@@ -45,7 +45,7 @@ Samples = dict[tuple[Way, int], list[float]]  # seconds of each timing
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TimingRequest:
     """The ways and batch sizes to measure.
 
     `ways` are compared for verification of up to `n_verify` tokens and for prefill of up to
@@ -117,47 +117,47 @@ def one_timing(
 
 
 def next_size(
-    table: CostTable, samples: Samples, wanted: Wanted, left_s: float
+    table: CostTable, samples: Samples, request: TimingRequest, left_s: float
 ) -> tuple[Way, int] | None:
     """Return the way and size to time next, or None if none is worth timing or fits `left_s`.
 
     One token in every way comes first, even if it does not fit `left_s`. The sizes in `_SPANNING`
     follow in every way, if they are expected to take at most a quarter of `left_s`.
     """
-    if wanted.again:
-        return _next_again(table, samples, wanted, left_s)
-    for way in wanted.ways:
+    if request.again:
+        return _next_again(table, samples, request, left_s)
+    for way in request.ways:
         if not samples.get((way, 1)):
             return way, 1
     for place in _SPANNING:
-        for way in wanted.ways:
-            n = min(place, wanted.sizes(way)[-1], wanted.n_verify)
-            if samples.get((way, n)) or expected_s(table, wanted, way, n) > left_s / 4:
+        for way in request.ways:
+            n = min(place, request.sizes(way)[-1], request.n_verify)
+            if samples.get((way, n)) or expected_s(table, request, way, n) > left_s / 4:
                 continue
             return way, n
-    if wanted.n_least > 1:  # thorough: every size in turn
+    if request.n_least > 1:  # thorough: every size in turn
         counts = {
             (way, n): len(samples.get((way, n), ()))
-            for way in wanted.ways
-            for n in wanted.sizes(way)
-            if not _is_done(table, samples, wanted, way, n)
+            for way in request.ways
+            for n in request.sizes(way)
+            if not _is_done(table, samples, request, way, n)
         }
         if counts:
             at = min(counts, key=lambda at: counts[at])
-            return at if expected_s(table, wanted, *at) <= left_s else None
+            return at if expected_s(table, request, *at) <= left_s else None
     doubted = _doubted(samples)
-    n_retries = wanted.n_repeats if wanted.n_least > 1 else _LEAST_RETRIES
+    n_retries = request.n_repeats if request.n_least > 1 else _LEAST_RETRIES
     best: tuple[float, Way, int] | None = None
-    for way in wanted.ways:
-        for n in wanted.sizes(way):
+    for way in request.ways:
+        for n in request.sizes(way):
             times = samples.get((way, n), ())
             is_doubted = (way, n) in doubted and len(times) < n_retries
-            if len(times) >= max(wanted.n_repeats, n_retries if is_doubted else 0):
+            if len(times) >= max(request.n_repeats, n_retries if is_doubted else 0):
                 continue
-            cost_s = expected_s(table, wanted, way, n)
+            cost_s = expected_s(table, request, way, n)
             if cost_s > left_s:
                 continue
-            effect = 1.0 if is_doubted else _effect(table, samples, wanted, way, n)
+            effect = 1.0 if is_doubted else _effect(table, samples, request, way, n)
             if effect < _ENOUGH:
                 continue
             worth = effect / math.sqrt(cost_s) / (1 + len(times))
@@ -166,31 +166,31 @@ def next_size(
     return None if best is None else best[1:]
 
 
-def _is_done(table: CostTable, samples: Samples, wanted: Wanted, way: Way, n: int) -> bool:
-    """True if this size was timed often enough, by this measurement or one since `wanted.since`."""
+def _is_done(table: CostTable, samples: Samples, request: TimingRequest, way: Way, n: int) -> bool:
+    """True if this size was timed often enough, by this measurement or since `request.since`."""
     entry = table.measured(way).get(n)
-    if (way, n) not in samples and wanted.since and entry and entry.date >= wanted.since:
-        return entry.n_timed >= wanted.n_least
-    return len(samples.get((way, n), ())) >= wanted.n_least
+    if (way, n) not in samples and request.since and entry and entry.date >= request.since:
+        return entry.n_timed >= request.n_least
+    return len(samples.get((way, n), ())) >= request.n_least
 
 
 def _next_again(
-    table: CostTable, samples: Samples, wanted: Wanted, left_s: float
+    table: CostTable, samples: Samples, request: TimingRequest, left_s: float
 ) -> tuple[Way, int] | None:
-    """Return the least timed entry of `wanted.again`, or None if none is left or fits `left_s`."""
-    counts = {at: len(samples.get(at, ())) for at in wanted.again}
+    """Return the least timed entry of `request.again`, or None if none is left or fits `left_s`."""
+    counts = {at: len(samples.get(at, ())) for at in request.again}
     open_ = [
         at for at, n in counts.items()
-        if n < _LEAST_RETRIES and (not n or expected_s(table, wanted, *at) <= left_s)
+        if n < _LEAST_RETRIES and (not n or expected_s(table, request, *at) <= left_s)
     ]  # fmt: skip
     return min(open_, key=lambda at: (counts[at], at[1]), default=None)
 
 
-def expected_s(table: CostTable, wanted: Wanted, way: Way, n: int) -> float:
+def expected_s(table: CostTable, request: TimingRequest, way: Way, n: int) -> float:
     """Return the seconds that timing this size is expected to take; 0 for an unknown way."""
     if not table.has(way):
         return 0.0
-    return table.seconds(way, n) * wanted.part(way, n)
+    return table.seconds(way, n) * request.part(way, n)
 
 
 def uncertainty(table: CostTable, way: Way, n: int, times: Sequence[float] = ()) -> float:
@@ -216,14 +216,14 @@ def left_out(table: CostTable, ways: Sequence[Way]) -> list[tuple[Way, int]]:
     return [(way, n) for way in ways for n, e in table.measured(way).items() if e.n_timed < 2]
 
 
-def noise(table: CostTable, wanted: Wanted) -> str:
+def noise(table: CostTable, request: TimingRequest) -> str:
     """Return a clause on the first time of a thorough measurement that may be noise; "" if none.
 
     Sizes that were timed only once do not count, except one token, which every other time is
     compared with. A time that contradicts others is believed once it was timed
-    `wanted.n_repeats` times, because kernels can be uneven.
+    `request.n_repeats` times, because kernels can be uneven.
     """
-    for way in wanted.ways:
+    for way in request.ways:
         entries = {n: e for n, e in table.measured(way).items() if e.n_timed > 1}
         if 1 not in entries:
             return f"a decode of 1 token {way} was not timed twice in the time given"
@@ -235,7 +235,7 @@ def noise(table: CostTable, wanted: Wanted) -> str:
                     f"{spread_words(entry.spread)} (median {entry.seconds * 1e3:.1f} ms)"
                 )
         for n in contradicting({n: entry.seconds for n, entry in entries.items()}):
-            if entries[n].n_timed < wanted.n_repeats:
+            if entries[n].n_timed < request.n_repeats:
                 took = f"{entries[n].seconds * 1e3:.1f} ms"
                 return (
                     f"a decode of {_tokens(n)} {way} took {took}, which is longer than a larger "
@@ -248,11 +248,11 @@ def _tokens(n: int) -> str:
     return "1 token" if n == 1 else f"{n} tokens"
 
 
-def _effect(table: CostTable, samples: Samples, wanted: Wanted, way: Way, n: int) -> float:
+def _effect(table: CostTable, samples: Samples, request: TimingRequest, way: Way, n: int) -> float:
     """Return the cost of this time's uncertainty, as a weighted share of the decode's time."""
     error = uncertainty(table, way, n, samples.get((way, n), ()))
     weight = 1.0 / math.sqrt(n) if n <= SMALL_BATCH else _PREFILL_WEIGHT
-    known = [w for w in wanted.ways if table.has(w) and n in range(1, 1 + _most(wanted, w))]
+    known = [w for w in request.ways if table.has(w) and n in range(1, 1 + _most(request, w))]
     if not table.has(way):
         return weight
     own_s = table.seconds(way, n)
@@ -270,8 +270,8 @@ def _compete(a: Way, b: Way) -> bool:
     return Way.IN_PLACE in (a, b) or Way.DENSE not in (a, b)
 
 
-def _most(wanted: Wanted, way: Way) -> int:
-    return wanted.n_split if way is Way.SPLIT else max(wanted.n_verify, wanted.n_most)
+def _most(request: TimingRequest, way: Way) -> int:
+    return request.n_split if way is Way.SPLIT else max(request.n_verify, request.n_most)
 
 
 def _doubted(samples: Mapping[tuple[Way, int], Sequence[float]]) -> set[tuple[Way, int]]:
@@ -285,7 +285,7 @@ def _doubted(samples: Mapping[tuple[Way, int], Sequence[float]]) -> set[tuple[Wa
 
 def fill(
     table: CostTable,
-    wanted: Wanted,
+    request: TimingRequest,
     time_size: Callable[[Way, int], Sequence[float]],
     left_s: Callable[[], float],
     date: str,
@@ -296,7 +296,7 @@ def fill(
     `time_size` returns the seconds of each of its decodes. `on_entry` is called after each entry.
     """
     samples: Samples = {}
-    while (chosen := next_size(table, samples, wanted, left_s())) is not None:
+    while (chosen := next_size(table, samples, request, left_s())) is not None:
         times = samples.setdefault(chosen, [])
         times += time_size(*chosen)
         table.add(*chosen, entry_of(times, date))

@@ -18,8 +18,9 @@ from statistics import fmean, median, quantiles
 
 from numa.topology import format_list
 from offload.routing.routing import union_of_neighbours
-from offload.times.cpu_time import ROW_SHARE, product_s
+from offload.times.cpu_kernels import ROW_SHARE
 from offload.times.min_batch import NEVER, MinBatch, Regime, by_rule, regimes
+from offload.times.work import product_s
 
 CONTRADICTS = 1.2  # ratio of a time to the most that other sizes allow; above it is not noise
 TOLERANCE = 0.03  # relative error of a median up to which repetitions agree
@@ -47,7 +48,7 @@ class Way(StrEnum):
 
 
 @dataclass(frozen=True)
-class Entry:
+class DecodeTime:
     """One decode time."""
 
     seconds: float
@@ -88,13 +89,13 @@ def relative_error(times: Sequence[float]) -> float:
     return _MEDIAN_TO_MEAN * _MAD_TO_SIGMA * deviation / math.sqrt(len(times)) / middle
 
 
-def entry_of(times: Sequence[float], date: str = "") -> Entry:
+def entry_of(times: Sequence[float], date: str = "") -> DecodeTime:
     """Return the entry for a size whose decodes took `times` seconds."""
     spread = 0.0
     if len(times) > 1:
         low, middle, high = quantiles(times, n=4, method="inclusive")
         spread = (high - low) / 2 / middle if middle > 0 else 0.0
-    return Entry(max(typical(times), 1e-9), spread, len(times), date)
+    return DecodeTime(max(typical(times), 1e-9), spread, len(times), date)
 
 
 def agreeing(seconds: Mapping[int, float]) -> dict[int, float]:
@@ -125,6 +126,20 @@ def contradicting(seconds: Mapping[int, float]) -> list[int]:
     return [n for n in sorted(seconds) if seconds[n] > CONTRADICTS * most[n]]
 
 
+def n_conflicts(n: int, seconds: float, others: Mapping[int, float]) -> int:
+    """Return how many other sizes' times contradict `seconds` for `n` tokens by more than noise.
+
+    The smaller of two sizes takes no longer than the larger one, and the larger one no longer than
+    the smaller ones that it can be cut into.
+    """
+    count = 0
+    for m, its_s in others.items():
+        (small, small_s), (large, large_s) = sorted(((n, seconds), (m, its_s)))
+        is_short = large_s * CONTRADICTS < small_s
+        count += is_short or large_s > CONTRADICTS * -(-large // small) * small_s
+    return count
+
+
 def is_believed(retried_s: float, stated_s: float, most_s: float) -> bool:
     """True if a repeated time replaces a doubted one.
 
@@ -140,7 +155,7 @@ class CostTable:
 
     n_experts: int = 0
     n_used: int = 0
-    ways: dict[Way, dict[int, Entry]] = field(default_factory=dict)
+    ways: dict[Way, dict[int, DecodeTime]] = field(default_factory=dict)
     # By n: number of a layer's experts that n tokens of the measured text used.
     unions: dict[int, float] = field(default_factory=dict)
 
@@ -153,13 +168,13 @@ class CostTable:
                 f"not valid: batches of {bad} tokens, or {self.n_used} of {self.n_experts} experts"
             )
 
-    def entries(self, way: Way) -> dict[int, Entry]:
+    def entries(self, way: Way) -> dict[int, DecodeTime]:
         """Return the measured entries of a way, or the modelled ones if none is measured."""
         known = self.ways.get(way, {})
         measured = {n: e for n, e in known.items() if not e.is_modelled}
         return measured or known
 
-    def measured(self, way: Way) -> dict[int, Entry]:
+    def measured(self, way: Way) -> dict[int, DecodeTime]:
         return {n: e for n, e in self.ways.get(way, {}).items() if not e.is_modelled}
 
     def has(self, way: Way) -> bool:
@@ -174,7 +189,7 @@ class CostTable:
         """The largest batch in the table; 0 for an empty one."""
         return max((n for entries in self.ways.values() for n in entries), default=0)
 
-    def add(self, way: Way, n: int, entry: Entry) -> None:
+    def add(self, way: Way, n: int, entry: DecodeTime) -> None:
         self.ways.setdefault(way, {})[n] = entry
 
     @property
@@ -346,7 +361,7 @@ class CostTable:
         seconds = {n: e.seconds for n, e in found.items()}
         return [n for n in contradicting(seconds) if found[n].n_retried < SETTLED]
 
-    def retried(self, way: Way, n: int, entry: Entry) -> None:
+    def retried(self, way: Way, n: int, entry: DecodeTime) -> None:
         """Take a repeated time for a doubted size, and count the retry if the doubt remains."""
         before = self.ways[way][n]
         most = agreeing({m: e.seconds for m, e in self.measured(way).items()})

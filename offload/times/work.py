@@ -1,4 +1,4 @@
-"""Counts a decode's bytes and multiplications, from the model's header. Pure.
+"""Counts a decode's bytes and multiplications, and times the CPU's products. Pure.
 
 Neighbouring tokens share some of their experts (`ModelWork.union`).
 """
@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from datetime import date
-from functools import cache
 from operator import add
 
 import numpy as np
 
 from offload.model import ModelFacts, is_experts, layer_of
 from offload.routing.routing import SHARING_USUAL, HitCurve, UnionCurve, union_of_neighbours
-from offload.times.context import (
+from offload.times.context_memory import (
     ContextOptions,
     attention_work,
     cache_reads,
@@ -23,28 +22,38 @@ from offload.times.context import (
     cpu_attention,
     indexer_work,
 )
-from offload.times.cpu_time import product_s
+from offload.times.cpu_kernels import PLAIN, ROW_SHARE, cpu_kernel
+from offload.times.kernels import PLAIN_LAYER, kernels_per_layer
 from offload.times.machine import Machine, Real
 
-# The CPU's kernels for these types take longer than kernels for 4-bit blocks, because values are
-# looked up one by one. The number is the ratio of the times, by prefix of the type's name.
-_CPU_COSTS = (("IQ1", 1.25), ("IQ2", 1.25), ("IQ3", 1.25))
-# Reading weights of these types from RAM takes longer than reading as many bytes of 4-bit blocks.
-# The number is the ratio of the times, by prefix of the type's name. MXFP4 is computed by the same
-# AVX2 instructions on all x86 processors, even if they have AVX-512: ggml_vec_dot_mxfp4_q8_0
-# shuffles a table, as for IQ4_NL. It was seen to draw less of RAM's rate.
-_READ_COSTS = (("MXFP4", 1.5),)
+# From this number of rows on, as in prompts, reading hides behind computing.
+_FEW_ROWS = 8
+
+
+def product_s(read_s: Real, row_s: Real, n_rows: Real, row_share: Real = ROW_SHARE) -> Real:
+    """Return the seconds of a product of `n_rows`.
+
+    `read_s` are the seconds of reading its weights. They contain the computation of the first row,
+    unless that takes longer. `row_s` are the seconds of computing one row alone. `row_share` is
+    the kernel's `CpuKernel.row_share`.
+    """
+    added_s = np.minimum(row_share * read_s, row_s)
+    few_s = read_s + added_s * (np.minimum(n_rows, _FEW_ROWS) - 1)
+    return np.maximum(few_s, row_s * n_rows)
+
+
 _EVEN = HitCurve((), 0, date.min)  # hits of experts that are used equally often
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightWork:
     """Weights that are computed together: their bytes, and multiplications for each token."""
 
     size_bytes: Real = 0.0
     n_weights: Real = 0.0  # matrix elements that one token is multiplied with
-    cpu_cost: Real = 1.0  # ratio of the CPU kernels' time to the time for 4-bit blocks
-    read_cost: Real = 1.0  # ratio of the CPU's reading time to the time for 4-bit blocks
+    cpu_cost: Real = 1.0  # of the CPU's kernels, as in `CpuKernel`; so are the next two
+    read_cost: Real = 1.0
+    row_share: Real = ROW_SHARE
 
     def seconds(self, bytes_per_s: float, flops: float, n_tokens: Real) -> Real:
         """Return the seconds for `n_tokens`, reading at `bytes_per_s` and computing at `flops`."""
@@ -54,7 +63,7 @@ class Part:
         """Return the seconds for `n_tokens` on the CPU."""
         read_s = self.size_bytes * self.read_cost / machine.ram_bytes_per_s
         row_s = 2 * self.n_weights * self.cpu_cost / machine.cpu_flops
-        return product_s(read_s, row_s, n_tokens)
+        return product_s(read_s, row_s, n_tokens, self.row_share)
 
 
 @dataclass(frozen=True)
@@ -62,22 +71,25 @@ class ModelWork:
     """A model's weights, as the machine model counts them. All layers are assumed to be alike."""
 
     n_layers: Real
-    dense: Part  # a layer's attention, shared experts and router
-    head: Part  # the output matrix
+    dense: WeightWork  # a layer's attention, shared experts and router
+    head: WeightWork  # the output matrix
     n_expert_layers: Real = 0
-    expert: Part = Part()  # one expert of one layer, on average
+    expert: WeightWork = WeightWork()  # one expert of one layer, on average
     n_experts: int = 0
     n_used: int = 0
     hits: HitCurve | None = None  # hits counted with this model; None: `hit_rate` guesses them
     unions: UnionCurve | None = None  # experts of batches, counted with this model
     # Exponent of `union_of_neighbours` if `unions` is None.
     sharing_exponent: float = SHARING_USUAL
-    context: Part = Part()  # the whole KV cache, and the multiplications of attention over it
+    context: WeightWork = (
+        WeightWork()
+    )  # the whole KV cache, and the multiplications of attention over it
     # Layers whose KV cache is in RAM; 0: the caches are in device memory.
     n_ram_caches: Real = 0
     cache_reads: int = 1  # times that a graph's inputs hold a layer's cache in RAM
     attends_on_cpu: bool = False  # True: only the CPU attends to a cache in RAM
     row_bytes: int = 0  # bytes of one token's row between layers
+    kernels_per_layer: float = PLAIN_LAYER  # of the graph of one token's decode
 
     def union(self, n_tokens: Real) -> Real:
         """Return the expected number of a layer's experts that `n_tokens` of one text use."""
@@ -85,7 +97,7 @@ class ModelWork:
             return self.unions.at(n_tokens, self.n_used, self.n_experts)
         return union_of_neighbours(n_tokens, self.n_used, self.n_experts, self.sharing_exponent)
 
-    def used(self, n_tokens: Real) -> Part:
+    def used(self, n_tokens: Real) -> WeightWork:
         """Return the experts of one layer that `n_tokens` use."""
         one = self.expert
         return replace(
@@ -108,19 +120,21 @@ class LayersWork:
         self, facts: ModelFacts, hits: HitCurve | None = None, unions: UnionCurve | None = None
     ) -> None:
         """`hits` and `unions` were counted in the model's routing, if they are known."""
-        self._facts, self._hits, self._unions, self._head = facts, hits, unions, Part()
+        self._facts, self._hits, self._unions, self._head = facts, hits, unions, WeightWork()
         n, is_tied = len(facts.layers), facts.is_tied
         # For dense weights and for experts, a row for each layer: bytes, multiplications, and
-        # multiplications times the CPU's costs of computing and of reading. The first row is 0.
-        each = [[[0.0] * 4 for _ in range(n + 1)] for _ in range(2)]
+        # multiplications times the numbers of the CPU's kernels. The first row is 0.
+        each = [[[0.0] * 5 for _ in range(n + 1)] for _ in range(2)]
         for entry in facts.loaded:
             n_weights = math.prod(entry.shape) if len(entry.shape) > 1 else 0
             if entry.name == "output.weight" or (is_tied and entry.name == "token_embd.weight"):
-                self._head = Part(entry.size_bytes, n_weights)
+                self._head = WeightWork(entry.size_bytes, n_weights)
             elif (layer := layer_of(entry.name)) >= 0:
                 row = each[is_experts(entry)][layer - facts.layers.start + 1]
-                costs = n_weights * cpu_cost(entry.type), n_weights * read_cost(entry.type)
-                row[:] = map(add, row, (entry.size_bytes, n_weights, *costs))
+                its = cpu_kernel(entry.type)
+                costs = (its.cpu_cost, its.read_cost, its.row_share)
+                weighted = (n_weights * cost for cost in costs)
+                row[:] = map(add, row, (entry.size_bytes, n_weights, *weighted))
         self._dense, self._experts = np.cumsum(each, axis=1)  # sums over the layers before
         self._n_expert_layers = np.cumsum([row[0] > 0 for row in each[1]])
 
@@ -144,7 +158,7 @@ class LayersWork:
         return ModelWork(
             n_layers=n_layers,
             dense=_mean_part(self._dense[end] - self._dense[first], n_layers),
-            head=self._head if has_head else Part(),
+            head=self._head if has_head else WeightWork(),
             n_expert_layers=n,
             expert=_mean_part(its, pieces),
             n_experts=n_experts,
@@ -152,14 +166,20 @@ class LayersWork:
             hits=self._hits,
             unions=self._unions,
             row_bytes=4 * facts.number("embedding_length"),
+            kernels_per_layer=kernels_per_layer(facts.architecture),
         )
 
 
-def _mean_part(sums: Real, n: Real) -> Part:
+def _mean_part(sums: Real, n: Real) -> WeightWork:
     """Return one of `n` equal parts of weights, from sums as `LayersWork` has them."""
     size_bytes, n_weights, *costs = np.moveaxis(sums, -1, 0)
-    each = (np.where(n_weights > 0, c / np.maximum(n_weights, 1), 1.0)[()] for c in costs)
-    return Part(size_bytes / n, n_weights / n, *each)
+    usual = PLAIN.cpu_cost, PLAIN.read_cost, PLAIN.row_share
+    # Rounded, so that layers of equal types cost the same in each range of a model.
+    each = (
+        np.where(n_weights > 0, np.round(cost / np.maximum(n_weights, 1), 9), plain)[()]
+        for cost, plain in zip(costs, usual, strict=True)
+    )
+    return WeightWork(size_bytes / n, n_weights / n, *each)
 
 
 def model_work(
@@ -172,28 +192,16 @@ def model_work(
     return LayersWork(facts, hits, unions).whole
 
 
-@cache
-def cpu_cost(type_name: str) -> float:
-    """Return the CPU kernels' time for a type, as a multiple of their time for 4-bit blocks."""
-    return next((cost for prefix, cost in _CPU_COSTS if type_name.upper().startswith(prefix)), 1.0)
-
-
-@cache
-def read_cost(type_name: str) -> float:
-    """Return the CPU's time of reading a type, as a multiple of its time for as many Q4_0 bytes."""
-    return next((c for prefix, c in _READ_COSTS if type_name.upper().startswith(prefix)), 1.0)
-
-
 def with_context(work: ModelWork, facts: ModelFacts, context: ContextOptions) -> ModelWork:
     """Return the work of decodes that attend to `context.n_ctx` tokens of a context."""
-    found = replace(work, context=Part(*attention_work(facts, context)))
+    found = replace(work, context=WeightWork(*attention_work(facts, context)))
     if context.kv_offload:
         return found
     n_caches = sum(caching_layers(facts)[layer] for layer in facts.layers)
     on_cpu = bool(cpu_attention(facts, context))
     if on_cpu:
         n_bytes, n_weights = indexer_work(facts, context)
-        part = Part(found.context.size_bytes + n_bytes, found.context.n_weights + n_weights)
+        part = WeightWork(found.context.size_bytes + n_bytes, found.context.n_weights + n_weights)
         found = replace(found, context=part)
     return replace(
         found, n_ram_caches=n_caches, cache_reads=cache_reads(facts), attends_on_cpu=on_cpu

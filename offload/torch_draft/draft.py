@@ -15,12 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from offload.errors import BadRequest, DeviceFailed, DoesNotFit, NotSupported
-from offload.ggml.library.callback import Pending
-from offload.ggml.library.log import opening
-from offload.ggml.model import Model, ModelPlacement
 from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.sequences.text import ModelText
+from offload.sequences.vocabulary_file import open_vocabulary
 from offload.torch_draft.network import Network, allocate, fill
 from offload.torch_draft.plan import (
     MAX_FED,
@@ -32,7 +30,7 @@ from offload.torch_draft.plan import (
     lay_out,
     read_shape,
 )
-from offload.torch_draft.steps import CudaGraphs, Draws, Eager, StepCounters, Steps
+from offload.torch_draft.steps import CapturedSteps, CudaGraphs, Draws, Eager, StepCounters
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,9 @@ class TorchDraft:
                 capturer = kind(self._device)
             network = Network(self.shape, tensors, o.dtype)
             self._n_out = o.n_out(self.shape)
-            self._steps: Steps | None = Steps(network, tensors, o, self._n_out, capturer)
+            self._steps: CapturedSteps | None = CapturedSteps(
+                network, tensors, o, self._n_out, capturer
+            )
         self.counters: StepCounters = self._steps.counters
         self._kept = np.asarray(o.kept, np.int64) if o.kept else None
         self._lengths = [0] * o.n_sequences
@@ -264,7 +264,7 @@ class TorchDraft:
 
     def _run(
         self,
-        steps: Steps,
+        steps: CapturedSteps,
         sequences: tuple[int, ...],
         n_steps: int,
         width: int,
@@ -306,7 +306,7 @@ class TorchDraft:
             raise BadRequest("this draft was opened without drawing (samples)")
 
     @contextmanager
-    def _computing(self) -> Iterator[Steps]:
+    def _computing(self) -> Iterator[CapturedSteps]:
         """Turn torch's exceptions into ours. Lengths stay as before, so the draft may go on."""
         if self._steps is None:
             raise BadRequest("the draft has been closed")
@@ -331,9 +331,7 @@ class TorchEngine(ModelText):
         self.sequences = TorchDraft(path, options)
         self.facts: ModelFacts = self.sequences.facts
         try:
-            with opening(self.facts.path):
-                counted = ModelPlacement(no_alloc=True, load_mode="none")
-                self._model = Model(self.facts.path, counted, Pending())
+            self._model = open_vocabulary(self.facts.path)
         except BaseException:
             self.sequences.close()
             raise

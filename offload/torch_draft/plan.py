@@ -136,9 +136,9 @@ def _check_weights(facts: ModelFacts, shape: DraftShape) -> None:
     for tensor, place in facts.weights.items():
         if tensor not in wanted and tensor not in _ELSEWHERE:
             raise BadModel(f"{name}: tensor {tensor} has no place in the torch draft's graph")
-        found = place.entry.shape
-        if found != wanted.get(tensor, found):
-            raise BadModel(f"{name}: tensor {tensor} is {found}, expected {wanted[tensor]}")
+        has_shape = place.entry.shape
+        if has_shape != wanted.get(tensor, has_shape):
+            raise BadModel(f"{name}: tensor {tensor} is {has_shape}, expected {wanted[tensor]}")
         if not _can_dequantize(place.entry.type):
             raise BadModel(
                 f"{name}: tensor {tensor} is {place.entry.type}, which gguf cannot dequantise"
@@ -254,7 +254,7 @@ class Rope:
 # -- memory ----------------------------------------------------------------------------------------
 
 
-class Source(NamedTuple):
+class TensorSource(NamedTuple):
     """A tensor of the file, with its shape in ggml's order."""
 
     name: str
@@ -269,7 +269,7 @@ class BlockPiece(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: str
-    sources: tuple[Source, ...] = ()
+    sources: tuple[TensorSource, ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -334,35 +334,35 @@ def lay_out(shape: DraftShape, options: TorchDraftOptions) -> DraftLayout:
 
 def weight_pieces(shape: DraftShape, options: TorchDraftOptions) -> Iterator[BlockPiece]:
     dtype, e, ff = options.dtype, shape.n_embd, shape.n_ff
-    embedding = Source("token_embd.weight", (e, shape.n_vocab))
+    embedding = TensorSource("token_embd.weight", (e, shape.n_vocab))
     yield BlockPiece("token_embd", (shape.n_vocab, e), dtype, (embedding,))
     # A tied output matrix is the embedding's first rows, unless it needs rows of its own.
     if not shape.tied or options.kept:
-        source = embedding if shape.tied else Source("output.weight", (e, shape.n_vocab))
+        source = embedding if shape.tied else TensorSource("output.weight", (e, shape.n_vocab))
         yield BlockPiece("output", (options.n_out(shape), e), dtype, (source,))
-    yield BlockPiece("output_norm", (e,), "f32", (Source("output_norm.weight", (e,)),))
+    yield BlockPiece("output_norm", (e,), "f32", (TensorSource("output_norm.weight", (e,)),))
     head, n_q, n_kv = shape.head_size, shape.n_head, shape.n_head_kv
     sizes = {"q": n_q * head, "k": n_kv * head, "v": n_kv * head}
     for i in range(shape.n_layers):
         of, at = f"blk.{i}.", f"{i}."
         for norm in ("attn_norm", "ffn_norm"):
-            yield BlockPiece(at + norm, (e,), "f32", (Source(f"{of}{norm}.weight", (e,)),))
-        qkv = [Source(f"{of}attn_{n}.weight", (e, m), n != "v") for n, m in sizes.items()]
+            yield BlockPiece(at + norm, (e,), "f32", (TensorSource(f"{of}{norm}.weight", (e,)),))
+        qkv = [TensorSource(f"{of}attn_{n}.weight", (e, m), n != "v") for n, m in sizes.items()]
         yield BlockPiece(f"{at}qkv", (shape.n_qkv, e), dtype, tuple(qkv))
         if shape.qkv_bias:
-            biases = [Source(f"{of}attn_{n}.bias", (m,), n != "v") for n, m in sizes.items()]
+            biases = [TensorSource(f"{of}attn_{n}.bias", (m,), n != "v") for n, m in sizes.items()]
             yield BlockPiece(f"{at}qkv_bias", (shape.n_qkv,), "f32", tuple(biases))
         if shape.qk_norm:
             norms = (
-                Source(f"{of}attn_q_norm.weight", (head,), True, n_q),
-                Source(f"{of}attn_k_norm.weight", (head,), True, n_kv),
+                TensorSource(f"{of}attn_q_norm.weight", (head,), True, n_q),
+                TensorSource(f"{of}attn_k_norm.weight", (head,), True, n_kv),
             )
             yield BlockPiece(f"{at}qk_norm", (n_q + n_kv, head), "f32", norms)
-        output = Source(f"{of}attn_output.weight", (n_q * head, e))
+        output = TensorSource(f"{of}attn_output.weight", (n_q * head, e))
         yield BlockPiece(f"{at}attn_output", (e, n_q * head), dtype, (output,))
-        gate_up = [Source(f"{of}ffn_{n}.weight", (e, ff)) for n in ("gate", "up")]
+        gate_up = [TensorSource(f"{of}ffn_{n}.weight", (e, ff)) for n in ("gate", "up")]
         yield BlockPiece(f"{at}gate_up", (2 * ff, e), dtype, tuple(gate_up))
-        down = Source(f"{of}ffn_down.weight", (ff, e))
+        down = TensorSource(f"{of}ffn_down.weight", (ff, e))
         yield BlockPiece(f"{at}ffn_down", (e, ff), dtype, (down,))
 
 

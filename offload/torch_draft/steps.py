@@ -22,7 +22,7 @@ from torch import Tensor
 from offload.torch_draft.network import Network
 from offload.torch_draft.plan import MAX_FED, TorchDraftOptions, fed_length
 
-Step = Callable[[], None]
+TorchStep = Callable[[], None]
 _N_WARM_UP = 3  # runs before a capture, in which libraries choose kernels and workspaces
 
 
@@ -41,7 +41,7 @@ class Eager:
         """Return a context in which work is submitted to the stream of the draft."""
         return nullcontext()
 
-    def capture(self, step: Step) -> Step:
+    def capture(self, step: TorchStep) -> TorchStep:
         """Return a function that runs `step`.
 
         May run `step` at once; the caller restores the state that it changes.
@@ -76,7 +76,7 @@ class CudaGraphs(Eager):
         stream: AbstractContextManager[object] = torch.cuda.stream(self._stream)
         return stream
 
-    def capture(self, step: Step) -> Step:
+    def capture(self, step: TorchStep) -> TorchStep:
         with torch.cuda.stream(self._stream):
             for _ in range(_N_WARM_UP):
                 step()
@@ -89,7 +89,7 @@ class CudaGraphs(Eager):
         with torch.cuda.device(self._device), capturing:
             step()
         self._graphs.append(graph)
-        replay: Step = graph.replay
+        replay: TorchStep = graph.replay
         return replay
 
     def wait(self) -> None:
@@ -125,7 +125,7 @@ class Draws:
 
 
 @dataclass(frozen=True)
-class _Key:
+class _GraphKey:
     n_lanes: int
     width: int
     n_kv: int
@@ -133,7 +133,7 @@ class _Key:
     top_k: int = 0
 
 
-class Steps:
+class CapturedSteps:
     """Captures and replays steps on the tensors of a draft's block."""
 
     def __init__(
@@ -146,7 +146,7 @@ class Steps:
     ) -> None:
         self.network, self.capturer = network, capturer
         self._options, self._n_out = options, n_out
-        self._replays: dict[_Key, Step] = {}
+        self._replays: dict[_GraphKey, TorchStep] = {}
         self.counters = StepCounters()
         n_seq = options.n_sequences
         self._inputs = tensors["inputs"]
@@ -199,8 +199,8 @@ class Steps:
         """Submit `n_steps` steps. With `width` 0 they continue from the tokens on the device."""
         draws = drawing is not None
         top_k = 0 if draws else min(top_k, self._n_out)
-        first = _Key(n_lanes, width or 1, n_kv, draws, top_k)
-        rest = _Key(n_lanes, 1, n_kv, draws, top_k)
+        first = _GraphKey(n_lanes, width or 1, n_kv, draws, top_k)
+        rest = _GraphKey(n_lanes, 1, n_kv, draws, top_k)
         steps = [self._replay_of(first), *[self._replay_of(rest)] * (n_steps - 1)]
         with self.capturer.working():
             staged = self._host["inputs"]
@@ -237,7 +237,7 @@ class Steps:
 
     # -- capture ----------------------------------------------------------------------------------
 
-    def _replay_of(self, key: _Key) -> Step:
+    def _replay_of(self, key: _GraphKey) -> TorchStep:
         """Return the captured step; captures it if it is new. State on the device is kept."""
         if key in self._replays:
             return self._replays[key]
@@ -255,7 +255,7 @@ class Steps:
             self.counters.n_captures += 1
         return replay
 
-    def _step(self, key: _Key) -> None:
+    def _step(self, key: _GraphKey) -> None:
         n, width = key.n_lanes, key.width
         n_fed, first = self._n_fed[:n], self._first[:n]
         order = self._order[:width]

@@ -17,7 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import OffloadError
-from offload.trace.trace import COMPUTE, COPY, CPU, LANES, PRODUCER, ROUND, TOKEN, Event, Value
+from offload.trace.trace import (
+    COMPUTE,
+    COPY,
+    CPU,
+    LANES,
+    PRODUCER,
+    ROUND,
+    TOKEN,
+    EventValue,
+    TraceEvent,
+)
 
 PREDICTED_WRONG = "predicted wrong"
 SLOT_NOT_FREE = "slot not free"
@@ -73,7 +83,7 @@ def read_report(path: str | Path) -> TraceReport:
     return report(*read_events(path))
 
 
-def read_events(path: str | Path) -> tuple[list[Event], int]:
+def read_events(path: str | Path) -> tuple[list[TraceEvent], int]:
     """Return (events, number of dropped events) of a trace file. Raises OffloadError."""
     if Path(path).exists() and not Path(path).is_file():
         raise OffloadError(f"cannot read the trace {path}: it is not a regular file")
@@ -93,14 +103,14 @@ def read_events(path: str | Path) -> tuple[list[Event], int]:
         raise OffloadError(f"{path} is a damaged trace: {type(e).__name__} {e}") from e
 
 
-def _event(raw: dict[str, Any]) -> Event:
+def _event(raw: dict[str, Any]) -> TraceEvent:
     start_s = raw["ts"] / 1e6
     args = dict(raw.get("args", {}))
     lane = LANES[LANES.index(raw["cat"])]
-    return Event(lane, str(raw["name"]), start_s, start_s + raw["dur"] / 1e6, args)
+    return TraceEvent(lane, str(raw["name"]), start_s, start_s + raw["dur"] / 1e6, args)
 
 
-def report(events: Iterable[Event], n_dropped: int = 0) -> TraceReport:
+def report(events: Iterable[TraceEvent], n_dropped: int = 0) -> TraceReport:
     """Return the report of these events. `n_dropped`: events that the trace has dropped."""
     ordered = sorted(events, key=lambda event: event.start_s)
     copies = [e for e in ordered if e.lane == COPY]
@@ -133,30 +143,30 @@ def report(events: Iterable[Event], n_dropped: int = 0) -> TraceReport:
 class _Copies:
     """An index of all copies by time and by layer, because a trace may have thousands of copies."""
 
-    def __init__(self, copies: Sequence[Event]) -> None:
+    def __init__(self, copies: Sequence[TraceEvent]) -> None:
         """`copies` in order of their start."""
         self._copies = copies
         self._starts = [copy.start_s for copy in copies]
         self._latest_ends = list(accumulate((copy.end_s for copy in copies), max))
-        self._first_guess: dict[tuple[Value, Value | None], float] = {}
+        self._first_guess: dict[tuple[EventValue, EventValue | None], float] = {}
         for copy in copies:
             if copy.args.get("reason") == "predicted" and "layer" in copy.args:
                 key = copy.args["layer"], copy.args.get("graph")
                 self._first_guess.setdefault(key, copy.start_s)
 
-    def during(self, start_s: float, end_s: float) -> list[Event]:
+    def during(self, start_s: float, end_s: float) -> list[TraceEvent]:
         """Return the copies under way at any time from `start_s` to `end_s`, ordered by start."""
         first = bisect_right(self._latest_ends, start_s)
         last = bisect_left(self._starts, end_s)
         return [copy for copy in self._copies[first:last] if copy.end_s > start_s]
 
-    def guessed_by(self, end_s: float, copy: Event) -> bool:
+    def guessed_by(self, end_s: float, copy: TraceEvent) -> bool:
         """True if a predicted copy of the same layer and graph had begun by `end_s`."""
         key = copy.args["layer"], copy.args.get("graph")
         return self._first_guess.get(key, math.inf) <= end_s
 
 
-def _cause(wait: Event, copies: _Copies) -> str:
+def _cause(wait: TraceEvent, copies: _Copies) -> str:
     if wait.args["cause"] == "ids":
         return IDS_READBACK
     during = copies.during(wait.start_s, wait.end_s)
@@ -172,7 +182,7 @@ def _cause(wait: Event, copies: _Copies) -> str:
     return LINK_BUSY
 
 
-def _intervals(events: Iterable[Event]) -> list[Interval]:
+def _intervals(events: Iterable[TraceEvent]) -> list[Interval]:
     return [(e.start_s, e.end_s) for e in events]
 
 

@@ -1,6 +1,6 @@
 """Records a trace, a ring of timed events in lanes, and writes it in Chrome's trace format.
 
-`NO_TRACE` is false and records nothing, so `if trace:` can guard events that are costly to
+`NO_TRACE` records nothing, and its `is_on` is False, which guards events that are costly to
 describe. The file opens in https://ui.perfetto.dev and chrome://tracing. docs/trace.md lists the
 events, and offload/trace/report.py reads them back.
 
@@ -25,7 +25,7 @@ COPY, COMPUTE, CPU, ROUND, TOKEN = "copy", "compute", "CPU", "round", "token"
 LANES = (COPY, COMPUTE, CPU, ROUND, TOKEN)  # tokens have a track for each server slot, at the end
 COUNTER = "counter"  # lane of samples of numbers, which are not slices
 PRODUCER = "specoffload"  # trace_report refuses files without it
-Value = str | int | float
+EventValue = str | int | float
 
 _OF_THE_DISK = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO}  # errors of a full or bad disk
 # Perfetto treats thread 0, and a thread with its process's number, as the main thread.
@@ -35,28 +35,29 @@ _BIN_NS = 1_000_000  # nanoseconds over which the link's speed is averaged
 _CAPACITY = 1 << 18  # number of newest events kept, about 60 MB
 
 
-class Event(NamedTuple):
+class TraceEvent(NamedTuple):
     """A slice of time, or a sample in the lane COUNTER. Times are from time.perf_counter."""
 
     lane: str
     name: str
     start_s: float
     end_s: float
-    args: Mapping[str, Value]
+    args: Mapping[str, EventValue]
 
 
 class Trace:
     """Keeps the newest events. Several threads may add events at the same time."""
 
+    is_on = True  # False: nothing is recorded
+
     def __init__(self, capacity: int = _CAPACITY) -> None:
         """`capacity`: number of events kept. Older events are dropped and counted."""
-        self._events: deque[Event] = deque(maxlen=capacity)
+        self._events: deque[TraceEvent] = deque(maxlen=capacity)
         self._n_added = 0
-        self.totals: dict[str, Value] = {}  # counts over the same time, also written to the file
+        self.totals: dict[
+            str, EventValue
+        ] = {}  # counts over the same time, also written to the file
         self.cpu_since_s: float | None = None  # clock time at which a decode's CPU part began
-
-    def __bool__(self) -> bool:
-        return True
 
     def __len__(self) -> int:
         return len(self._events)
@@ -65,10 +66,10 @@ class Trace:
     def n_dropped(self) -> int:
         return self._n_added - len(self._events)
 
-    def add(self, lane: str, name: str, start_s: float, end_s: float, **args: Value) -> None:
+    def add(self, lane: str, name: str, start_s: float, end_s: float, **args: EventValue) -> None:
         """Record an event in one of LANES. `args` are shown with it, and the report reads them."""
         self._n_added += 1
-        self._events.append(Event(lane, name, start_s, end_s, args))
+        self._events.append(TraceEvent(lane, name, start_s, end_s, args))
 
     def sample(self, name: str, at_s: float, **values: int | float) -> None:
         """Record numbers that are valid from `at_s` on. Each is shown as a line of its own."""
@@ -83,7 +84,7 @@ class Trace:
         self._events.clear()
         self._n_added = 0
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[TraceEvent]:
         """Return a copy of the events, in the order of adding."""
         return list(self._events)
 
@@ -129,10 +130,9 @@ def _open_now(path: str, flags: int) -> int:
 class _NoTrace(Trace):
     """A trace that records nothing, for when tracing is off."""
 
-    def __bool__(self) -> bool:
-        return False
+    is_on = False
 
-    def add(self, lane: str, name: str, start_s: float, end_s: float, **args: Value) -> None:
+    def add(self, lane: str, name: str, start_s: float, end_s: float, **args: EventValue) -> None:
         pass
 
     def of_device(self, name: str) -> Trace:
@@ -146,7 +146,7 @@ class _DeviceTrace(Trace):
         super().__init__(0)
         self._trace, self._device = trace, device
 
-    def add(self, lane: str, name: str, start_s: float, end_s: float, **args: Value) -> None:
+    def add(self, lane: str, name: str, start_s: float, end_s: float, **args: EventValue) -> None:
         if lane == COUNTER:
             self._trace.add(lane, f"{name}, {self._device}", start_s, end_s, **args)
         else:
@@ -156,7 +156,7 @@ class _DeviceTrace(Trace):
 NO_TRACE: Trace = _NoTrace(0)
 
 
-def chrome_events(events: Sequence[Event], n_dropped: int = 0) -> list[dict[str, object]]:
+def chrome_events(events: Sequence[TraceEvent], n_dropped: int = 0) -> list[dict[str, object]]:
     """Return all events of a trace file: names of tracks, slices by start, counters. Pure.
 
     The times in the result are microseconds since the first event.
@@ -167,7 +167,7 @@ def chrome_events(events: Sequence[Event], n_dropped: int = 0) -> list[dict[str,
     )
     drawn: list[dict[str, object]] = []
     tracks = dict(enumerate(LANES))
-    of_devices: dict[tuple[str, Value], int] = {}  # tracks of lanes of several devices
+    of_devices: dict[tuple[str, EventValue], int] = {}  # tracks of lanes of several devices
     for event in slices:
         track = LANES.index(event.lane)
         if event.lane == TOKEN and (slot := int(event.args.get("slot", 0))):
@@ -219,7 +219,7 @@ def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def link_speeds(events: Iterable[Event], zero_s: float) -> list[tuple[int, int]]:
+def link_speeds(events: Iterable[TraceEvent], zero_s: float) -> list[tuple[int, int]]:
     """Return the link's mean speed in each bin of _BIN_NS, by the copies among `events`. Pure.
 
     The result has (nanoseconds since `zero_s`, bytes/s from then on) for each change.

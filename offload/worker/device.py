@@ -16,7 +16,8 @@ from offload.ggml.graph import Graph
 from offload.ggml.library import abi
 from offload.ggml.pydevice import WrappedStream
 from offload.ggml.threads import check
-from offload.stream.device import BatchRules, PlannedSlots, StreamingDevice
+from offload.plan.placement import Plan
+from offload.stream.device import BatchRules, MakeExecutor, StreamingDevice
 from offload.stream.split_measuring import SplitSides
 from offload.worker.graph_check import IdRange
 from offload.worker.ids import check_ids
@@ -44,13 +45,14 @@ class WorkerDevice(StreamingDevice):
     def __init__(
         self,
         choice: DeviceChoice,
-        slots: PlannedSlots,
+        plan: Plan,
+        make_executor: MakeExecutor,
         rules: BatchRules,
         weights: NamedWeights,
         events: WorkerEvents,
     ) -> None:
-        """`weights` streams its host memory through `slots`. See StreamingDevice."""
-        super().__init__(choice, weights.host, slots, rules)
+        """`weights` streams its host memory through the slots of `plan`. See StreamingDevice."""
+        super().__init__(choice, weights.host, plan, make_executor, rules)
         self._weights, self._events = weights, events
         self._ids: dict[Graph, tuple[IdRange, ...]] = {}
 

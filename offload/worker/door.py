@@ -30,7 +30,7 @@ _CONNECTED = (psutil.CONN_ESTABLISHED, psutil.CONN_SYN_RECV, psutil.CONN_CLOSE_W
 _LOAD_2, _LOAD_4, _JUMP_EQUAL, _RETURN = 0x28, 0x20, 0x15, 0x06
 _TCP_SOURCE, _IP_SOURCE = 0, 0xFFF00000 + 12  # SKF_NET_OFF + the offset in IP's header
 _DROP, _ACCEPT = (_RETURN, 0, 0, 0), (_RETURN, 0, 0, 0xFFFFFFFF)
-Answer = TypeVar("Answer")
+SomeAnswer = TypeVar("SomeAnswer")
 _ANYBODY = "anybody with an account on this machine can use this worker"
 
 
@@ -61,8 +61,8 @@ class Door:
         deadline = time.monotonic() + _START_S
         if self._late is None:
             self._is_filtered.wait(_START_S)
-        elif (found := _until(_listening, deadline)) is not None:
-            self._drop_all(found)
+        elif (states := _until(_listening, deadline)) is not None:
+            self._drop_all(states)
         ours = self._socket
         if ours is None or not _until(lambda: _is_listening(ours), deadline):
             raise DeviceUnavailable(f"ggml's server does not listen after {_START_S:g} s")
@@ -128,7 +128,7 @@ def _filter(ours: socket.socket, port: int) -> None:
     ours.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filter_)
 
 
-def _until(asked: Callable[[], Answer], deadline: float) -> Answer:
+def _until(asked: Callable[[], SomeAnswer], deadline: float) -> SomeAnswer:
     """Ask until the answer is not empty, or until the deadline. Returns the last answer."""
     while not (answer := asked()) and time.monotonic() < deadline:
         time.sleep(0.001)

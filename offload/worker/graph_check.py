@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from offload.errors import GraphRefused
 from offload.ggml.node_table import (
+    Ints,
     NodeTable,
     TensorForm,
     constants,
@@ -32,8 +33,7 @@ from offload.worker.op_rules import (
     LEAST_SOURCES,
     VIEWS,
     Bools,
-    Ints,
-    Nodes,
+    OperationNodes,
     Types,
     in_all,
     keeps_rule,
@@ -42,16 +42,16 @@ from offload.worker.op_rules import (
 _MOST_BYTES = 1 << 46  # larger products than this are refused, so that 64 bits hold every sum
 _FLOAT_BYTES = 4
 _MOST_COPIES = 4  # copies of numbers, one after another, that are followed to their origin
-Weights = Mapping[str, TensorForm]
+WeightForms = Mapping[str, TensorForm]
 
 
-def named_rows(table: NodeTable, weights: Weights) -> dict[int, str]:
+def named_rows(table: NodeTable, weights: WeightForms) -> dict[int, str]:
     """Return the rows of tensors that name one of `weights`: they have neither data nor sources.
 
     Raises GraphRefused if such a tensor has another type or shape than the weight.
     """
     empty = (table.data == 0) & (table.end == 0) & ~table.is_view & ~table.has_sources
-    found = {}
+    names = {}
     for row in np.flatnonzero(empty & table.rows("NONE")).tolist():
         weight = weights.get(name := table.name(row))
         if weight is None:
@@ -65,8 +65,8 @@ def named_rows(table: NodeTable, weights: Weights) -> dict[int, str]:
         )
         if not is_alike:
             raise GraphRefused(f"{name} has another type or shape than this worker's weight")
-        found[row] = name
-    return found
+        names[row] = name
+    return names
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class IdRange:
 
 
 def check_graph(
-    table: NodeTable, weights: Weights, streamed: Collection[str] = ()
+    table: NodeTable, weights: WeightForms, streamed: Collection[str] = ()
 ) -> tuple[dict[int, str], tuple[IdRange, ...]]:
     """Return the rows that stand for weights with the weights' names, and the numbers to check.
 
@@ -173,8 +173,8 @@ def _check_places(table: NodeTable, span: Ints, named: Mapping[int, str]) -> Boo
     if writes.any():
         row = int(np.flatnonzero(writes)[0])
         _refuse(table, writes, f"would write to the weight {table.name(int(root[row]))}")
-    found: Bools = has_data | is_weight | of_weight
-    return found
+    has_place: Bools = has_data | is_weight | of_weight
+    return has_place
 
 
 def _check_memory(table: NodeTable, span: Ints, has_memory: Bools) -> None:
@@ -210,7 +210,7 @@ def _check_operations(table: NodeTable, block_bytes: Ints, packed: Bools) -> Non
         here = computes & (table.op == number)
         sources = table.sources[here]
         there = sources >= 0
-        nodes = Nodes(
+        nodes = OperationNodes(
             table.shape[here],
             table.type[here],
             table.params[here],
@@ -235,9 +235,9 @@ def _check_order(table: NodeTable) -> None:
     place[table.order] = np.arange(n_nodes)
     again = place[table.order] != np.arange(n_nodes)
     late = (place[table.sources[table.order]] >= np.arange(n_nodes)[:, None]).any(axis=1)
-    for found, why in ((again, "is computed twice"), (late, "is computed before its source")):
+    for are_bad, why in ((again, "is computed twice"), (late, "is computed before its source")):
         bad = np.zeros(len(table), np.bool_)
-        bad[table.order[found]] = True
+        bad[table.order[are_bad]] = True
         _refuse(table, bad, why)
 
 

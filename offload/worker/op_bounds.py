@@ -31,25 +31,25 @@ class Integers(Enum):
 
 @dataclass(frozen=True)
 class Within:
-    """A parameter from `least` to `most`. `why` says why no value of it is an address."""
+    """A parameter from `least` to `most`. `reason` says why no value of it is an address."""
 
     least: int
     most: int
-    why: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True)
 class Value:
     """A parameter that kernels only compute with: any float, or an int turned into one."""
 
-    why: str = "a factor, a limit or an addend"
+    reason: str = "a factor, a limit or an addend"
 
 
 @dataclass(frozen=True)
 class ByRule:
     """A parameter that the operation's rule in op_rules.py compares with the shapes."""
 
-    why: str
+    reason: str
 
 
 Bound = Within | Value | ByRule
@@ -65,14 +65,14 @@ class OpBounds:
 
     def keeps_params(self, params: Params) -> NDArray[np.bool_]:
         """Return for each node [n, 16] whether its parameters are within bounds."""
-        found = np.ones(len(params), np.bool_)
+        is_kept = np.ones(len(params), np.bool_)
         for index, column in enumerate(params.T):
             bound = self.params.get(index)
             if bound is None:
-                found &= column == 0
+                is_kept &= column == 0
             elif isinstance(bound, Within):
-                found &= (column >= bound.least) & (column <= bound.most)
-        return found
+                is_kept &= (column >= bound.least) & (column <= bound.most)
+        return is_kept
 
 
 RESULT = -1

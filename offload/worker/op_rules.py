@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.ggml.node_table import Ints
 from offload.worker.op_bounds import BOUNDS, RESULT
 
 Bools = NDArray[np.bool_]
-Ints = NDArray[np.int64]
 
 VIEWS = ("NONE", "RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE")  # these compute nothing
 
@@ -37,7 +37,7 @@ class Types:
 
 
 @dataclass(frozen=True)
-class Nodes:
+class OperationNodes:
     """Nodes of one operation: arrays with a row for each node."""
 
     shape: Ints  # [n, 4]
@@ -57,8 +57,8 @@ class Nodes:
 
     def is_f32(self, *indices: int) -> Bools:
         """True where the result and these sources are in f32."""
-        found: Bools = in_all(self.source_types[:, indices] == self.types.f32)
-        return every(found, self.type == self.types.f32)
+        sources_are: Bools = in_all(self.source_types[:, indices] == self.types.f32)
+        return every(sources_are, self.type == self.types.f32)
 
     def source_is(self, index: int, *types: int) -> Bools:
         return np.isin(self.source_types[:, index], types)
@@ -70,15 +70,15 @@ class Nodes:
 
 def every(first: Bools, *conditions: Bools) -> Bools:
     """Return for each row whether all conditions are true."""
-    found = first
+    is_kept = first
     for condition in conditions:
-        found = np.logical_and(found, condition)
-    return found
+        is_kept = np.logical_and(is_kept, condition)
+    return is_kept
 
 
-def in_all(found: Bools) -> Bools:
+def in_all(are_true: Bools) -> Bools:
     """Return for each row whether all its values are true."""
-    rows: Bools = np.asarray(found.reshape(len(found), -1).all(axis=1))
+    rows: Bools = np.asarray(are_true.reshape(len(are_true), -1).all(axis=1))
     return rows
 
 
@@ -99,32 +99,32 @@ def _shape(*dims: Ints | int) -> Ints:
 
 
 def _elements(shape: Ints) -> Ints:
-    found: Ints = shape.prod(axis=-1)
-    return found
+    n_elements: Ints = shape.prod(axis=-1)
+    return n_elements
 
 
-def _pointwise(n: Nodes) -> Bools:
+def _pointwise(n: OperationNodes) -> Bools:
     return every(n.has(0), _equal(n.shape, n.source(0)), n.keeps_type)
 
 
-def _pointwise_f32(n: Nodes) -> Bools:
+def _pointwise_f32(n: OperationNodes) -> Bools:
     return every(_pointwise(n), n.is_f32(0))
 
 
-def _unary(n: Nodes) -> Bools:
+def _unary(n: OperationNodes) -> Bools:
     return every(_pointwise(n), n.params[:, 0] >= 0, n.params[:, 0] < n.types.n_unary)
 
 
-def _copy(n: Nodes) -> Bools:
+def _copy(n: OperationNodes) -> Bools:
     return every(n.has(0), _elements(n.shape) == _elements(n.source(0)))
 
 
-def _binary(n: Nodes) -> Bools:
+def _binary(n: OperationNodes) -> Bools:
     same = every(_equal(n.shape, n.source(0)), n.keeps_type | n.is_f32(1))
     return every(n.has(0, 1), same, _divides(n.source(1), n.shape))
 
 
-def _add_id(n: Nodes) -> Bools:
+def _add_id(n: OperationNodes) -> Bools:
     bias, ids = n.source(1), n.source(2)
     return every(
         _pointwise(n),
@@ -137,16 +137,16 @@ def _add_id(n: Nodes) -> Bools:
     )
 
 
-def _rows_to_one(n: Nodes) -> Bools:
+def _rows_to_one(n: OperationNodes) -> Bools:
     a = n.source(0)
     return every(n.has(0), n.is_f32(0), _equal(n.shape, _shape(1, a[:, 1], a[:, 2], a[:, 3])))
 
 
-def _repeat(n: Nodes) -> Bools:
+def _repeat(n: OperationNodes) -> Bools:
     return every(n.has(0), n.keeps_type, _divides(n.source(0), n.shape))
 
 
-def _concat(n: Nodes) -> Bools:
+def _concat(n: OperationNodes) -> Bools:
     a, b, dim = n.source(0), n.source(1), n.params[:, 0]
     along = np.arange(4) == dim[:, None]
     same = every(n.keeps_type, n.type == n.source_types[:, 1])
@@ -160,7 +160,7 @@ def _concat(n: Nodes) -> Bools:
     )
 
 
-def _product(n: Nodes) -> Bools:
+def _product(n: OperationNodes) -> Bools:
     """ggml-cpu transforms rows of the second source in place of a product with a Hadamard matrix.
 
     It then writes rows as long as that source's, without a look at the matrix.
@@ -177,7 +177,7 @@ def _product(n: Nodes) -> Bools:
     )
 
 
-def _product_with_experts(n: Nodes) -> Bools:
+def _product_with_experts(n: OperationNodes) -> Bools:
     a, b, ids = n.source(0), n.source(1), n.source(2)
     return every(
         n.has(0, 1, 2),
@@ -192,7 +192,7 @@ def _product_with_experts(n: Nodes) -> Bools:
     )
 
 
-def _get_rows(n: Nodes) -> Bools:
+def _get_rows(n: OperationNodes) -> Bools:
     a, rows = n.source(0), n.source(1)
     kind = np.where(n.source_is(0, n.types.i32), n.types.i32, n.types.f32)
     return every(
@@ -206,7 +206,7 @@ def _get_rows(n: Nodes) -> Bools:
     )
 
 
-def _set_rows(n: Nodes) -> Bools:
+def _set_rows(n: OperationNodes) -> Bools:
     b, rows = n.source(0), n.source(1)
     return every(
         n.has(0, 1),
@@ -220,7 +220,7 @@ def _set_rows(n: Nodes) -> Bools:
     )
 
 
-def _soft_max(n: Nodes) -> Bools:
+def _soft_max(n: OperationNodes) -> Bools:
     mask, sinks = n.source(1), n.source(2)
     masked = every(
         n.source_is(1, n.types.f16, n.types.f32),
@@ -236,7 +236,7 @@ _MROPE, _VISION = 8, 24
 _ROPES = (0, 2, _MROPE, _VISION, 40)
 
 
-def _rope(n: Nodes) -> Bools:
+def _rope(n: OperationNodes) -> Bools:
     positions, factors = n.source(1), n.source(2)
     n_dims, mode, offset = n.params[:, 1], n.params[:, 2], n.params[:, 15]
     several = (mode & _MROPE) != 0
@@ -259,13 +259,13 @@ def _rope(n: Nodes) -> Bools:
     )
 
 
-def _argsort(n: Nodes) -> Bools:
+def _argsort(n: OperationNodes) -> Bools:
     return every(
         n.has(0), n.type == n.types.i32, n.source_is(0, n.types.f32), _equal(n.shape, n.source(0))
     )
 
 
-def _top_k(n: Nodes) -> Bools:
+def _top_k(n: OperationNodes) -> Bools:
     a = n.source(0)
     return every(
         n.has(0),
@@ -276,7 +276,7 @@ def _top_k(n: Nodes) -> Bools:
     )
 
 
-def _glu(n: Nodes) -> Bools:
+def _glu(n: OperationNodes) -> Bools:
     a = n.source(0)
     alone = ~n.has(1)
     half = _shape(a[:, 0] // 2, a[:, 1], a[:, 2], a[:, 3])
@@ -286,7 +286,7 @@ def _glu(n: Nodes) -> Bools:
     return every(n.has(0), n.keeps_type, kind, alike)
 
 
-def _attention(n: Nodes) -> Bools:
+def _attention(n: OperationNodes) -> Bools:
     q, k, v, mask, sinks = (n.source(i) for i in range(5))
     masked = every(
         n.source_is(3, n.types.f16),
@@ -310,7 +310,7 @@ def _attention(n: Nodes) -> Bools:
     )
 
 
-def _ssm_conv(n: Nodes) -> Bools:
+def _ssm_conv(n: OperationNodes) -> Bools:
     x, c = n.source(0), n.source(1)
     return every(
         n.has(0, 1),
@@ -323,7 +323,7 @@ def _ssm_conv(n: Nodes) -> Bools:
     )
 
 
-def _ssm_scan(n: Nodes) -> Bools:
+def _ssm_scan(n: OperationNodes) -> Bools:
     s, x, dt, a, b, c, ids = (n.source(i) for i in range(7))
     copies = n.params[:, 0].astype(np.int64)
     end = _elements(x) + copies * _elements(s[:, :3]) * ids[:, 0]
@@ -345,7 +345,7 @@ def _ssm_scan(n: Nodes) -> Bools:
     )
 
 
-def _delta_net(n: Nodes) -> Bools:
+def _delta_net(n: OperationNodes) -> Bools:
     q, k, v, g, beta, state = (n.source(i) for i in range(6))
     copies, (size, heads, tokens, seqs) = n.params[:, 0].astype(np.int64), v.T
     ones = np.ones_like(heads)
@@ -364,7 +364,7 @@ def _delta_net(n: Nodes) -> Bools:
     )
 
 
-def _indexer(n: Nodes) -> Bools:
+def _indexer(n: OperationNodes) -> Bools:
     q, k, weights, mask = (n.source(i) for i in range(4))
     return every(
         n.has(0, 1, 2, 3),
@@ -380,11 +380,11 @@ def _indexer(n: Nodes) -> Bools:
     )
 
 
-def _arange(n: Nodes) -> Bools:
+def _arange(n: OperationNodes) -> Bools:
     return every(n.type == n.types.f32, _equal(n.shape, _shape(n.shape[:, 0])))
 
 
-def _pool(n: Nodes) -> Bools:
+def _pool(n: OperationNodes) -> Bools:
     """Windows without padding, one in each step of the plane."""
     a, window, step = n.source(0), n.params[:, 1:3].astype(np.int64), n.params[:, 3:5]
     planes = (a[:, :2] - window) // np.maximum(step, 1) + 1
@@ -398,7 +398,7 @@ def _pool(n: Nodes) -> Bools:
     )
 
 
-def _streams(n: Nodes) -> Bools:
+def _streams(n: OperationNodes) -> Bools:
     """DeepSeek-V4 mixes four residual streams; ggml-cpu has room for these alone."""
     mixes, scale, base = (n.source(i) for i in range(3))
     return every(
@@ -412,7 +412,7 @@ def _streams(n: Nodes) -> Bools:
     )
 
 
-def _streams_to_one(n: Nodes) -> Bools:
+def _streams_to_one(n: OperationNodes) -> Bools:
     x, weights, gated = n.source(0), n.source(1), n.params[:, 1] != 0
     each = _shape(x[:, 1], x[:, 2])
     return every(
@@ -425,7 +425,7 @@ def _streams_to_one(n: Nodes) -> Bools:
     )
 
 
-def _one_to_streams(n: Nodes) -> Bools:
+def _one_to_streams(n: OperationNodes) -> Bools:
     x, residual, post, comb = (n.source(i) for i in range(4))
     streams, tokens = residual[:, 1], x[:, 1]
     mixed = n.source_is(3, n.types.f32) & _equal(comb, _shape(streams, streams, tokens))
@@ -440,7 +440,7 @@ def _one_to_streams(n: Nodes) -> Bools:
     )
 
 
-_BY_OP: Mapping[str, Callable[[Nodes], Bools]] = {
+_BY_OP: Mapping[str, Callable[[OperationNodes], Bools]] = {
     "CONT": _copy, "CPY": _copy,
     "ADD": _binary, "SUB": _binary, "MUL": _binary, "DIV": _binary, "ADD_ID": _add_id,
     "SQR": _pointwise, "SQRT": _pointwise,
@@ -467,18 +467,18 @@ LEAST_SOURCES: Mapping[str, int] = {
 }  # fmt: skip
 
 
-def keeps_rule(op: str, nodes: Nodes) -> Bools:
+def keeps_rule(op: str, nodes: OperationNodes) -> Bools:
     """Return for each node whether it writes only into its result. False: no rule for `op`."""
     rule, bounds = _BY_OP.get(op), BOUNDS.get(op)
     if rule is None or bounds is None:
         return np.zeros(len(nodes.shape), np.bool_)
-    found = every(rule(nodes), bounds.keeps_params(nodes.params))
+    is_kept = every(rule(nodes), bounds.keeps_params(nodes.params))
     integers = np.isin(nodes.source_types, nodes.types.integers)
     for index in range(nodes.source_types.shape[1]):
         if index not in bounds.integers:
-            found &= ~integers[:, index]
+            is_kept &= ~integers[:, index]
         if index not in bounds.strided:
-            found &= nodes.packed[:, index]
+            is_kept &= nodes.packed[:, index]
     if RESULT not in bounds.strided:
-        found &= nodes.packed[:, RESULT]
-    return found
+        is_kept &= nodes.packed[:, RESULT]
+    return is_kept

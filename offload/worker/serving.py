@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+from numa.threads import EVERYWHERE, Processors
 from offload.device import DeviceChoice, choose_device
 from offload.errors import DeviceFailed, DoesNotFit, NotSupported, OffloadError
 from offload.ggml.hostbuffer import HostBufferType
@@ -25,16 +26,17 @@ from offload.ggml.rpc import check_built, serve_devices
 from offload.ggml.threads import CpuTeam, ThreadPool
 from offload.mla import chosen_crossover
 from offload.model_file import read_facts
+from offload.notes import OnProgress
 from offload.opening.start import Start
 from offload.options import EngineOptions
 from offload.plan.decision import decide_part
 from offload.plan.found import Found
 from offload.plan.wanted import Wanted
 from offload.probe import Here, found_device
-from offload.remote.hello import Admit, Count, LayersAsked, WorkerState
+from offload.remote.hello import Admit, AskCounters, LayersAsked, WorkerState
 from offload.schedule.division import DeviceCosts
 from offload.schedule.splitter import ByCosts, stay
-from offload.store.store import OnProgress, Store, StoreOptions, room_now
+from offload.store.store import Store, StoreOptions, room_now
 from offload.stream.bell_use import BELLS, NoDoorbell
 from offload.stream.building import ExecutorBuilder
 from offload.stream.device import BatchRules
@@ -52,7 +54,7 @@ _HOST_NAME = "SPEC_HOST"
 
 
 @dataclass(frozen=True)
-class Refusal:
+class GraphRefusal:
     """A graph of the client was not computed. The process goes on; the client has to leave."""
 
     reason: str
@@ -60,7 +62,7 @@ class Refusal:
 
 # dict: counters by name, for a Count
 # DeviceCosts: measured ones, to keep
-Answer = WorkerState | Admit | Refusal | DeviceCosts | NoDoorbell | dict[str, float]
+ProcessMessage = WorkerState | Admit | GraphRefusal | DeviceCosts | NoDoorbell | dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class WorkerOptions:
     streaming: StreamingOptions = StreamingOptions()
     store: StoreOptions = StoreOptions()
     n_threads: int = 1
+    on: Processors = EVERYWHERE
     kept_splits: tuple[DeviceCosts, ...] = ()  # costs of split layers, the best ones first
     measures_splits: bool = False  # measure these costs if none of the kept ones are this device's
 
@@ -88,13 +91,15 @@ def serve_layers(line: Connection, options: WorkerOptions, no_doorbell: str = ""
 
     sending = threading.Lock()
 
-    def send(answer: Answer) -> None:
+    def send(answer: ProcessMessage) -> None:
         try:
             with sending:
                 line.send(answer)
         except OSError:  # the listening process is gone
             os._exit(1)
 
+    if options.on.cpus:  # threads that the library starts inherit the processors
+        os.sched_setaffinity(0, options.on.cpus)
     BELLS.refuse(no_doorbell)
     BELLS.listeners.append(lambda why: send(NoDoorbell(why)))
 
@@ -110,7 +115,7 @@ def serve_layers(line: Connection, options: WorkerOptions, no_doorbell: str = ""
         asked: LayersAsked = line.recv()
         device, notes = _open(
             options, _decide(options, choice, asked), lambda *step: send(WorkerState(*step)), end,
-            lambda e: send(Refusal(str(e))), send,
+            lambda e: send(GraphRefusal(str(e))), send,
         )  # fmt: skip
         door = Door()
         answering = (line, send, end, device, door, notes)
@@ -129,7 +134,7 @@ def _sim_bytes(choice: DeviceChoice) -> tuple[int, int]:
 
 def _listen(
     line: Connection,
-    send: Callable[[Answer], None],
+    send: Callable[[ProcessMessage], None],
     end: Callable[[BaseException], NoReturn],
     device: WorkerDevice,
     door: Door,
@@ -143,7 +148,7 @@ def _listen(
         door.wait()
         send(WorkerState(is_ready=True, port=door.port, notes=(*notes, *door.notes)))
         while True:
-            asked: Admit | Count = line.recv()
+            asked: Admit | AskCounters = line.recv()
             if isinstance(asked, Admit):
                 door.admit(asked.port)
                 send(replace(asked, is_spent=device.is_spent))
@@ -159,7 +164,7 @@ def _hybrid(options: WorkerOptions, ways: WaysInUse) -> Hybrid | None:
     """Return the objects that split layers of small batches, or None if none is split."""
     if not ways.now.may_split:
         return None
-    team, pool = CpuTeam(), ThreadPool(options.n_threads)
+    team, pool = CpuTeam(), ThreadPool(options.n_threads, on=options.on)
     team.use((pool, pool))
     return Hybrid(ways, team, is_foreign=True)
 
@@ -203,7 +208,7 @@ class _SplitChoice:
         except (DoesNotFit, DeviceFailed, NotSupported) as e:
             costs, why = None, str(e)
         if costs is None:
-            self._ways.use(replace(self._ways.now, may_split=False))
+            self._ways.change(may_split=False)
             self._notes.append(f"no layer is split: its costs could not be measured ({why})")
             return
         words, n_threads = self._choice.words, self._options.n_threads
@@ -212,7 +217,7 @@ class _SplitChoice:
         self._on_costs(measured)
 
     def _use(self, known: DeviceCosts) -> None:
-        self._ways.use(replace(self._ways.now, splitter=ByCosts(known.costs.costs())))
+        self._ways.change(splitter=ByCosts(known.costs.costs()))
         self._notes.append(words_of(known, self._n_used))
 
 
@@ -284,5 +289,5 @@ def _open(
 
     rules = BatchRules(ways, crossover.n_tokens)
     events = WorkerEvents(on_open, on_failure, on_refusal)
-    serving = WorkerDevice(choice, builder.slots(plan), rules, weights, events)
+    serving = WorkerDevice(choice, plan, builder.executors(plan), rules, weights, events)
     return serving, notes

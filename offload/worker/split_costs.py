@@ -20,7 +20,7 @@ from offload.schedule.division import HOST, DeviceCosts, MeasuredCosts
 from offload.schedule.splitter import ByCosts, all_on_device
 from offload.stream.split_measuring import (
     LinkTimes,
-    Measured,
+    SecondsByRows,
     SplitSides,
     costs_of,
     on_device,
@@ -113,8 +113,8 @@ def measure_split_layer(
     if not layers:
         return None
     random = np.random.default_rng(0)
-    measured: Measured = {}
-    host: Measured = {}
+    measured: SecondsByRows = {}
+    host: SecondsByRows = {}
     link: LinkTimes | None = None
     kinds: Sequence[float] = ()
     with ways.trying(ways.now.splitting_by(all_on_device)):

@@ -21,9 +21,10 @@ from offload.ggml.memory import AnonymousMemory
 from offload.ggml.node_table import NodeTable, TensorForm
 from offload.ggml.tensor import Buffer, Tensor, host_bytes, new_tensor
 from offload.model import ModelFacts, TensorEntry, WeightPlace, layer_of
+from offload.notes import OnProgress
 from offload.plan.placement import Plan
 from offload.regular_file import open_regular
-from offload.store.store import READING, OnProgress, Store
+from offload.store.store import READING, Store
 from offload.worker.graph_check import IdRange, check_graph
 from offload.worker.ids import drop_hints
 

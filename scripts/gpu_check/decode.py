@@ -1,5 +1,8 @@
 """Times decodes of one token with all, most and half of the experts in slots.
 
+Beside each time stand the share of it that copies take, and the power and clocks of the card. A
+card that waits takes little power.
+
 The model has Qwen3-30B-A3B's shape, with all its layers. The resident model is timed in plain
 llama.cpp and behind our device, and is what the other ways' logits are compared with.
 """
@@ -9,7 +12,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +19,7 @@ from unittest.mock import patch
 import numpy as np
 from logits import divergences, judged
 from numpy.typing import NDArray
-from setting import Setting
+from setting import Setting, card_values
 from timed_parts import LeftOut
 
 from lab.options import Streaming, engine_options
@@ -82,6 +84,8 @@ def measure(setting: Setting) -> bool:
         if args.model_dir is None:
             path.unlink()  # the next part needs the disk
     setting.show("decodes of one token", rows)
+    if setting.card.why_not:
+        setting.say(setting.card.why_not)
     if not any("same" in row for row in rows):
         raise LeftOut("no way was compared: " + rows[-1].get("left_out", ""))
     return all(row.get("same", True) for row in rows)
@@ -115,6 +119,7 @@ def _way(
     rounds: list[list[int]],
 ) -> tuple[dict[str, Any], NDArray[np.float32] | None]:  # fmt: skip
     """Returns the row of one way, and its logits [n_tokens, n_vocab] if it tells them."""
+    card = setting.card.sums()
     threads, flash_attn = setting.args.threads, "off" if setting.args.small else "auto"
     if options is None:
         with Llama({
@@ -126,9 +131,10 @@ def _way(
             llama.follow(warm, 0)
             at, times = len(warm), []
             for tokens in rounds:
-                times += llama.follow(tokens, at)[0]
+                with setting.card.watching(card):
+                    times += llama.follow(tokens, at)[0]
                 at += len(tokens)
-        return {"token_s": statistics.median(times)}, None
+        return {"token_s": statistics.median(times)} | card_values(card.use), None
     began_s = time.monotonic()
     with patch.object(doorbell, "FIRST_TRIAL", 1 << 30), open_engine(path, engine_options(
         device=setting.choice.name, n_ctx=N_CTX, n_ubatch=N_UBATCH, n_outputs=N_UBATCH,
@@ -142,12 +148,13 @@ def _way(
         rings = True
         for nth, tokens in enumerate(rounds):
             # Split layers with a doorbell, and with a wait of the host, take turns.
-            if engine.hybrid is not None:
+            if engine.opened.weights.hybrid is not None:
                 rings = nth % 2 == 0
-                engine.ways.use(replace(engine.ways.now, rings=rings))
-            for taken_s, row in _decoded(engine, tokens):
-                (times if rings else waiting).append(taken_s)
-                logits.append(row)
+                engine.opened.weights.ways.change(rings=rings)
+            with setting.card.watching(card):
+                for taken_s, row in _decoded(engine, tokens):
+                    (times if rings else waiting).append(taken_s)
+                    logits.append(row)
         after = engine.counters()
     n = len(times) + len(waiting)
     hits, misses = after.hits - before.hits, after.misses - before.misses
@@ -156,7 +163,10 @@ def _way(
     row = {"token_s": statistics.median(times), "opening_s": opening_s, "hit_share": share}
     if waiting:
         row |= {"waiting_s": statistics.median(waiting)}
-    return row | counted, np.stack(logits)
+    rate = setting.report["link"].get("pinned_bytes_per_s")
+    if rate:  # of a token's time, as if each copy were as fast as a large one
+        row |= {"copying_share": counted["streamed_bytes"] / rate / row["token_s"]}
+    return row | counted | card_values(card.use), np.stack(logits)
 
 
 def _use_all_experts(engine: Engine) -> None:

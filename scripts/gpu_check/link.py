@@ -6,11 +6,13 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from setting import Setting
 from words import NoWords, measure_words
 
+from lab.timing import seconds
 from offload.device import DeviceChoice
 from offload.ggml.backend import RouterIds, Stream
 from offload.ggml.graph import Graph
@@ -153,11 +155,11 @@ class Probe:
         self._stream.synchronize()
         large = f"{self._most_bytes >> 20} MB"
         rows = {
-            "synchronize an idle stream": _median(_timed(self._stream.synchronize)),
-            "read 64 bytes back": _median(_timed(lambda: self._stream.read(ids))),
-            "copy 64 bytes": _median(_timed(small)),
+            "synchronize an idle stream": _median(partial(seconds, self._stream.synchronize)),
+            "read 64 bytes back": _median(partial(seconds, lambda: self._stream.read(ids))),
+            "copy 64 bytes": _median(partial(seconds, small)),
             f"copy 64 bytes while {large} are queued on another stream": _median(behind_large, 7),
-            "launch a graph of one node and wait": _median(_timed(launch)),
+            "launch a graph of one node and wait": _median(partial(seconds, launch)),
             f"launch a graph of one node, {N_LAUNCHES} in a row": _median(launches, 5),
         }
         return [{"step": step, "taken_s": taken_s} for step, taken_s in rows.items()]
@@ -167,15 +169,6 @@ class Probe:
             return new_tensor("f32", (16, 1, 1, 1), (self._buffer, offset))
 
         return Graph.of([at(128).computing("ADD", [at(0), at(256)])])
-
-
-def _timed(action: Callable[[], object]) -> Callable[[], float]:
-    def taken_s() -> float:
-        start_s = time.perf_counter()
-        action()
-        return time.perf_counter() - start_s
-
-    return taken_s
 
 
 def _median(measured_s: Callable[[], float], n: int = _N_SMALL) -> float:

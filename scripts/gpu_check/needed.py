@@ -68,14 +68,14 @@ def wheels_in(folder: Path, tags: Iterable[Tag]) -> tuple[dict[str, Package], li
 
     `tags`: the kinds of wheels that can be installed.
     """
-    taken, found, complaints = frozenset(tags), dict[str, Package](), []
+    taken, found, reasons = frozenset(tags), dict[str, Package](), []
     for path in sorted(folder.glob("*.whl")):
         name, _, _, kinds = parse_wheel_filename(path.name)
         if kinds & taken:
             found[name] = of_wheel(path)
         else:
-            complaints.append(f"{path.name} is for another Python or another machine")
-    return found, complaints
+            reasons.append(f"{path.name} is for another Python or another machine")
+    return found, reasons
 
 
 def installed(name: str) -> Package | None:
@@ -126,17 +126,17 @@ def no_compiler() -> list[str]:
 
 
 def main() -> int:
-    wheels, complaints = wheels_in(Path(sys.argv[1]), sys_tags()) if len(sys.argv) > 1 else ({}, [])
-    complaints += sorted(missing(of_project(), wheels)) + no_compiler()
-    for line in complaints:
+    wheels, reasons = wheels_in(Path(sys.argv[1]), sys_tags()) if len(sys.argv) > 1 else ({}, [])
+    reasons += sorted(missing(of_project(), wheels)) + no_compiler()
+    for line in reasons:
         print(f"gpu-check: {line}")
-    if complaints:
+    if reasons:
         print(
             f"gpu-check: Python {sys.version.split()[0]} lacks the above. scripts/gpu-check --pack "
             "makes the folder to carry. Packages that scripts/gpu_check/has.txt names are not put "
             "into it."
         )
-    return 2 if complaints else 0
+    return 2 if reasons else 0
 
 
 if __name__ == "__main__":

@@ -16,10 +16,11 @@ from timed_parts import LeftOut
 
 from lab.synth import plan_preset, write_preset
 from offload.device import DeviceChoice, choose_device
+from specoffload.bench.card_power import CardUse, CardWatch, watch_of
 
 _TO_FINISH_S = 3.0  # for a part to close what is open and to save its results
 _UNITS = (("_bytes_per_s", 1e-9, "GB/s"), ("_per_s", 1, "1/s"), ("_bytes", 1e-6, "MB"),
-          ("_s", 1e3, "ms"))  # fmt: skip
+          ("_s", 1e3, "ms"), ("_watts", 1, "W"), ("_hz", 1e-6, "MHz"))  # fmt: skip
 
 
 @dataclass
@@ -38,6 +39,11 @@ class Setting:
     def choice(self) -> DeviceChoice:
         """The device. No device is touched before, since parts run in processes of their own."""
         return choose_device("sim:bw=1GB/s" if self.args.dry_run_sim else self.args.device)
+
+    @cached_property
+    def card(self) -> CardWatch:
+        """Reads the power and the clocks of the device's card."""
+        return watch_of(self.choice)
 
     def left_s(self) -> float:
         """Seconds until the part has to come to its end."""
@@ -64,6 +70,16 @@ class Setting:
         return path
 
 
+def card_values(use: CardUse | None) -> dict[str, float | None]:
+    """The columns of a row on what the card took while it was measured. {}: it was not read."""
+    if use is None:
+        return {}
+    return {
+        "card_power_watts": use.watts, "card_limit_watts": use.limit_watts,
+        "core_clock_hz": use.core_hz, "memory_clock_hz": use.memory_hz,
+    }  # fmt: skip
+
+
 def show(out: Console, title: str, rows: Sequence[dict[str, Any]]) -> None:
     """Print the rows as a table, without lists and dicts. Keys name the columns and end in units.
 
@@ -85,7 +101,9 @@ def show(out: Console, title: str, rows: Sequence[dict[str, Any]]) -> None:
 def _heading(key: str) -> str:
     unit = next((unit for ending, _, unit in _UNITS if key.endswith(ending)), None)
     words = key.replace("_", " ")
-    return words if unit is None else f"{words.removesuffix(' s')}, {unit}"
+    for named in (" s", " watts", " hz"):  # units that the other one replaces
+        words = words if unit is None else words.removesuffix(named)
+    return words if unit is None else f"{words}, {unit}"
 
 
 def _cell(key: str, value: object) -> str:

@@ -33,7 +33,7 @@ from offload.ggml.native_build import may_repack
 from offload.model import ModelFacts, layer_of
 from offload.model_file import read_facts
 from offload.plan.weights import device_bytes
-from offload.times.context import ContextOptions, context_memory
+from offload.times.context_memory import ContextOptions, context_memory
 from offload.times.steadiness import if_steady
 from offload.times.table import entry_of
 from specoffload.bench.llama_server import TunedLlama, combined_ways, followed_s, tune_for, ways_of

@@ -108,8 +108,11 @@ def measure_ways(
             ways[name] = time_steps(engine, batches, setting.args.repetitions)
             setting.report["model"][f"{name}_s"] = ways[name].step_s
             setting.save()
-            if engine.store is not None and engine.store.report is not None:
-                line = engine.store.report.sentence()
+            if (
+                engine.opened.weights.store is not None
+                and engine.opened.weights.store.report is not None
+            ):
+                line = engine.opened.weights.store.report.sentence()
             assert (name != "resident") == (engine.counters().cuts > 0)
     return ways, line
 

@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lab import ROOT, filled
 from lab.options import Streaming, engine_options
 from lab.synth.mixtures import (
     ARCHITECTURES,
@@ -28,6 +27,7 @@ from lab.synth.mixtures import (
     mtp_architectures_of,
     write_mixture,
 )
+from lab.tables import filled, page_of
 from offload.engine import EngineOptions, open_engine
 from offload.errors import OffloadError
 from offload.model_file import read_facts
@@ -38,7 +38,7 @@ from offload.schedule.splitter import ByCosts, Splitter
 from offload.times.min_batch import NEVER, MinBatch
 
 ON_GPU = 999  # for `n_gpu_layers`: the dense weights of all layers stay resident
-PAGE = ROOT / "docs" / "models.md"
+PAGE = page_of("architectures")
 BATCHES = (1, 2, 5, 1, 17, 64, 3, 1, 200)
 Rows = NDArray[np.float32]
 

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import numpy as np
 
-from lab import filled
 from lab.default_plans import CARDS_GIB
 from lab.hybrid_model import GIB
 from lab.plans import PAGE, README_TITLES
 from lab.synth.published import published_facts
+from lab.tables import filled
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts
 from offload.plan.candidates import candidates
-from offload.plan.placement import Model, Plan, PlanRequest, make_plan
+from offload.plan.placement import Plan, PlannedModel, PlanRequest, make_plan
 from offload.plan.sharing import UBATCHES
-from offload.times.context import ContextOptions
+from offload.times.context_memory import ContextOptions
 
 N_CTX = 8192
 ANSWERS, PROMPTS = 0.95, 0.90  # shares of the best plan's speed that a default plan should have
@@ -92,7 +92,7 @@ def row(facts: ModelFacts, title: str, gib: int) -> Row | None:
         return None
     if not plan.streamed:
         return None
-    model = Model(facts, request)
+    model = PlannedModel(facts, request)
     weights, budget_bytes = model.weights, (gib - 1) * GIB
     ubatches = np.array(request.ubatches)[:, None]
     sizes = ubatches.ravel().tolist()
@@ -130,7 +130,7 @@ def table(found: Sequence[Row]) -> str:
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *(its.line for its in found)]
     n_both = sum(not its.reason for its in found)
     counts = {why: sum(its.reason == why for its in found) for why in (BUFFERS, MIX)}
-    lines += ["", f"Of {len(found)} plans, {n_both} have both. {counts[BUFFERS]} lack one because "
+    lines += ["", f"{n_both} of {len(found)} plans have both. {counts[BUFFERS]} lack one because "
               f"no plan has both, and {counts[MIX]} because of the mix."]  # fmt: skip
     return "\n".join(lines)
 

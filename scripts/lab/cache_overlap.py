@@ -13,12 +13,12 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lab.options import engine_options
+from lab.timing import decode_s
 from lab.virtual_gpu import CARDS, again_on_standin, has_clock, use_card, use_virtual_time
 
 N_TOKENS, N_UBATCH = 3584, 512
@@ -67,14 +67,12 @@ def measured(card: str, folder: Path) -> list[Row]:
         with open_engine(path, options) as engine:
             sequences = engine.sequences
             sequences.extend(0, [7] * N_TOKENS, n_logits=0)
-            if engine.ram_cache is not None:
-                cache_bytes = engine.ram_cache.cache_bytes * N_TOKENS // engine.n_ctx
+            if engine.opened.ram_cache is not None:
+                cache_bytes = engine.opened.ram_cache.cache_bytes * N_TOKENS // engine.n_ctx
             for n_tokens in (1, N_UBATCH):
                 times = []
                 for i in range(7):
-                    start_s = time.perf_counter()
-                    sequences.extend(0, [3 + i] * n_tokens, n_logits=1)
-                    times.append(time.perf_counter() - start_s)
+                    times.append(decode_s(sequences, [3 + i] * n_tokens, 1))
                     sequences.rewind(0, N_TOKENS)
                 found.setdefault(name, {})[n_tokens] = statistics.median(times[2:])
     return [

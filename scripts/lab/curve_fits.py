@@ -11,12 +11,13 @@ from pathlib import Path
 
 import typer
 
-from lab import ROOT, filled
+from lab import ROOT
 from lab.simulation import MIXTURES, published_curves, unions_of
+from lab.tables import filled, page_of
 from specdec.costs.profile import CostProfile
 from specdec.costs.unions import fit_curve, with_unions
 
-PAGE = ROOT / "docs" / "background.md"
+PAGE = page_of("curve-fits")
 PLOT = ROOT / "docs" / "curve-fits.png"
 _SIZES = (2, 8, 64)  # batch sizes of which the table has the correction
 

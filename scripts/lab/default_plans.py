@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-from lab import filled
 from lab.hybrid_model import GIB, MACHINES, PAGE
 from lab.plans import README_TITLES
 from lab.synth.published import published_facts
+from lab.tables import filled
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts
 from offload.plan.llama_cpp import LlamaCpp
 from offload.plan.placement import Plan, PlanRequest, make_plan
 from offload.plan.sharing import UBATCHES
 from offload.plan.workload import DECODING, USUAL, TokenMix
-from offload.times.context import ContextOptions
+from offload.times.context_memory import ContextOptions
 from offload.times.decodes import best_s, cpu_s, hybrid_s
 from offload.times.hits import Sharing, expected_hits
 from offload.times.machine import Machine

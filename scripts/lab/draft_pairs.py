@@ -22,14 +22,14 @@ from pathlib import Path
 
 import typer
 
-from lab import filled
 from lab.mtp_model import ACCEPTED
-from lab.published import PAGE, Case, Prediction, facts_by_model
+from lab.published import PAGE, Prediction, facts_by_model, way_s
+from lab.published_cases import Case
+from lab.tables import filled
 from offload.model import ModelFacts
 from offload.routing.routing import SHARING_LEAST, SHARING_MOST
-from offload.times.decodes import cpu_s
 from offload.times.hits import Sharing
-from offload.times.work import Part
+from offload.times.work import WeightWork
 
 PAIRS = Path(__file__).with_name("draft_pairs.jsonl")
 NEAR = 0.20  # error that is aimed at for 80 % of the pairs
@@ -45,7 +45,6 @@ class Pair(Case):
     """Published runs without and with drafts. `tg_tps` is the speed without."""
 
     n_drafted: int = 1
-    tokens_per_round: float = 1.0
     draft_tps: float = 1.0
     disk: bool = False  # experts are read from the disk, whose rate is `ram_gbs`
 
@@ -76,7 +75,7 @@ class Comparison:
         self._machine, self._sharing = of_case.machine(), of_case.sharing
         work = of_case.at_context()
         if pair.disk:  # other weights are in memory, which is much faster than the disk
-            work = replace(work, dense=Part(), head=Part())
+            work = replace(work, dense=WeightWork(), head=WeightWork())
         self._work = work
 
     def with_sharing(self, exponent: float) -> Comparison:
@@ -95,7 +94,7 @@ class Comparison:
                 sharing.n_slots, sharing.n_resident * share, sharing.n_dense_streamed * share
             )
             work = replace(work, n_layers=layers, n_expert_layers=work.n_expert_layers * share)
-        return float(cpu_s(self._machine, work, sharing, n_tokens))
+        return way_s(self.pair, self._machine, work, sharing, n_tokens)
 
     @cached_property
     def step(self) -> float:

@@ -24,13 +24,13 @@ from statistics import fmean, median
 from time import perf_counter, sleep
 from typing import Any
 
-import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
 from lab.options import engine_options
 from offload.engine import Engine, open_engine
+from offload.model_file import read_facts
 from specdec.costs.draft_quality import TextCompared, block_lengths, compared
 from specdec.costs.profile import CostProfile
 from specdec.decoding.acceptance import Greedy, MatchAcceptance
@@ -41,6 +41,7 @@ from specdec.drafters.model import ModelDrafter
 from specdec.policies.throughput import Throughput
 from specoffload import report
 from specoffload.config.resolution import demo_file, demo_prompts
+from specoffload.draft_making.weights import DraftWeights, read_weights, write_copy
 from specoffload.opening.draft_model import measure_step
 
 N_TEXTS, N_TOKENS = 8, 64  # texts in each of the two sets, and tokens of a text
@@ -49,7 +50,6 @@ CURVES = {
     "flat": lambda n: 1.0 + 0.005 * n,
     "rising": lambda n: 1.0 + 0.25 * n,
 }
-Weights = dict[str, NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
@@ -97,32 +97,14 @@ class Measured:
 
 def write_variant(variant: Variant, path: Path, source: Path) -> int:
     """Write the changed model to `path`. Returns the bytes of its weights."""
-    reader = gguf.GGUFReader(source)
-    weights = narrowed(
-        {t.name: gguf.dequantize(t.data, t.tensor_type).astype(np.float32) for t in reader.tensors},
-        variant,
-    )
+    facts = read_facts(source)
+    weights = narrowed(read_weights(facts), variant)
+    kinds = {name: variant.kind if w.ndim == 2 else Type.F32 for name, w in weights.items()}
     changed = {"llama.block_count": variant.n_layers, "llama.feed_forward_length": variant.n_ff}
-    writer = gguf.GGUFWriter(path, "llama")
-    for name, field in reader.fields.items():
-        if not name.startswith(("GGUF.", "general.architecture")):
-            element = field.types[1] if len(field.types) > 1 else None
-            value = changed.get(name, field.contents())
-            writer.add_key_value(name, value, field.types[0], element)
-    n_bytes = 0
-    for name, values in weights.items():
-        kind = variant.kind if values.ndim == 2 else Type.F32
-        data = gguf.quantize(values, kind)
-        n_bytes += data.nbytes
-        writer.add_tensor(name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return n_bytes
+    return write_copy(source, path, weights, kinds, changed)
 
 
-def narrowed(weights: Weights, variant: Variant) -> Weights:
+def narrowed(weights: DraftWeights, variant: Variant) -> DraftWeights:
     """The weights without the last layers, and with the strongest channels of each feed-forward.
 
     A channel's strength is the product of the norms of its three vectors.

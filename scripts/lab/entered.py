@@ -12,7 +12,7 @@ import ast
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -61,6 +61,13 @@ def only_declares(source: str) -> bool:
     return not any(isinstance(n, _DECIDES) for function in functions for n in ast.walk(function))
 
 
+def working_way(calls: Collection[Call]) -> Way:
+    """Return the way through `calls` without the files that only declare."""
+    files = {call.file for call in calls}
+    declaring = {file for file in files if only_declares((ROOT / file).read_text("utf-8"))}
+    return way_of(call for call in calls if call.file not in declaring)
+
+
 class Tracer:
     """Notes the calls of the main thread between our files."""
 
@@ -99,8 +106,7 @@ def tell(tracer: Tracer) -> None:
     for file, n in way.again.items():
         print(f"{n:4} {file}")
     print(f"{len(way.again)} files, entered again {way.n_again} times")
-    declaring = {file for file in way.again if only_declares((ROOT / file).read_text("utf-8"))}
-    works = way_of(c for c in tracer.calls if not declaring & {c.calling, c.file})
+    works = working_way(tracer.calls)
     print(f"{len(works.again)} files that do not only declare types, errors and words, "
           f"entered again {works.n_again} times")  # fmt: skip
     sys.stdout.flush()

@@ -12,44 +12,44 @@ from collections.abc import Iterable
 
 import typer
 
-from lab import ROOT, filled
 from lab.options import Streaming, engine_options
+from lab.tables import filled, page_of
 from offload.engine import Engine, open_engine
 from offload.routing.routing import counted_unions, expected_union
 from offload.times.min_batch import MinBatch
 from specoffload.config.resolution import demo_file
 from specoffload.opening.draft_model import real_text
 
-PAGE = ROOT / "docs" / "background.md"
+PAGE = page_of("first-tokens")
 N_TOKENS = 512
 _SIZES = (1, 2, 4, 8, 16)
 
 
 def counted(engine: Engine, tokens: Iterable[int], *, first: bool) -> dict[int, float]:
     """Experts of a layer that n of these tokens use, each the first of a sequence or one text."""
-    engine.routing.forget()
+    engine.opened.routing.forget()
     engine.sequences.rewind(0, 0)
     for token in tokens:
         engine.sequences.extend(0, [token], 1)
         if first:
             engine.sequences.rewind(0, 0)
     engine.sequences.rewind(0, 0)
-    return counted_unions(engine.routing.recorded(), engine.facts.n_experts)
+    return counted_unions(engine.opened.routing.recorded(), engine.facts.n_experts)
 
 
 def table() -> str:
     path = demo_file("target.gguf")
     options = engine_options(device="sim", min_batch=MinBatch(1, 1), n_ctx=N_TOKENS + 64)
     with open_engine(path, options) as whole:
-        assert whole.plan is not None
-        vram = whole.plan.resident_bytes + whole.plan.slot_bytes // 2
+        assert whole.opened.plan is not None
+        vram = whole.opened.plan.resident_bytes + whole.opened.plan.slot_bytes // 2
     streaming = Streaming(vram_bytes=vram, record_routing=True)
     options = engine_options(
         device="sim", min_batch=MinBatch(1, 1), n_ctx=N_TOKENS + 64, streaming=streaming
     )
     rng = random.Random(1)
     with open_engine(path, options) as engine:
-        engine.routing.is_on = True
+        engine.opened.routing.is_on = True
         text = real_text(engine)[:N_TOKENS]
         n_vocab, facts = engine.n_vocab, engine.facts
         drawn = [rng.randrange(n_vocab) for _ in range(N_TOKENS)]

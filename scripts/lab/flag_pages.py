@@ -21,7 +21,8 @@ _HEAD = """# Flags
 `scripts/gen-flags` makes this page from the table of flags. A flag that means the same as
 one of llama.cpp has its name. `specoffload COMMAND --help` shows the flags of one command, and
 `specoffload --help-all` shows all flags. A note in brackets names the commands that have a flag.
-Flags without a note belong to `run`, `chat`, `serve`, `bench`, `profile`, `plan` and `tune all`.
+Flags without a note belong to `run`, `chat`, `serve`, `bench`, `profile`, `plan`, `tune all`,
+`draft judge` and `draft distil`.
 If a flag is given twice, the last value counts. A flag on the command line counts more than a
 variable. A line at start names each flag that has no effect.
 """

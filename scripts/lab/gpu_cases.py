@@ -23,7 +23,7 @@ from offload.engine import Engine, EngineOptions
 from offload.model import ModelFacts, layer_of
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.search import overlap_s
-from offload.times.context import ContextOptions
+from offload.times.context_memory import ContextOptions
 from offload.times.decodes import streamed_s
 from offload.times.hits import Sharing
 from offload.times.machine import Machine
@@ -205,9 +205,13 @@ def shares_of(setup: Setup, engine: Engine) -> tuple[Share, ...]:
     if setup.n_devices > 1:
         firsts = [0, -(-(n + 1) // 2)]  # as libllama divides resident layers
     if setup.share is not None:
-        layers = [{layer_of(e.name) for e in part.plan.streamed} for part in engine.parts]
+        layers = [
+            {layer_of(e.name) for e in part.plan.streamed} for part in engine.opened.weights.parts
+        ]
         firsts = [0, *(min(found) for found in layers[1:])]
-        slots = [sum(p.n_slots for p in part.plan.layout.pools) for part in engine.parts]
+        slots = [
+            sum(p.n_slots for p in part.plan.layout.pools) for part in engine.opened.weights.parts
+        ]
     ends = [*firsts[1:], n + 1]
     slots = slots * len(firsts) if len(slots) < len(firsts) else slots
     return tuple(Share(*each) for each in zip(firsts, ends, slots, strict=True))
@@ -215,7 +219,7 @@ def shares_of(setup: Setup, engine: Engine) -> tuple[Share, ...]:
 
 def _fill(engine: Engine) -> None:
     """Copy all experts into their slots."""
-    for device in engine.devices:
+    for device in engine.opened.devices:
         layers = {layer: [1] * engine.facts.n_experts for layer in range(engine.facts.n_layers)}
         for _ in device.fill(layers):
             pass

@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 from lab.disk import lab_model
 from lab.options import Streaming, engine_options
 from lab.synth.routing import drawn_text
+from lab.timing import decode_s
 from offload.engine import Engine, open_engine
 from offload.model_file import read_facts
 from offload.store.expert_memory import ExpertMemory
@@ -71,15 +72,14 @@ def decode(engine: Engine, tokens: Sequence[int]) -> Decodes:
     """Decode tokens one by one. Returns the seconds and the increase of all counters by token."""
     found = []
     for token in tokens:
-        before, start_s = counters(engine), time.perf_counter()
-        engine.sequences.extend(0, [token])
-        took_s, after = time.perf_counter() - start_s, counters(engine)
+        before = counters(engine)
+        took_s, after = decode_s(engine.sequences, [token]), counters(engine)
         found.append({"decode_s": took_s} | {name: after[name] - before[name] for name in after})
     return found
 
 
 def counters(engine: Engine) -> dict[str, float]:
-    link_bytes = engine.counters().streamed_bytes if engine.devices else 0
+    link_bytes = engine.counters().streamed_bytes if engine.opened.devices else 0
     return {**engine.disk_counters(), "link_bytes": float(link_bytes)}
 
 

@@ -16,25 +16,25 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lab import ROOT, filled
 from lab.published import UNPINNED_SHARE
+from lab.published_cases import DEEPSEEK_V4, GPT_OSS, QWEN3_30B
 from lab.synth.published import published_facts
+from lab.tables import filled, page_of
 from offload.model import ModelFacts
 from offload.plan.llama_cpp import LlamaCpp, copied_s
 from offload.plan.placement import Plan, PlanRequest, make_plan
 from offload.plan.sharing import UBATCHES
 from offload.plan.workload import DECODING
 from offload.routing.routing import HALF_LIFE_STEPS, SHARES, HitCurve, recorded_hits
-from offload.times.context import ContextOptions
+from offload.times.context_memory import ContextOptions
 from offload.times.decodes import best_s, cpu_s, hybrid_s
-from offload.times.guessed_hits import hit_rate
-from offload.times.hits import Sharing, expected_hits
+from offload.times.hits import Sharing, expected_hits, hit_rate
 from offload.times.machine import Machine
 from offload.times.work import ModelWork, model_work
 from specoffload.config.hardware import PRESETS
 
 GIB = 1 << 30
-PAGE = ROOT / "docs" / "hybrid-model.md"
+PAGE = page_of("hybrid-model")
 MODELS = ("DeepSeek-R1", "gpt-oss-120b", "Qwen3-235B-A22B")
 # Device memory in GiB, and the preset of `plan --hardware` with the machine's rates.
 HARDWARE = {
@@ -65,11 +65,6 @@ ROUTINGS = (*DRAWN, "published")
 BATCH_ROUTINGS = ("code", "prose", "published")  # of the table of T(n)
 
 
-# Published hits as (share of all experts that have a slot, share of uses that hit). The page
-# docs/hybrid-model.md names the sources.
-DEEPSEEK_V4 = ((0.045, 0.13), (0.094, 0.588), (0.125, 0.64), (0.156, 0.68), (0.25, 0.774))
-QWEN3_30B = ((0.0625, 0.366), (0.19, 0.741), (0.38, 0.894), (0.635, 0.962))
-GPT_OSS = ((0.03, 0.085),)
 # Published hits by title of a model in the tables: hits of that model, or of the most similar one.
 NEAREST: dict[str, tuple[tuple[float, float], ...]] = {
     "DeepSeek-R1": DEEPSEEK_V4,

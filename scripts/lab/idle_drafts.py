@@ -14,8 +14,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from lab.timing import by_turns
 from offload.errors import OffloadError
 from specdec.options import OF_TEXT, DrafterName
 from specoffload.config.environment import read_host
@@ -56,7 +58,6 @@ def generated(session: Session, prompt: str, n_tokens: int) -> GenerationStats:
 
 def measured(n_repeats: int, n_tokens: int, n_threads: int) -> dict[str, Any]:
     """Microseconds per token of each set, in turns, and counters of the last text."""
-    times_us: dict[str, list[float]] = {name: [] for name in SETS}
     counters: dict[str, dict[str, float]] = {}
     with ExitStack() as opened:
         sessions = {}
@@ -68,12 +69,14 @@ def measured(n_repeats: int, n_tokens: int, n_threads: int) -> dict[str, Any]:
                 continue
             sessions[name] = opened.enter_context(session)
         prompts = demo_prompts("code")
-        for nth in range(n_repeats + 1):
-            for name, session in sessions.items():
-                stats = generated(session, prompts[nth % len(prompts)], n_tokens)
-                if nth:  # the first one warms up
-                    times_us[name].append(stats.decode_s / stats.n_tokens * 1e6)
-                counters[name] = {"draft_steps": stats.n_draft_steps, "drafted": stats.n_drafted}
+
+        def token_us(name: str, nth: int) -> float:
+            stats = generated(sessions[name], prompts[nth % len(prompts)], n_tokens)
+            counters[name] = {"draft_steps": stats.n_draft_steps, "drafted": stats.n_drafted}
+            return stats.decode_s / stats.n_tokens * 1e6
+
+        sets = {name: partial(token_us, name) for name in sessions}
+        times_us = by_turns(sets, n_repeats, n_warm=1)
     plain = times_us["nothing"]
     return {
         name: {
@@ -84,7 +87,6 @@ def measured(n_repeats: int, n_tokens: int, n_threads: int) -> dict[str, Any]:
         }
         | counters[name]
         for name, found in times_us.items()
-        if found
     }
 
 

@@ -142,7 +142,7 @@ def measure(
     with open_engine(path, options) as engine:
         assert engine.device is not None
         clock.watch(engine.device)
-        engine.routing.is_on = bool(streaming.get("record_routing"))
+        engine.opened.routing.is_on = bool(streaming.get("record_routing"))
         tokens = [(13 * i + 5) % engine.n_vocab for i in range(n_tokens)]
         if most_warm:
             _fill(engine, tokens, most_warm)

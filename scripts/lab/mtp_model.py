@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 
-from lab import filled
 from lab.hybrid_model import (
     CONTEXT,
     DRAWN,
@@ -32,6 +31,7 @@ from lab.hybrid_model import (
 )
 from lab.simulation import DraftTrace, Simulated, simulate
 from lab.synth.published import published_facts
+from lab.tables import filled
 from offload.model import ModelFacts
 from offload.plan.llama_cpp import LlamaCpp, copied_s
 from offload.plan.row_draft import MtpLayer, plan_mtp

@@ -9,7 +9,7 @@ from typing import Any
 from offload.engine import EngineOptions
 from offload.plan.wanted import Wanted
 from offload.stream.options import StreamingOptions
-from offload.times.context import ContextOptions
+from offload.times.context_memory import ContextOptions
 
 Streaming = dict[str, Any]  # options of streaming by name, for `engine_options`
 

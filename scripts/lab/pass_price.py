@@ -13,13 +13,13 @@ import argparse
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lab.options import Streaming, engine_options
+from lab.timing import decode_s
 from lab.virtual_gpu import CARDS, again_on_standin, has_clock, use_card, use_virtual_time
 
 SIZES = (128, 256, 512, 1024, 2048, 4096, 8192)
@@ -77,9 +77,7 @@ def measure(path: Path, model: str, sizes: Sequence[int], n_steps: int) -> Itera
                             text = [(17 * k * k + 101 * i + 3) % engine.n_vocab
                                     for k in range(n_tokens)]  # fmt: skip
                             engine.sequences.rewind(0, 0)
-                            start_s = time.perf_counter()
-                            engine.sequences.extend(0, text, n_logits=1)
-                            times.append(time.perf_counter() - start_s)
+                            times.append(decode_s(engine.sequences, text, 1))
                         yield Priced(model, card, way, n_tokens, statistics.median(times[2:]))
         finally:
             passes._is_in_passes = whole

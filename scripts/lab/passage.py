@@ -18,16 +18,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
 from lab.options import engine_options
 from lab.synth import write_preset
+from lab.timing import by_turns, seconds
 from offload.engine import open_engine
 from offload.remote.address import Address, RemoteOptions, parse_address
 from offload.remote.secret import Secret
@@ -74,12 +75,14 @@ def speeds_of(model: Path, worker: Address, n_tokens: int) -> Speeds:
             for _ in range(3):  # graphs of this size are sent and prepared
                 rows.extend(0, tokens, 1)
                 rows.rewind(0, 0)
-            began_s = time.perf_counter()
-            for _ in range(n_tokens // n):
-                rows.extend(0, tokens, 1)
-                if n > 1:
-                    rows.rewind(0, 0)
-            found.append(n_tokens // n * n / (time.perf_counter() - began_s))
+
+            def decodes(n: int = n, tokens: list[int] = tokens) -> None:
+                for _ in range(n_tokens // n):
+                    rows.extend(0, tokens, 1)
+                    if n > 1:
+                        rows.rewind(0, 0)
+
+            found.append(n_tokens // n * n / seconds(decodes))
             rows.rewind(0, 0)
     return found[0], found[1]
 
@@ -92,15 +95,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=512, help="of each speed (default: 512)")
     options = parser.parse_args()
-    found: dict[str, list[Speeds]] = {"": [], _SECRET: []}
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or write_preset("qwen3-30b-a3b", Path(folder) / "tiny.gguf")
         with working(model, "") as plain, working(model, _SECRET) as proven:
-            for _ in range(options.rounds):
-                for secret, worker in (("", plain), (_SECRET, proven)):
-                    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-                        speeds = pool.submit(speeds_of, model, worker, options.tokens).result()
-                    found[secret].append(speeds)
+
+            def speeds(worker: Address, _nth: int) -> Speeds:
+                with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+                    return pool.submit(speeds_of, model, worker, options.tokens).result()
+
+            workers = {"": plain, _SECRET: proven}
+            found = by_turns(
+                {secret: partial(speeds, worker) for secret, worker in workers.items()},
+                options.rounds,
+            )
     for which, (what, n) in enumerate((("answers", 1), (f"prompts of {_UBATCH}", _UBATCH))):
         without, with_one = ([each[which] for each in found[secret]] for secret in ("", _SECRET))
         ratios = [b / a for a, b in zip(without, with_one, strict=True)]

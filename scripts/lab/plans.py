@@ -11,20 +11,24 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from lab import ROOT, filled
+from lab import ROOT
 from lab.synth.published import PUBLISHED, published_facts
+from lab.tables import filled, page_of
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts
 from offload.plan.cache_place import full_context_s
 from offload.plan.context_choice import RequestSeconds, choose_context
 from offload.plan.decision import decide
-from offload.plan.found import Found, FoundDevice, Kind
+from offload.plan.devices import DevicePlan, Division
+from offload.plan.found import DeviceRoom, Found, FoundDevice, Kind
 from offload.plan.layout import Layout
 from offload.plan.placement import MARGIN_BYTES, PlanRequest, make_plan
+from offload.plan.ranges import LayerRange
 from offload.plan.sharing import UBATCHES
 from offload.plan.wanted import Wanted
-from offload.store.store import Room
-from offload.times.context import ContextOptions, context_memory
+from offload.store.store import HostRoom
+from offload.times.context_memory import ContextOptions, context_memory
+from offload.times.min_batch import MinBatch
 from offload.units import size_words
 from specoffload.cli import app
 from specoffload.opening.context_size import request_seconds
@@ -36,7 +40,7 @@ VRAM_GIB = (8, 12, 16, 24, 32, 48, 80)
 RAM_GIB = (64, 128, 256, 512)
 SYSTEM_GIB = 8  # RAM that the system and the program take, as in the presets of --hardware
 EXAMPLE = "DeepSeek-R1"
-PAGE = ROOT / "docs" / "plans.md"
+PAGE = page_of("plans")
 README = ROOT / "README.md"
 README_CARD_GIB = 24  # card of README's table, whose machine has RAM for the whole model
 README_TITLES = (
@@ -194,8 +198,7 @@ def plan_of(
                 plan_for_splits=True,
                 host_bytes=ram_bytes,
             )
-            its = Planned(facts, make_plan(facts, request), request, "", room=Room(ram_bytes, ""))
-            found[n_ctx] = its
+            found[n_ctx] = on_one_gpu(facts, request, HostRoom(ram_bytes, ""))
         return found[n_ctx]
 
     def request_s(n_ctx: int) -> RequestSeconds | None:
@@ -207,6 +210,19 @@ def plan_of(
     if n_ctx is None:
         n_ctx = choose_context(facts.n_ctx_train, request_s, for_agents=True).n_ctx
     return planned(n_ctx)
+
+
+def on_one_gpu(facts: ModelFacts, request: PlanRequest, room: HostRoom | None = None) -> Planned:
+    """The plan of a GPU that computes the whole model. `request` has a context.
+
+    Raises DoesNotFit.
+    """
+    assert request.context is not None
+    gpu = DeviceRoom(FoundDevice("GPU", Kind.GPU, request.budget_bytes or 0))
+    layers = LayerRange(0, facts.n_layers + 1)
+    its = DevicePlan(gpu, layers, make_plan(facts, request), facts, request)
+    layout = Layout(facts, Division((its,)), request.context, MinBatch(1, 1))
+    return Planned(layout, "", room=room)
 
 
 def row(planned: Planned) -> Iterator[str]:

@@ -8,124 +8,85 @@ opened, and nothing is measured here.
 
 from __future__ import annotations
 
-import hashlib
-import json
+import math
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import typer
 
-from lab import ROOT, filled
+from lab import ROOT
+from lab.published_cases import (
+    AHEAD,
+    NO_GPU,
+    ON_CPU,
+    READ_BY_DEVICE,
+    SPLIT,
+    Case,
+    measured_hits,
+    read_cases,
+)
+from lab.rival_ways import copied_ahead_s, misses_on_cpu_s
 from lab.synth.published import published_facts
-from offload.model import ModelFacts
-from offload.plan.llama_cpp import copied_s
-from offload.times.context import ContextOptions
-from offload.times.decodes import cpu_s
+from lab.tables import filled, page_of
+from offload.model import ModelFacts, is_experts, layer_of
+from offload.plan.llama_cpp import copied_s, read_by_device_s
+from offload.times.context_memory import ContextOptions
+from offload.times.cpu_kernels import cpu_kernel
+from offload.times.decodes import cpu_s, hybrid_s
 from offload.times.hits import Sharing
-from offload.times.machine import CORE_FLOPS, TYPICAL, Machine, ram_seen, vram_seen
+from offload.times.machine import (
+    CAPTURED_KERNEL_S,
+    CORE_FLOPS,
+    TYPICAL,
+    Machine,
+    ram_seen,
+    vram_seen,
+)
 from offload.times.prompts import with_prompt
-from offload.times.work import ModelWork, Part, cpu_cost, model_work, read_cost, with_context
+from offload.times.work import ModelWork, WeightWork, model_work, with_context
 from specoffload.config.hardware_parts import CARDS
 
 GIB = 1 << 30
-CASES = ROOT / "scripts" / "lab" / "published.jsonl"
-PAGE = ROOT / "docs" / "validation.md"
+PAGE = page_of("published")
 PLOT = ROOT / "docs" / "validation.png"
+# Seconds that each kernel takes beside its bytes if the host launches kernels one by one. Like the
+# time in a captured graph, it was fitted to the half of the cases that may correct the model.
+LAUNCHED_KERNEL_S = 3.2e-6
 REPACKED_CORE_FLOPS = 200e9  # operations per second of one core in prompts, with repacked blocks
 # Other programs' copies of weights that are not pinned: a share of the pinned rate, and a limit, as
 # one thread moves them through pinned buffers.
 UNPINNED_SHARE, MOST_UNPINNED_BYTES_PER_S = 0.64, 22e9
 PINNED_SHARE = 25 / 32  # rate of pinned copies, as a share of the link's data sheet
-# Operations per second of one core in prompts: these engines but llama.cpp repack the weights.
-_CORE_FLOPS = {
-    "llama.cpp": CORE_FLOPS, "ik_llama.cpp": REPACKED_CORE_FLOPS,
-    "KTransformers 0.2": REPACKED_CORE_FLOPS,
-}  # fmt: skip
+# Engines that repack weights for prompts on the CPU.
+_REPACKING = ("ik_llama.cpp", "KTransformers")
 # Facts of the files, not of the machines: what a header written by us does not say of theirs.
 HEAD_BITS, EMBEDDING_BITS = 6.56, 4.5  # bits a weight of files with 4-bit experts
 DENSE_BITS = 8.5  # of files that keep all but the experts in 8 bits
+# Names of types of such files. The header of GSQ-RCO was read by others (anyei/llamacpp-v100).
+_KEEPING_8_BITS = ("_R4", "IQ6_K", "mix", "Q8", "GSQ-RCO")
+# Matrices of hyper-connections are not quantised, and published files hold them in 16 bits.
+_HC_BITS = 16
+_TABLE = "per_layer_token_embd.weight"  # looked up, and never multiplied
 DECODE_ERROR, PROMPT_ERROR = 0.25, 0.40  # errors that are aimed at
-NO_GPU = "none"  # the card of a case that was run on the CPU alone
 # The model as it was before these cases corrected it, with the rates of data sheets.
 BEFORE = Machine(
-    per_switch_s=40e-6, per_wait_s=40e-6, per_batch_wait_s=40e-6, per_decode_s=0, per_new_layer_s=0
-)
+    per_switch_s=40e-6, per_wait_s=40e-6, per_batch_wait_s=40e-6, per_decode_s=0,
+    per_new_layer_s=0, per_kernel_s=1.5e-6,
+)  # fmt: skip
 
 
-def unpinned_seen(bytes_per_s: float) -> float:
-    """Return the rate of copies from memory that is not pinned, from the rate of pinned copies."""
-    return min(UNPINNED_SHARE * bytes_per_s, MOST_UNPINNED_BYTES_PER_S)
+def unpinned_seen(bytes_per_s: float, ram_bytes_per_s: float) -> float:
+    """Return the rate of copies from memory that is not pinned, from the rate of pinned copies.
 
-
-@dataclass(frozen=True)
-class Case:
-    """One published run. Speeds are in tokens/s."""
-
-    id: str
-    model: str
-    quant: str
-    file_gib: float
-    gpu: str
-    n_gpus: int
-    pcie_gbs: float
-    cpu: str
-    n_cores: int
-    ram_gbs: float
-    n_channels: int
-    n_sockets: int
-    engine: str
-    source: str
-    tg_tps: float
-    context: int
-    ubatch: int
-    n_prompt: int
-    flags: str = ""
-    pp_tps: float | None = None
-    prompt: str = ""  # how the engine computed prompts: "streams" or "on the CPU"
-    n_resident_layers: float = 0  # layers whose experts were on the GPU
-    n_layers_on_gpu: int | None = None  # of a dense model
-    dense: dict[str, int] = field(default_factory=dict)  # facts of a dense model without a preset
-    notes: str = ""
-    guessed: str = ""  # facts that the source does not give
-
-    @property
-    def corrects(self) -> bool:
-        """True if the case may be used to correct the machine model; others only check it."""
-        return hashlib.sha256(self.id.encode()).digest()[-1] % 2 == 1
-
-    @property
-    def way(self) -> str:
-        if self.n_layers_on_gpu is not None:
-            return f"{self.n_layers_on_gpu} of {self.dense['n_layers']} layers on the GPU"
-        n = f"{self.n_resident_layers:g}"
-        return "experts on the CPU" + (f", {n} layers' on the GPU" if n != "0" else "")
-
-    @property
-    def on_one_socket(self) -> bool:
-        return "bound to one socket" in self.notes
-
-    @property
-    def is_pinned(self) -> bool:
-        """True if the engine keeps weights in pinned memory, and does not map the file."""
-        return any(f"--load-mode {mode}" in self.flags for mode in ("dio", "none"))
-
-    @property
-    def n_before(self) -> int:
-        """Tokens of the context before the prompt. A context may count the prompt itself."""
-        return 0 if self.context == self.n_prompt else self.context
-
-    @property
-    def machine(self) -> str:
-        """The card, the CPU and the rate of RAM, by which errors are counted."""
-        return f"{self.gpu}, {self.cpu}, {self.ram_gbs:g} GB/s"
-
-
-def read_cases(path: Path = CASES) -> list[Case]:
-    return [Case(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
+    `ram_bytes_per_s` is what RAM gives the CPU and the card together. Each byte moves three times
+    in RAM: it is read, written to a pinned buffer, and read by the card.
+    """
+    most = min(MOST_UNPINNED_BYTES_PER_S, ram_bytes_per_s / 3)
+    return min(UNPINNED_SHARE * bytes_per_s, most)
 
 
 def by_machine(some: Sequence[Prediction], *, before: bool = False) -> dict[str, float]:
@@ -137,6 +98,14 @@ def by_machine(some: Sequence[Prediction], *, before: bool = False) -> dict[str,
     for p in some:
         found.setdefault(p.case.machine, []).extend(decode_ratios([p], before=before))
     return {name: statistics.median(ratios) for name, ratios in found.items()}
+
+
+def way_s(case: Case, machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: int) -> float:
+    """Seconds of a decode of `n_tokens` in the way in which the case was run."""
+    seconds = {READ_BY_DEVICE: read_by_device_s, ON_CPU: misses_on_cpu_s, SPLIT: hybrid_s}
+    if case.misses:
+        return float(seconds[case.misses](machine, work, sharing, n_tokens, case.hits))
+    return float(cpu_s(machine, work, sharing, n_tokens))
 
 
 class Prediction:
@@ -152,52 +121,72 @@ class Prediction:
         file_bytes = case.file_gib * GIB
         if self._facts is None:
             n_layers, n_head = case.dense["n_layers"], case.dense["head_weights"]
-            head = Part(n_head * HEAD_BITS / 8, n_head)
+            head = WeightWork(n_head * HEAD_BITS / 8, n_head)
             layer_bytes = (file_bytes - head.size_bytes) / n_layers
-            return ModelWork(n_layers, Part(layer_bytes, layer_bytes * 8 / 4.85), head)
-        work = model_work(self._facts)
+            return ModelWork(n_layers, WeightWork(layer_bytes, layer_bytes * 8 / 4.85), head)
+        work = model_work(self._facts, measured_hits(case.model))
         n_dense = work.dense.n_weights * work.n_layers
         n_pieces = work.n_experts * work.n_expert_layers
-        n_all = n_dense + 2 * work.head.n_weights + n_pieces * work.expert.n_weights
-        keeps = any(name in case.quant for name in ("_R4", "IQ6_K", "mix", "Q8"))
+        n_table = sum(math.prod(e.shape) for e in self._facts.loaded if e.name == _TABLE)
+        n_all = n_dense + 2 * work.head.n_weights + n_table + n_pieces * work.expert.n_weights
+        keeps = any(name in case.quant for name in _KEEPING_8_BITS)
         bits = DENSE_BITS if keeps else min(DENSE_BITS, max(5.5, 1.1 * 8 * file_bytes / n_all))
-        others = n_dense * bits + work.head.n_weights * (HEAD_BITS + EMBEDDING_BITS)
+        n_wide, wide_bits = self._unquantised
+        dense_bits = (n_dense - n_wide) * bits + wide_bits
+        kernel = cpu_kernel(case.quant)
+        others = dense_bits + work.head.n_weights * (HEAD_BITS + EMBEDDING_BITS)
+        others += n_table * EMBEDDING_BITS
         return replace(
             work,
-            dense=replace(work.dense, size_bytes=n_dense * bits / 8 / work.n_layers),
+            dense=replace(work.dense, size_bytes=dense_bits / 8 / work.n_layers),
             head=replace(work.head, size_bytes=work.head.n_weights * HEAD_BITS / 8),
-            expert=Part(
+            expert=WeightWork(
                 (file_bytes - others / 8) / n_pieces,
                 work.expert.n_weights,
-                cpu_cost(case.quant),
-                read_cost(case.quant),
+                kernel.cpu_cost,
+                kernel.read_cost,
+                kernel.row_share,
             ),
         )
 
+    @property
+    def _unquantised(self) -> tuple[int, int]:
+        """The layers' dense weights that files do not quantise, and their bits."""
+        assert self._facts is not None
+        found = [
+            (math.prod(entry.shape), _HC_BITS if ".hc_" in entry.name else 32)
+            for entry in self._facts.loaded
+            if entry.type == "f32" and len(entry.shape) > 1
+            if layer_of(entry.name) >= 0 and not is_experts(entry)
+        ]
+        return sum(n for n, _ in found), sum(n * bits for n, bits in found)
+
     def machine(self, *, before: bool = False) -> Machine:
         case = self.case
-        flops = case.n_cores * _CORE_FLOPS[case.engine]
+        repacks = case.engine.startswith(_REPACKING)
+        flops = case.n_cores * (REPACKED_CORE_FLOPS if repacks else CORE_FLOPS)
         _, vram_gbs, tflops = CARDS.get(case.gpu, (0, case.ram_gbs, flops / 1e12))
         if before:
-            rates = 0.8 * case.ram_gbs * 1e9, None
             return replace(
-                BEFORE, ram_bytes_per_s=rates[0], vram_bytes_per_s=vram_gbs * 1e9, cpu_flops=flops
-            )
+                BEFORE, ram_bytes_per_s=0.8 * case.ram_gbs * 1e9,
+                vram_bytes_per_s=vram_gbs * 1e9, cpu_flops=flops,
+            )  # fmt: skip
         ram, shared = ram_seen(case.ram_gbs * 1e9, case.n_channels, case.n_sockets)
         if case.gpu == NO_GPU:
             return replace(
                 TYPICAL, ram_bytes_per_s=ram, vram_bytes_per_s=ram, gpu_flops=flops,
-                cpu_flops=flops, per_switch_s=0.0, per_layer_s=0.0,
+                cpu_flops=flops, per_switch_s=0.0, per_kernel_s=0.0,
             )  # fmt: skip
         if case.on_one_socket:
             ram, shared = ram_seen(case.ram_gbs * 1e9 / 2, case.n_channels // 2)
         return replace(
             TYPICAL, ram_bytes_per_s=ram, shared_ram_bytes_per_s=shared,
             vram_bytes_per_s=vram_seen(vram_gbs * 1e9), gpu_flops=tflops * 1e12, cpu_flops=flops,
+            per_kernel_s=CAPTURED_KERNEL_S if case.is_captured else LAUNCHED_KERNEL_S,
             link_bytes_per_s=(
                 PINNED_SHARE * case.pcie_gbs * 1e9
                 if case.is_pinned
-                else unpinned_seen(case.pcie_gbs * 1e9)
+                else unpinned_seen(case.pcie_gbs * 1e9, shared or ram)
             ),
         )  # fmt: skip
 
@@ -206,15 +195,19 @@ class Prediction:
         case = self.case
         if case.n_layers_on_gpu is not None:
             return Sharing(n_dense_streamed=case.dense["n_layers"] - case.n_layers_on_gpu)
-        # Slots for one layer's experts: nothing is kept, and no copy hides behind computation.
-        return Sharing(self.work.n_experts, case.n_resident_layers)
+        n_resident = min(case.n_resident_layers, self.work.n_expert_layers)
+        n_streamed = self.work.n_expert_layers - n_resident
+        # Without a cache there are slots for one layer's experts: nothing is kept, and no copy
+        # hides behind computation.
+        n_slots = case.slots * n_streamed * self.work.n_experts or self.work.n_experts
+        return Sharing(n_slots, n_resident)
 
     def _at(self, n_context: int, n_prompt: int = 0) -> ModelWork:
         kind = "q8_0" if "q8_0" in self.case.flags else "f16"
         options = ContextOptions(max(1, n_context), type_k=kind, type_v=kind)
         if self._facts is None:
             n_bytes = self.case.dense["kv_bytes_per_token"] * (n_context + n_prompt / 2)
-            return replace(self.work, context=Part(n_bytes, 4 * n_bytes))
+            return replace(self.work, context=WeightWork(n_bytes, 4 * n_bytes))
         if n_prompt:
             return with_prompt(self.work, self._facts, options, n_prompt, n_context)
         return with_context(self.work, self._facts, options)
@@ -223,9 +216,21 @@ class Prediction:
         """The work of decodes at the case's context."""
         return self._at(self.case.context)
 
+    def batch_s(self, n_tokens: int) -> float:
+        """Seconds of a decode of `n_tokens` in the case's way."""
+        return way_s(self.case, self.machine(), self.at_context(), self.sharing, n_tokens)
+
+    @property
+    def draft_step_s(self) -> float:
+        """Seconds of a draft step: a layer of the model, where the others are, and the output."""
+        machine, work = self.machine(), self.work
+        head_s = work.head.size_bytes / machine.vram_bytes_per_s
+        return float((self.batch_s(1) - head_s) / work.n_layers + head_s + machine.per_decode_s)
+
     @cached_property
     def decode_tps(self) -> float:
-        return 1 / float(cpu_s(self.machine(), self.at_context(), self.sharing, 1))
+        case, n = self.case, self.case.n_drafted
+        return case.tokens_per_round / (self.batch_s(1 + n) + n * self.draft_step_s)
 
     @cached_property
     def decode_tps_before(self) -> float:
@@ -237,7 +242,8 @@ class Prediction:
         case = self.case
         if case.pp_tps is None or not case.prompt:
             return None
-        seconds = copied_s if case.prompt == "streams" else cpu_s
+        ways = {"streams": copied_s, AHEAD: copied_ahead_s, "on the CPU": cpu_s}
+        seconds = ways[case.prompt]
         work = self._at(case.n_before, case.n_prompt)
         whole, rest = divmod(case.n_prompt, case.ubatch)
         sizes = [case.ubatch] * whole + [rest] * (rest > 0)
@@ -293,13 +299,17 @@ def summary(all_of: Sequence[Prediction]) -> str:
     for name, some in parts.items():
         errors = Errors(list(by_machine(some).values()), DECODE_ERROR)
         lines.append(f"| decode, by machine | {name} | {errors} |")
-    gpt_oss = [p for p in all_of if p.case.model == "gpt-oss-120b"]
-    lines.append(f"| decode, gpt-oss-120b | all | {Errors(decode_ratios(gpt_oss), DECODE_ERROR)} |")
+    for model in ("gpt-oss-120b", "Qwen3.6-35B-A3B", "Qwen3.8-Flash-Next"):
+        for name, some in parts.items():
+            its = [p for p in some if p.case.model == model]
+            lines.append(
+                f"| decode, {model} | {name} | {Errors(decode_ratios(its), DECODE_ERROR)} |"
+            )
     before = Errors(decode_ratios(parts["all"], before=True), DECODE_ERROR)
     lines.append(f"| decode, data sheets' rates | all | {before} |")
     for name, some in parts.items():
         lines.append(f"| prompt | {name} | {Errors(prompt_ratios(some), PROMPT_ERROR)} |")
-    for way in ("streams", "on the CPU"):
+    for way in ("streams", AHEAD, "on the CPU"):
         for name, some in parts.items():
             its = [p for p in some if p.case.prompt == way]
             lines.append(f"| prompt, {way} | {name} | {Errors(prompt_ratios(its), PROMPT_ERROR)} |")

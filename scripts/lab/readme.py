@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from lab import ROOT, filled
+from lab import ROOT
+from lab.tables import filled
 from specoffload.bench.load import Load, Watch
 from specoffload.commands.bench import commit, machine
 

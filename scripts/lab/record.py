@@ -14,22 +14,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from lab import ROOT, filled
 from lab.synth.shape import resolve
 from lab.synth.write import plan_shape, write_header_only
+from lab.tables import filled, page_of
 from offload.model import ModelFacts, WeightPlace, is_experts
 from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.sharing import UBATCHES
 from offload.plan.workload import DECODING
-from offload.times.context import ContextOptions
+from offload.times.context_memory import ContextOptions
 from offload.times.decodes import hybrid_s
 from offload.times.hits import Sharing, expected_hits
 from offload.times.machine import TYPICAL, Machine, ram_seen, vram_seen
 from offload.times.prompts import prefill_s
-from offload.times.work import ModelWork, Part, model_work, with_context
+from offload.times.work import ModelWork, WeightWork, model_work, with_context
 
-PAGE = ROOT / "docs" / "background.md"
+PAGE = page_of("record")
 TITLE = "Qwen3.8-Flash-Next"
 GIB = 1 << 30
 # UD-Q2_0 has 70.6 GB, of which 28.8 GB are the table (release notes of Strata 0.2.11).
@@ -65,7 +65,10 @@ class Case:
         """Seconds of one step of the model's own layer for drafts, which lies on the GPU."""
         gpu = self.machine.vram_bytes_per_s, self.machine.gpu_flops
         parts = self.work.dense, self.work.used(1), self.work.head
-        return float(sum(part.seconds(*gpu, 1) for part in parts)) + self.machine.per_layer_s
+        return (
+            float(sum(part.seconds(*gpu, 1) for part in parts))
+            + self.work.kernels_per_layer * self.machine.per_kernel_s
+        )
 
     def tps(self, n_drafted: int | None = None) -> float:
         """Tokens/s with drafts of `n_drafted` tokens. None: of the best length up to 3."""
@@ -130,13 +133,13 @@ def terms(case: Case, n_tokens: int) -> dict[str, float]:
         return case.decode_s(n_tokens) - less.decode_s(n_tokens)
 
     context_s = case.decode_s(n_tokens) - replace(
-        case, work=replace(work, context=Part())
+        case, work=replace(work, context=WeightWork())
     ).decode_s(n_tokens)
     gpu = machine.vram_bytes_per_s, machine.gpu_flops
     dense_s = float(work.n_layers * work.dense.seconds(*gpu, n_tokens))
     dense_s += float(work.head.seconds(*gpu, n_tokens))
     found = {
-        "launches of 48 layers": without(per_layer_s=0.0),
+        "kernels of 48 layers": without(per_kernel_s=0.0),
         "the host, before and after the decode": without(per_decode_s=0.0, per_new_layer_s=0.0),
         "submitting, waiting and merging of 48 split layers": without(per_split_s=0.0),
         "dense weights and head, read from VRAM": dense_s,

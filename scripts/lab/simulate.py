@@ -236,7 +236,11 @@ def record(file: Path, words: Sequence[str]) -> None:
     options = replace(line.of(AskedOptions), n_predict=run.n_predict)
     lines: list[str] = []
     with Session(config) as session:
-        session.batcher.on_round.append(lambda round_: lines.extend(trace_lines(round_)))
+        session.batcher.on_step.append(
+            lambda report: lines.extend(
+                line for _, each in report.rounds for line in trace_lines(each)
+            )
+        )
         for _ in session.generate(run.prompt, options):
             pass
     try:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -102,9 +102,12 @@ class Simulated:
 
 
 def simulate(
-    trace: DraftTrace, profile: CostProfile, policy: Policy, source: str = "draft"
+    trace: DraftTrace, profile: CostProfile, policy: Policy, source: str = "draft", block: int = 0
 ) -> Simulated:
-    """Decode the trace with `policy`. Each draft step takes `profile.draft_step_s`."""
+    """Decode the trace with `policy`. Each draft step takes `profile.draft_step_s`.
+
+    With `block`, a step drafts that many tokens. Otherwise it drafts one.
+    """
     n, at = len(trace.p), 0
     time = 0.0
     rounds = drafted = accepted = steps = unknown = 0
@@ -113,10 +116,12 @@ def simulate(
         if rest:
             rest -= 1  # keep the decision not to draft, as the decoding loop does
         else:
-            limit = min(policy.n_max, n - at - 1)
+            limit = min(policy.n_max, n - at - 1, block or n)
             draft, asked_unknown = _draft(trace, at, policy.begin(limit, source), source)
             unknown += asked_unknown
             rest = draft.decision.rest
+            if block and draft.n_steps:
+                draft = replace(draft, n_steps=1)
         m = len(draft.tokens)
         n_accepted = 0
         while n_accepted < m and trace.is_right(at, n_accepted):

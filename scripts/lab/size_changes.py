@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ import numpy as np
 
 from lab.options import Streaming, engine_options
 from lab.synth import write_preset
+from lab.timing import decode_s
 from offload.device import devices
 from offload.engine import open_engine
 from offload.ggml.library.callback import calls_into_python
@@ -94,9 +94,7 @@ class Measured:
         sequences = self.engine.sequences
         sequences.rewind(0, N_TEXT)
         tokens = [TOKEN] * n  # one token, so that its experts stay in slots and nothing is copied
-        start_s = time.perf_counter()
-        sequences.extend(0, tokens)
-        return time.perf_counter() - start_s
+        return decode_s(sequences, tokens)
 
     def warm(self, sizes: Sequence[int]) -> None:
         for n in sizes:
@@ -124,7 +122,7 @@ class Measured:
         return self.engine.counters().copies
 
     def _prepared(self) -> int:
-        return sum(device.n_prepared for device in self.engine.devices)
+        return sum(device.n_prepared for device in self.engine.opened.devices)
 
     def result(self) -> dict[str, Any]:
         same, changing = (

@@ -23,9 +23,9 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ import numpy as np
 
 from lab.options import engine_options
 from lab.split_price import use_experts_time
+from lab.timing import by_turns, decode_s
 from lab.virtual_gpu import again_on_standin, has_clock, set_rate, use_virtual_time
 
 _ENVIRONMENT = {"STANDIN_CLOCK": "1", "STANDIN_SKIP": "products", "STANDIN_FILL": "0"}
@@ -123,28 +124,31 @@ def measure(case: Case, folder: Path, repetitions: int) -> Shared:
         min_batch=MinBatch(NEVER, NEVER), n_ctx=max(case.n_tokens, 64) + 256,
         n_ubatch=max(case.n_tokens, 64), n_threads=1, n_threads_batch=1, flash_attn="auto",
     )  # fmt: skip
-    times: dict[str, list[float]] = {way: [] for way in ways}
     with open_engine(path, options) as engine:
-        assert engine.hybrid is not None
+        assert engine.opened.weights.hybrid is not None
         compute: Any = C.CDLL(None).standin_compute
         compute.argtypes = [C.c_void_p, C.c_void_p]
-        engine.hybrid.team.open()
-        engine.hybrid.team.stream._compute = compute
-        for i in range(repetitions + 2):
-            for nth, (way, splitter) in enumerate(ways.items()):
-                seed = 131 * (len(ways) * i + nth) + 3  # no way has the experts of another's step
-                tokens = [(7 * k * k + seed) % engine.n_vocab for k in range(case.n_tokens)]
-                with engine.ways.trying(engine.ways.now.splitting_by(splitter)):
-                    start_s = time.perf_counter()
-                    engine.sequences.extend(0, tokens, n_logits=1)
-                    took_s = time.perf_counter() - start_s
-                engine.sequences.rewind(0, 0)
-                if i > 1:
-                    times[way].append(took_s)
-    cpu_s, copy_s, step_s = (statistics.median(its) for its in times.values())
+        engine.opened.weights.hybrid.team.open()
+        engine.opened.weights.hybrid.team.stream._compute = compute
+
+        def step_s(nth: int, place: int, splitter: Splitter) -> float:
+            seed = 131 * (len(ways) * nth + place) + 3  # no way has the experts of another's step
+            tokens = [(7 * k * k + seed) % engine.n_vocab for k in range(case.n_tokens)]
+            in_use = engine.opened.weights.ways
+            with in_use.trying(in_use.now.splitting_by(splitter)):
+                took_s = decode_s(engine.sequences, tokens, 1)
+            engine.sequences.rewind(0, 0)
+            return took_s
+
+        steps = {
+            way: partial(step_s, place=place, splitter=splitter)
+            for place, (way, splitter) in enumerate(ways.items())
+        }
+        times = by_turns(steps, repetitions, n_warm=2)
+    cpu_s, copy_s, shared_s = map(statistics.median, times.values())
     both_s = 1 / (1 / cpu_s + 1 / copy_s)
-    best = step_s / min(cpu_s, copy_s)
-    return Shared(case.name, cpu_s, copy_s, both_s, step_s, best, step_s / both_s)
+    best = shared_s / min(cpu_s, copy_s)
+    return Shared(case.name, cpu_s, copy_s, both_s, shared_s, best, shared_s / both_s)
 
 
 def measure_all(wanted: str, repetitions: int) -> Iterator[Shared]:

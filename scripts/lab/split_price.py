@@ -31,8 +31,10 @@ from typing import Any
 
 import numpy as np
 
-from lab import ROOT, filled
+from lab import ROOT
 from lab.options import engine_options
+from lab.tables import filled, page_of
+from lab.timing import seconds
 from lab.virtual_gpu import (
     CARDS,
     again_on_standin,
@@ -42,7 +44,7 @@ from lab.virtual_gpu import (
     use_virtual_time,
 )
 
-PAGE = ROOT / "docs" / "gpu.md"
+PAGE = page_of("split-price")
 KEPT = ROOT / "scripts" / "lab" / "split_price.json"
 WORTH = 0.03  # least share of a decode for which the doorbell is built
 AHEAD = "0, ahead"
@@ -251,7 +253,9 @@ class Today:
         engine, leaving = self._engine, _leaving(n_host)
         self.rings(False)  # a decode without a wait copies nothing
         for _ in range(4):
-            with engine.ways.trying(engine.ways.now.splitting_by(leaving)):
+            with engine.opened.weights.ways.trying(
+                engine.opened.weights.ways.now.splitting_by(leaving)
+            ):
                 for _ in range(3):
                     _decode(engine, self.TOKEN)
             for _ in range(3):  # copies arrive
@@ -275,8 +279,8 @@ class Today:
 
     def rings(self, value: bool) -> None:
         """Let split layers run without a wait, or not."""
-        ways = self._engine.ways
-        ways.use(replace(ways.now, rings=value))
+        ways = self._engine.opened.weights.ways
+        ways.change(rings=value)
 
     def layers(self, n_host: int, n_decodes: int = 15) -> Layers:
         """The median decode, each layer of which waits for its ids."""
@@ -400,11 +404,7 @@ def prototype_s(
     took_s = []
     for n in (4, 12):
         prototype = Prototype(library, way, one * n, row_bytes, n_rows, is_pinned=is_pinned)
-        times = []
-        for _ in range(7):
-            began_s = time.perf_counter()
-            prototype.decode()
-            times.append(time.perf_counter() - began_s)
+        times = [seconds(prototype.decode) for _ in range(7)]
         done, arrived = prototype.sums
         if done != arrived:
             raise RuntimeError(f"the results of {arrived} of {done} layers arrived")
@@ -435,8 +435,8 @@ def always_ring() -> None:
 
 
 def set_latencies(scale: float = 1.0) -> None:
-    for name, seconds in LATENCIES.items():
-        set_rate(name, scale * seconds)
+    for name, latency_s in LATENCIES.items():
+        set_rate(name, scale * latency_s)
     set_rate("host_graph_s", HOST_GRAPH_S)
 
 
@@ -504,7 +504,10 @@ def _price(
 ) -> Price:
     """The prototypes' times. `device`: what today's device computes in each layer."""
     n_other = work.n_layers - work.n_expert_layers
-    dense_s = machine.per_layer_s + work.dense.size_bytes / machine.vram_bytes_per_s
+    dense_s = (
+        work.kernels_per_layer * machine.per_kernel_s
+        + work.dense.size_bytes / machine.vram_bytes_per_s
+    )
     head_s = work.head.size_bytes / machine.vram_bytes_per_s
     both = zip(device.before_s, device.products_s, strict=True)
 

@@ -12,19 +12,19 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 import httpx
 
 from lab.served import serving, serving_all
+from lab.timing import by_turns, seconds
 
 
 def first_token_s(client: httpx.Client, model: str) -> float:
     """Return the seconds until a model's first token after a short prompt."""
-    began = time.perf_counter()
     body = {"model": model, "prompt": "one two", "n_predict": 1, "cache_prompt": False}
-    client.post("/completion", json=body).raise_for_status()
-    return time.perf_counter() - began
+    return seconds(lambda: client.post("/completion", json=body).raise_for_status())
 
 
 def own_start_s(file: str, flags: list[str]) -> float:
@@ -41,17 +41,19 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     arguments, flags = parser.parse_known_args()
     names = [Path(file).stem for file in arguments.models]
-    own: dict[str, list[float]] = {name: [] for name in names}
-    switched: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(arguments.repeats):
-        for name, file in zip(names, arguments.models, strict=True):
-            own[name].append(own_start_s(file, flags))
+    files = dict(zip(names, arguments.models, strict=True))
+
+    def own_start(name: str, _nth: int) -> float:
+        return own_start_s(files[name], flags)
+
+    own = by_turns({name: partial(own_start, name) for name in names}, arguments.repeats)
     with serving_all(arguments.models, *flags) as client:
-        for turn in range(arguments.repeats + 1):
-            for name in names:
-                seconds = first_token_s(client, name)
-                if turn:  # each was opened once
-                    switched[name].append(seconds)
+
+        def switch(name: str, _nth: int) -> float:
+            return first_token_s(client, name)
+
+        ways = {name: partial(switch, name) for name in names}
+        switched = by_turns(ways, arguments.repeats, n_warm=1)  # each is opened once
     for name in names:
         for what, found in (("own server", own[name]), ("switch", switched[name])):
             median = statistics.median(found)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +19,7 @@ import numpy as np
 from lab.options import engine_options
 from lab.synth.tables import table_shape
 from lab.synth.write import plan_shape, write
+from lab.timing import decode_s
 from offload.engine import Engine, EngineOptions, open_engine
 from offload.store.table_rows import TableRows
 
@@ -51,19 +51,12 @@ def forget(path: Path) -> None:
     os.close(descriptor)
 
 
-def seconds(engine: Engine, tokens: list[int]) -> tuple[float, float]:
+def speeds(engine: Engine, tokens: list[int]) -> tuple[float, float]:
     """Return the seconds of a prompt, and the median of one token after it."""
     sequences, prompt = engine.sequences, tokens[:N_PROMPT]
     sequences.rewind(0, 0)
-    began_s = time.perf_counter()
-    sequences.extend(0, prompt, 1)
-    prompt_s = time.perf_counter() - began_s
-    times = []
-    for token in tokens[N_PROMPT:]:
-        began_s = time.perf_counter()
-        sequences.extend(0, [token])
-        times.append(time.perf_counter() - began_s)
-    return prompt_s, statistics.median(times)
+    prompt_s = decode_s(sequences, prompt, 1)
+    return prompt_s, statistics.median(decode_s(sequences, [token]) for token in tokens[N_PROMPT:])
 
 
 def main() -> None:
@@ -78,17 +71,17 @@ def main() -> None:
             for name, ram_bytes in (("in RAM", None), ("ahead", 1), ("not ahead", 1)):
                 with open_engine(path, options(ram_bytes)) as engine:
                     assert bool(engine.layout.on_disk) == (name != "in RAM")
-                    seconds(engine, [*range(3, 3 + len(text))])  # makes graphs
+                    speeds(engine, [*range(3, 3 + len(text))])  # makes graphs
                     if name == "in RAM":
-                        found.setdefault(name, []).append(seconds(engine, text))
+                        found.setdefault(name, []).append(speeds(engine, text))
                         continue
                     forget(path)
                     if name == "ahead":
-                        found.setdefault("ahead, unread", []).append(seconds(engine, text))
-                        found.setdefault("ahead, read before", []).append(seconds(engine, text))
+                        found.setdefault("ahead, unread", []).append(speeds(engine, text))
+                        found.setdefault("ahead, read before", []).append(speeds(engine, text))
                     else:
                         with without_reading_ahead():
-                            found.setdefault("not ahead, unread", []).append(seconds(engine, text))
+                            found.setdefault("not ahead, unread", []).append(speeds(engine, text))
         plain = [statistics.median(its) for its in zip(*found["in RAM"], strict=True)]
         print(f"in RAM: prompt {plain[0] * 1e3:.1f} ms, token {plain[1] * 1e3:.2f} ms")
         for name, times in found.items():

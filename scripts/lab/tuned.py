@@ -22,12 +22,13 @@ import random
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 from lab.synth import write_preset
+from lab.timing import seconds
 from specoffload.commands.tune import tune_all
 from specoffload.config.command_line import read_command_line
 from specoffload.config.environment import read_environment, read_host
@@ -56,17 +57,15 @@ def config_of(args: argparse.Namespace, flags: Sequence[str] = ()) -> Config:
     return resolve(line.options, read_host(line.environment))
 
 
-def seconds(config: Config, args: argparse.Namespace, seed: int) -> float:
+def answer_s(config: Config, args: argparse.Namespace, seed: int) -> float:
     """Seconds of a new prompt and its answer, after a short prompt that warms up."""
     rng = random.Random(seed)
     with Session(config, keeps_hits=False) as session:
         n_vocab = session.target.n_vocab
         for n_prompt, n_tokens in ((64, 8), (args.prompt, args.tokens)):
             prompt = [rng.randrange(n_vocab) for _ in range(n_prompt)]
-            began_s = perf_counter()
-            for _ in session.generate(prompt, GenerateOptions(n_predict=n_tokens)):
-                pass
-            took_s = perf_counter() - began_s
+            options = GenerateOptions(n_predict=n_tokens)
+            took_s = seconds(partial(list, session.generate(prompt, options)))
     return took_s
 
 
@@ -97,9 +96,7 @@ def main() -> None:
 
 
 def compared(args: argparse.Namespace) -> dict[str, Any]:
-    began_s = perf_counter()
-    tune_all(config_of(args), args.minutes)
-    tune_s = perf_counter() - began_s
+    tune_s = seconds(lambda: tune_all(config_of(args), args.minutes))
     n_most = len(os.sched_getaffinity(0))
     threads = sorted({1, max(1, n_most // 2), n_most})
     every: list[tuple[str, ...]] = [
@@ -108,13 +105,13 @@ def compared(args: argparse.Namespace) -> dict[str, Any]:
     ]
     once: dict[tuple[str, ...], float] = {}
     for i, flags in enumerate(every):
-        once[flags] = seconds(config_of(args, flags), args, seed=1)
+        once[flags] = answer_s(config_of(args, flags), args, seed=1)
         print(f"{i + 1} of {len(every)}: {once[flags]:.2f} s {' '.join(flags)}", file=sys.stderr)
     best = sorted(once, key=lambda flags: once[flags])[:N_BEST]
     turns: dict[tuple[str, ...], list[float]] = {flags: [] for flags in ((), *best)}
     for turn in range(N_TURNS):
         for flags, times in turns.items():
-            times.append(seconds(config_of(args, flags), args, seed=2 + turn))
+            times.append(answer_s(config_of(args, flags), args, seed=2 + turn))
     medians = {flags: median(times) for flags, times in turns.items()}
     fastest = min(best, key=lambda flags: medians[flags])
     return {

@@ -153,8 +153,8 @@ def operations_of(path: Path, way: Way, options: EngineOptions | None = None) ->
 
 def _decode(path: Path, options: EngineOptions) -> None:
     with open_engine(path, options) as engine:
-        if (options.wanted.mtp or options.eagle) and engine.row_draft is None:
-            raise BadModel(engine.row_complaint)
+        if (options.wanted.mtp or options.row_file) and engine.opened.row_draft is None:
+            raise BadModel(engine.opened.no_rows_reason)
         texts: list[list[int]] = [[] for _ in range(options.wanted.context.n_sequences)]
         for n in BATCHES:
             tokens = [(13 * i + 5 * n) % min(engine.n_vocab, eagle.N_MAPPED) for i in range(n)]
@@ -164,8 +164,8 @@ def _decode(path: Path, options: EngineOptions) -> None:
                 engine.sequences.extend_batch([(s, tokens, 1) for s in range(len(texts))])
             for text in texts:
                 text += tokens
-            if engine.row_draft is not None:
-                _draft(engine.row_draft, texts)
+            if engine.opened.row_draft is not None:
+                _draft(engine.opened.row_draft, texts)
 
 
 def _draft(layers: RowDraft, texts: Sequence[Sequence[int]]) -> None:
@@ -199,7 +199,7 @@ def tried(name: str, way: Way) -> Operations:
                 for own in (False, True)
             ]
             found = [
-                operations_of(target, way, engine_options(options, eagle=file)) for file in files
+                operations_of(target, way, engine_options(options, row_file=file)) for file in files
             ]
             return together(found)
         return operations_of(written(name, folder / f"{name}.gguf"), way)

@@ -42,6 +42,7 @@ _LOGIT = tuple(
 _TILT = 0.02
 _PRIOR = 8.0  # weight of a bin's prior, in observations
 _MOST_SHIFT, _MOST_SLOPE = 6.0, 2.0
+_MOST_OBSERVED = 1e9  # decayed number of observations in a bin
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,16 @@ class Bins:
 
     def __post_init__(self) -> None:
         sums = self.total, self.accepted, self.sum_p
-        if {len(v) for v in sums} != {N_BINS} or not all(map(math.isfinite, self.sum_p)):
-            raise ValueError(f"not {N_BINS} bins of finite sums")
+        if {len(v) for v in sums} != {N_BINS}:
+            raise ValueError(f"not {N_BINS} bins of sums")
         pairs = zip(self.accepted, self.total, strict=True)
-        if not all(0 <= accepted <= n < math.inf for accepted, n in pairs):
-            raise ValueError("more tokens were accepted than observed")
+        if not all(0 <= accepted <= n < _MOST_OBSERVED for accepted, n in pairs):
+            raise ValueError("more tokens were accepted than observed, or observed than possible")
+        pairs = zip(self.sum_p, self.total, strict=True)
+        if not all(0 <= p <= n * (1 + 1e-6) + 1e-6 for p, n in pairs):
+            raise ValueError("the mean of a bin's probabilities is not from 0 to 1")
+        if self.elapsed < 0 or self.n_observed < 0:
+            raise ValueError(f"{self.elapsed} tokens elapsed, {self.n_observed} were observed")
         if not (abs(self.shift) <= _MOST_SHIFT and 0.0 <= self.slope <= _MOST_SLOPE):
             raise ValueError(f"shift {self.shift} and slope {self.slope} are never learnt")
         for chances in (self.regimes, self.often):

@@ -14,7 +14,7 @@ were right.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -118,18 +118,55 @@ def _rounds(agrees: NDArray[np.bool_], n_drafted: int) -> Iterator[tuple[int, in
 def block_lengths(
     texts: Sequence[TextCompared], profile: CostProfile, n_most: int = N_POSITIONS
 ) -> list[BlockLength]:
-    """What each constant draft length brings on greedy texts, by T(n) and the draft's step."""
-    found = []
-    for m in range(min(n_most, profile.n_max - 1) + 1):
-        n_rounds = n_tokens = 0
-        for text in texts:
-            for _, right in _rounds(text.agrees, m):
-                n_tokens += right + 1
-                n_rounds += 1
-        per_round = n_tokens / n_rounds if n_rounds else 1.0
-        took = profile.time(1 + m) + m * profile.draft_step_s
-        found.append(BlockLength(m, per_round, per_round * profile.time(1) / took))
-    return found
+    """The speed of each constant draft length on greedy texts, by T(n) and the draft's step."""
+
+    def per_round(m: int) -> float:
+        kept = [right + 1 for text in texts for _, right in _rounds(text.agrees, m)]
+        return sum(kept) / len(kept) if kept else 1.0
+
+    return _by_length(per_round, profile, n_most)
+
+
+def _by_length(
+    per_round: Callable[[int], float], profile: CostProfile, n_most: int
+) -> list[BlockLength]:
+    """The speed of each draft length whose decode is in the profile, up to `n_most` tokens."""
+    lengths = range(min(n_most, profile.n_max - 1) + 1)
+    return [_block_length(m, per_round(m), profile) for m in lengths]
+
+
+def _block_length(n_drafted: int, per_round: float, profile: CostProfile) -> BlockLength:
+    """The speed of a draft length whose rounds give `per_round` tokens on average."""
+    took_s = profile.time(1 + n_drafted) + n_drafted * profile.draft_step_s
+    return BlockLength(n_drafted, per_round, per_round * profile.time(1) / took_s)
+
+
+def positions_of(accepted: Sequence[int], n_positions: int = N_POSITIONS) -> list[AtPosition]:
+    """The acceptance at each position of drafts with these numbers of accepted tokens.
+
+    It takes the place of agreement where both models' logits cannot be compared. A draft that ended
+    before a position counts as wrong there.
+    """
+    positions = []
+    for k in range(n_positions):
+        reached = [n for n in accepted if n >= k]
+        rate = sum([n > k for n in reached]) / len(reached) if reached else None
+        positions.append(AtPosition(k + 1, len(reached), rate, None, None))
+    return positions
+
+
+def block_lengths_of(
+    accepted: Sequence[int], profile: CostProfile, n_most: int = N_POSITIONS
+) -> list[BlockLength]:
+    """The speed of each constant draft length. `accepted` are tokens of drafts of `n_most` tokens.
+
+    Shorter drafts are taken for beginnings of these drafts.
+    """
+
+    def per_round(m: int) -> float:
+        return 1.0 + (fmean([min(n, m) for n in accepted]) if accepted else 0.0)
+
+    return _by_length(per_round, profile, n_most)
 
 
 def sampled_tokens_per_round(positions: Sequence[AtPosition], n_drafted: int) -> float:

@@ -128,13 +128,13 @@ def _legend_of_points(runs: Sequence[CostProfile] | Any) -> list[Any]:
     """Entries for points and interpolated sizes, if there are any."""
     from matplotlib.lines import Line2D
 
-    found = list(runs)
+    profiles = list(runs)
     grey: dict[str, Any] = {"color": "#555555", "linestyle": "", "marker": "o", "markersize": 4}
     handles = []
-    if any(costs.timed for costs in found):
+    if any(costs.timed for costs in profiles):
         words = "measured; bars: the middle half of its times"
         handles.append(Line2D([], [], **grey, label=words))
-    if any(costs.timed and len(costs.timed) < costs.n_max for costs in found):
+    if any(costs.timed and len(costs.timed) < costs.n_max for costs in profiles):
         handles.append(Line2D([], [], color="#555555", linewidth=0.9, label="interpolated"))
     return handles
 

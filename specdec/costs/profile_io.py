@@ -180,7 +180,7 @@ def _at_empty_context(by_prompt: Mapping[int, tuple[float, ...]]) -> CostProfile
             "give one size, or P and 2 P with the same batch sizes, which are extrapolated to an "
             "empty context"
         )
-    found = []
+    speeds = []
     for n, (near_s, far_s) in enumerate(zip(*(by_prompt[size] for size in sizes), strict=True), 1):
         if far_s <= near_s / 2:
             raise BadProfile(
@@ -188,9 +188,9 @@ def _at_empty_context(by_prompt: Mapping[int, tuple[float, ...]]) -> CostProfile
                 f"{far_s:.3g} s behind {sizes[1]}, so nothing can be said of an empty context: "
                 "run the bench again"
             )
-        found.append(1.0 / (2.0 / near_s - 1.0 / far_s))
+        speeds.append(1.0 / (2.0 / near_s - 1.0 / far_s))
     title = f"extrapolated to an empty context from prompts of {sizes[0]} and {sizes[1]} tokens"
-    return CostProfile(tuple(found), title=title)
+    return CostProfile(tuple(speeds), title=title)
 
 
 def format_batched_bench(profile: CostProfile) -> str:

@@ -49,11 +49,11 @@ def fit_curve(profile: CostProfile, unions: Sequence[float] = ()) -> CurveFit:
     best, least = np.zeros(len(columns)), np.inf
     for k in range(1, len(columns) + 1):  # least squares without negative terms: try all subsets
         for chosen in combinations(range(len(columns)), k):
-            found = np.linalg.lstsq(terms[:, chosen], np.ones(len(t)), rcond=None)[0]
-            error = float(((terms[:, chosen] @ found - 1.0) ** 2).sum())
-            if found.min() >= 0.0 and error < least - 1e-12:
+            factors = np.linalg.lstsq(terms[:, chosen], np.ones(len(t)), rcond=None)[0]
+            error = float(((terms[:, chosen] @ factors - 1.0) ** 2).sum())
+            if factors.min() >= 0.0 and error < least - 1e-12:
                 best, least = np.zeros(len(columns)), error
-                best[list(chosen)] = found
+                best[list(chosen)] = factors
     worst = float(np.abs(terms @ best - 1.0).max())
     fixed, per_row, *rest = best.tolist()
     return CurveFit(fixed, per_row, rest[0] if rest else 0.0, worst)

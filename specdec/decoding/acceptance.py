@@ -34,7 +34,7 @@ class Verdict:
     path: tuple[int, ...] = ()
 
 
-class Acceptance(Protocol):
+class AcceptanceRule(Protocol):
     def __call__(
         self, draft: Draft, logits: NDArray[np.float32], history: list[int], is_end: IsEnd
     ) -> Verdict:
@@ -97,10 +97,10 @@ class MatchAcceptance:
             self._chooser.accepted(token)
             emitted.append(token)
             history.append(token)
-            found = nodes.get((at, token))
-            if found is None:
+            child = nodes.get((at, token))
+            if child is None:
                 break
-            at = found
+            at = child
             path.append(at)
             if is_end(token):
                 break

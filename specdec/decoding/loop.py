@@ -8,9 +8,10 @@ token. So a generation may stop after any step, and the next one can continue it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from sys import maxsize
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,17 +24,19 @@ from specdec.errors import SpecDecError
 from specdec.types import Decision, Draft, Round, Target
 
 NO_DRAFT = Draft((), (), "none", Decision(0, "no drafter", rest=maxsize))
-Piece = tuple[BatchMember, list[int]]  # a part of a prompt
+PromptPart = tuple[BatchMember, list[int]]  # a part of a prompt
 
 
-@dataclass(slots=True)
-class Step:
+class StepReport(NamedTuple):
     """The outcome of one step: a round of each ready member, and members whose prompts were read.
 
-    Members in `failed` have left the loop; the exception of each concerns only that member.
-    `decodes` holds (tokens, seconds including judging) of each batch without prompt tokens.
+    The step began and ended at `began_s` and `ended_s` (perf_counter). Members in `failed` have
+    left the loop; the exception of each concerns only that member. `decodes` holds (tokens, seconds
+    including judging) of each batch without prompt tokens.
     """
 
+    began_s: float
+    ended_s: float
     rounds: Rounds = ()
     read: Sequence[BatchMember] = ()
     failed: Sequence[tuple[BatchMember, Exception]] = ()
@@ -96,31 +99,31 @@ class DecodingLoop:
         self,
         n_prompt_tokens: int | None = None,
         prompts: Sequence[BatchMember] | None = None,
-    ) -> Step:
+    ) -> StepReport:
         """Decode one batch: every ready member's last token and draft, and parts of prompts.
 
         At most `n_prompt_tokens` tokens of waiting prompts are evaluated (None: as many as a decode
         takes): those of `prompts`, in this order, or of all (None) in the order of their arrival.
         Exceptions of the target or a draft model pass through after the step is undone.
         """
+        began_s = perf_counter()
         most = self._target.n_batch
         n_tokens = most if n_prompt_tokens is None else min(n_prompt_tokens, most)
         prompts = self._reading if prompts is None else prompts
         if prompts and n_tokens > 0:
-            return self._read(n_tokens, prompts)
+            return self._read(n_tokens, prompts, began_s)
         if not self._ready:
-            return Step()
+            return StepReport(began_s, perf_counter())
         if len(self._ready) == 1 and self._rest:
             self._rest -= 1
-            return self._plain(self._ready[0], self._drafts[0], 0.0)
-        began = perf_counter()
+            return self._plain(self._ready[0], self._drafts[0], 0.0, began_s)
         drafts = self._proposed(trees=True)
         if len(drafts) == 1 and drafts[0].parents:
-            return self._branched(self._ready[0], drafts[0], began)
+            return self._branched(self._ready[0], drafts[0], began_s)
         if len(drafts) == 1 and not drafts[0].tokens:
-            draft_s = perf_counter() - began - drafts[0].catch_up_s
-            return self._plain(self._ready[0], drafts[0], draft_s)
-        return self._verified(drafts, [], began)
+            draft_s = perf_counter() - began_s - drafts[0].catch_up_s
+            return self._plain(self._ready[0], drafts[0], draft_s, began_s)
+        return self._verified(drafts, [], began_s)
 
     # -- prompts ---------------------------------------------------------------------------------
 
@@ -136,30 +139,31 @@ class DecodingLoop:
         else:
             self._ready.append(member)
 
-    def _read(self, n_tokens: int, prompts: Sequence[BatchMember]) -> Step:
+    def _read(self, n_tokens: int, prompts: Sequence[BatchMember], began_s: float) -> StepReport:
         """Evaluate up to `n_tokens` prompt tokens, in one batch with the ready members' rounds."""
         target = self._target
         if self._ready:
-            began = perf_counter()
             drafts = self._proposed()
             n_rows = sum([1 + len(draft.tokens) for draft in drafts])
             room = min(n_tokens, target.n_batch - n_rows)
             pieces = self._pieces(prompts, room, target.n_outputs - n_rows)
-            step = self._verified(drafts, pieces, began)
+            report = self._verified(drafts, pieces, began_s)
         else:
             pieces = self._pieces(prompts, n_tokens, target.n_outputs)
             _tell(target, pieces, target.extend_batch([_part(piece) for piece in pieces]))
-            step = Step()
-        step.read = [member for member, _ in pieces]
-        for member in step.read:
+            report = StepReport(began_s, perf_counter())
+        report = report._replace(read=[member for member, _ in pieces])
+        for member in report.read:
             if self._drafting is not None:
                 self._drafting.heard(member.sequence)
             if target.length(member.sequence) == len(member.history) - 1:
                 self._reading.remove(member)
                 self._place(member)
-        return step
+        return report
 
-    def _pieces(self, prompts: Sequence[BatchMember], n_tokens: int, n_logits: int) -> list[Piece]:
+    def _pieces(
+        self, prompts: Sequence[BatchMember], n_tokens: int, n_logits: int
+    ) -> list[PromptPart]:
         """The next tokens of the prompts, at most `n_tokens`, first those of the first prompts.
 
         At most `n_logits` of them are tokens whose logits are wanted. An image is a piece of its
@@ -200,15 +204,18 @@ class DecodingLoop:
             self._rest = min([draft.decision.rest for draft in drafts])
         return self._drafts
 
-    def _plain(self, member: BatchMember, draft: Draft, draft_s: float) -> Step:
+    def _plain(
+        self, member: BatchMember, draft: Draft, draft_s: float, began_s: float
+    ) -> StepReport:
         """A round of the only member without a draft: one decode of its last token.
 
+        The step began at `began_s` (perf_counter), and an attempt to draft took `draft_s` seconds.
         It does what `_verified` does, at a fraction of the cost. Most rounds take this path while a
         drafter does not pay.
         """
         history, target = member.history, self._target
         n_history = len(history)
-        began = perf_counter()
+        drafted_s = perf_counter()
         try:
             rows = target.extend(member.sequence, history[-1:])
             try:
@@ -217,58 +224,61 @@ class DecodingLoop:
                 del history[n_history:]
                 _take_back(target, member.sequence, n_history - 1)
                 self.remove(member)
-                return Step(failed=[(member, e)])
+                return StepReport(began_s, perf_counter(), failed=[(member, e)])
         except BaseException:
             del history[n_history:]
             _take_back(target, member.sequence, n_history - 1)
             self._sort_out()
             raise
-        verify_s = perf_counter() - began
+        verify_s = perf_counter() - drafted_s
         round_ = self._closed(member, Round(draft, 0, tuple(verdict.emitted), draft_s, verify_s))
         rounds = ((member, round_),)
         if self._drafting is not None:
             self._drafting.learn(rounds, draft_s, is_priced=True)
         if round_.end:
             self._leave()
-        return Step(rounds, decodes=((1, verify_s),))
+        return StepReport(began_s, perf_counter(), rounds, decodes=((1, verify_s),))
 
-    def _branched(self, member: BatchMember, draft: Draft, began: float) -> Step:
-        """A round of the only member with a tree. Drafting began at `began` (perf_counter)."""
-        drafted = perf_counter()
-        draft_s = drafted - began - draft.catch_up_s
+    def _branched(self, member: BatchMember, draft: Draft, began_s: float) -> StepReport:
+        """A round of the only member with a tree. Drafting began at `began_s` (perf_counter)."""
+        drafted_s = perf_counter()
+        draft_s = drafted_s - began_s - draft.catch_up_s
         try:
             try:
                 verdict = verified_tree(self._target, member, draft)
             except SamplerFailed as e:
                 self.remove(member)
-                return Step(failed=[(member, e.error)])
+                return StepReport(began_s, perf_counter(), failed=[(member, e.error)])
         except BaseException:
             self._sort_out()
             raise
-        verify_s = perf_counter() - drafted
+        verify_s = perf_counter() - drafted_s
         n, emitted = verdict.n_accepted, tuple(verdict.emitted)
         round_ = self._closed(member, Round(draft, n, emitted, draft_s, verify_s))
         rounds = ((member, round_),)
         if self._drafting is not None:
             self._drafting.learn(rounds, draft_s, is_priced=True)
         self._leave()
-        return Step(rounds, decodes=((1 + len(draft.tokens), verify_s),))
+        decodes = ((1 + len(draft.tokens), verify_s),)
+        return StepReport(began_s, perf_counter(), rounds, decodes=decodes)
 
-    def _verified(self, drafts: list[Draft], pieces: list[Piece], began: float) -> Step:
+    def _verified(
+        self, drafts: list[Draft], pieces: list[PromptPart], began_s: float
+    ) -> StepReport:
         """Decode every ready member's last token and draft, judge the drafts, and rewind.
 
-        The same batch has the prompts' `pieces`. Drafting began at `began` (perf_counter).
+        The same batch has the prompts' `pieces`. Drafting began at `began_s` (perf_counter).
         """
         members = self._ready
-        drafted = perf_counter()
-        draft_s = drafted - began - max([draft.catch_up_s for draft in drafts])
+        drafted_s = perf_counter()
+        draft_s = drafted_s - began_s - max([draft.catch_up_s for draft in drafts])
         fed = [[m.history[-1], *d.tokens] for m, d in zip(members, drafts, strict=True)]
         verdicts, rollbacks = self._judged(members, drafts, fed, pieces)
-        verify_s = perf_counter() - drafted
+        verify_s = perf_counter() - drafted_s
         for tokens, verdict, rollback in zip(fed, verdicts, rollbacks, strict=True):
             if isinstance(verdict, Verdict):
                 rollback.keep(tokens, len(verdict.emitted))
-        rollback_s = perf_counter() - drafted - verify_s
+        rollback_s = perf_counter() - drafted_s - verify_s
         rounds, failed = [], []
         for member, draft, verdict in zip(members, drafts, verdicts, strict=True):
             if isinstance(verdict, Verdict):
@@ -282,16 +292,15 @@ class DecodingLoop:
         for member, _ in failed:
             self.remove(member)
         self._leave()
-        return Step(
-            rounds, failed=failed, decodes=[] if pieces else [(sum(map(len, fed)), verify_s)]
-        )
+        decodes = [] if pieces else [(sum(map(len, fed)), verify_s)]
+        return StepReport(began_s, perf_counter(), rounds, failed=failed, decodes=decodes)
 
     def _judged(
         self,
         members: list[BatchMember],
         drafts: list[Draft],
         fed: list[list[int]],
-        pieces: list[Piece],
+        pieces: list[PromptPart],
     ) -> tuple[list[Verdict | Exception], list[Rollback]]:
         """Decode and judge.
 
@@ -376,18 +385,20 @@ def check_start(target: Target, sequence: int, prompt: Sequence[int], n_cached: 
         )
 
 
-def _n_logits(piece: Piece) -> int:
+def _n_logits(piece: PromptPart) -> int:
     """Number of rows of logits wanted for a part of a prompt."""
     member, tokens = piece
     return 0 if member.hear_prompt is None else len(tokens)
 
 
-def _part(piece: Piece) -> tuple[int, list[int], int]:
+def _part(piece: PromptPart) -> tuple[int, list[int], int]:
     member, tokens = piece
     return member.sequence, tokens, _n_logits(piece)
 
 
-def _tell(target: Target, pieces: Sequence[Piece], rows: Sequence[NDArray[np.float32]]) -> None:
+def _tell(
+    target: Target, pieces: Sequence[PromptPart], rows: Sequence[NDArray[np.float32]]
+) -> None:
     """Give the logits of evaluated prompts to the members that want them."""
     for (member, tokens), logits in zip(pieces, rows, strict=True):
         if member.hear_prompt is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.decoding.acceptance import Acceptance
+from specdec.decoding.acceptance import AcceptanceRule
 from specdec.policies.rules import NO_BOUNDS, DraftBounds
 from specdec.types import End, IsEnd, Round
 
@@ -23,7 +23,7 @@ class BatchMember:
 
     sequence: int
     history: list[int]
-    accept: Acceptance
+    accept: AcceptanceRule
     n_left: int
     is_end: IsEnd
     n_cached: int = 0

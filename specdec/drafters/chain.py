@@ -31,7 +31,7 @@ _FADE = 0.99  # decay of older differences, per difference
 _MOST_APART = 3.0  # cap on a difference, in tokens
 
 
-class _Offer:
+class _Proposals:
     """All proposals for one request so far, and the best of them."""
 
     __slots__ = ("best", "drafts", "gain")
@@ -131,7 +131,7 @@ class _Bet:
 
     __slots__ = ("_draft", "_price", "paid")
 
-    def __init__(self, request: DraftRequest, offer: _Offer, paid: _Paid) -> None:
+    def __init__(self, request: DraftRequest, offer: _Proposals, paid: _Paid) -> None:
         name = paid.drafter.name
         walk = request.walks.get(name)
         self.paid = paid
@@ -178,7 +178,7 @@ class ChainDrafter:
         self._nothing = nothing(self.name, "no drafter has a proposal")
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        offers = [_Offer(self._nothing) for _ in requests]
+        offers = [_Proposals(self._nothing) for _ in requests]
         for drafter in self.free:
             drafts = drafter.propose(requests)
             for request, offer, draft in zip(requests, offers, drafts, strict=True):
@@ -187,7 +187,7 @@ class ChainDrafter:
             self._ask_paid(requests, offers)
         return [offer.outcome() for offer in offers]
 
-    def _ask_paid(self, requests: Sequence[DraftRequest], offers: Sequence[_Offer]) -> None:
+    def _ask_paid(self, requests: Sequence[DraftRequest], offers: Sequence[_Proposals]) -> None:
         """Ask the leader if free drafts are poor, and drafters whose trial is due."""
         leader, *others = self._paid
         is_due = bool(self.free) and leader.is_tried(self._n_tokens)
@@ -218,7 +218,7 @@ class ChainDrafter:
                         (paid, _Bet(request, offer, paid), _Bet(request, offer, leader))
                     )
 
-    def _ask(self, poor: Sequence[tuple[DraftRequest, _Offer]], paid: _Paid) -> float:
+    def _ask(self, poor: Sequence[tuple[DraftRequest, _Proposals]], paid: _Paid) -> float:
         """Ask `paid` for drafts. Returns the mean price of its steps, in tokens."""
         drafter = paid.drafter
         began = self._clock()

@@ -38,13 +38,19 @@ class Growing:
         self._probs: list[float] = []
         self._rows: list[NDArray[np.float64]] = []
 
-    def choose(self, logits: NDArray[np.float32]) -> bool:
-        """Draft the token after `feed` by its logits [n_vocab]; True if the policy wants more."""
+    def choose(self, logits: NDArray[np.float32], confidence: float | None = None) -> bool:
+        """Draft the token after `feed` by its logits [n_vocab]; True if the policy wants more.
+
+        `confidence`: the drafter's own estimate that the token is accepted. Without it, the policy
+        is fed the likeliest token's probability.
+        """
         self._n_steps += 1
         if self.draws is not None:
-            return self._draw(logits, self.draws)
+            return self._draw(logits, self.draws, confidence)
         token = int(logits.argmax())
-        p = _share_of_best(logits, float(logits[token]), self.top_k)
+        p = confidence
+        if p is None:
+            p = _share_of_best(logits, float(logits[token]), self.top_k)
         self._tokens.append(token)
         self._probs.append(p)
         if self._n_candidates:
@@ -56,10 +62,12 @@ class Growing:
         self.feed = [token]
         return self.walk.feed(p)
 
-    def _draw(self, logits: NDArray[np.float32], draws: np.random.Generator) -> bool:
+    def _draw(
+        self, logits: NDArray[np.float32], draws: np.random.Generator, confidence: float | None
+    ) -> bool:
         # A temperature near 0 overflows float32.
         q = softmax(np.divide(logits, self.temperature, dtype=np.float64))
-        p = float(q.max())
+        p = float(q.max()) if confidence is None else confidence
         goes_on = self.walk.feed(p)
         if not goes_on and self.walk.n_best <= len(self._tokens):
             return False  # no draw of a token that is not worth verifying

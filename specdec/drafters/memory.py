@@ -25,8 +25,8 @@ class TokenMemory(Protocol):
     def mark(self, sequence: int) -> None:
         """Record that all tokens held now are history. The tokens fed later are drafted ones."""
 
-    def forget(self, sequence: int) -> None:
-        """Rely no longer on what is known of the tokens that the model holds."""
+    def forget(self, sequence: int, n_same: int = 0) -> None:
+        """Rely no longer on what is known of the model's tokens after the first `n_same`."""
 
 
 class _HeldTokens:
@@ -80,10 +80,11 @@ class DraftMemory:
             held.checkpoint = self._model.checkpoint(sequence)
             held.checkpoint_length = len(held.tokens)
 
-    def forget(self, sequence: int) -> None:
-        """Next time, compare the held tokens with the history from the first token on."""
+    def forget(self, sequence: int, n_same: int = 0) -> None:
+        """Next time, compare the held tokens after the first `n_same` with the history."""
         if sequence in self._held:
-            self._held[sequence].n_checked = 0
+            held = self._held[sequence]
+            held.n_checked = min(held.n_checked, n_same)
 
     def _missing(self, sequence: int, history: Sequence[int]) -> list[int]:
         """Cut the model back to what it shares with `history`. Returns the tokens that it lacks."""

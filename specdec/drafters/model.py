@@ -77,8 +77,8 @@ class ModelDrafter:
         self._usual = float(_FIRST_BLOCK)  # running mean of draft lengths
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        found = [self._begin(request) for request in requests]
-        begun = [f for f in found if isinstance(f, Growing)]
+        begun_or_done = [self._begin(request) for request in requests]
+        begun = [f for f in begun_or_done if isinstance(f, Growing)]
         if begun and self._blocks is not None:
             self._draft_in_blocks(self._blocks, begun)
         elif len(begun) == len(requests) == 1 and (growth := self._growth(begun[0])) is not None:
@@ -87,10 +87,12 @@ class ModelDrafter:
             ]
         elif begun:
             self._draft_by_token(begun)
-        return [f if isinstance(f, Draft) else f.draft(self.name) for f in found]
+        return [f if isinstance(f, Draft) else f.draft(self.name) for f in begun_or_done]
 
     def _begin(self, asked: DraftRequest) -> Growing | Draft:
         sequence = asked.sequence
+        if asked.n_same is not None:
+            self._memory.forget(sequence, asked.n_same)
         room = self._model.n_ctx - len(asked.history)
         if room < 0:
             return Draft((), (), self.name, Decision(0, "the draft's context is full"))

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from specdec.drafters.ngrams import HistoryDrafter, nothing
+from specdec.drafters.ngrams import HistoryDrafter, NgramKey, nothing
 from specdec.errors import BadOption
 from specdec.types import Draft, DraftRequest
 from specdec.whole_file import read_whole, whole_file
@@ -24,15 +24,14 @@ _HEAD_BYTES = 20
 _MOST_COUNTED = 2**31 - 1  # the file's counts are 32 bit
 _MOST_CONTEXTS = 1 << 20  # most contexts in a dynamic cache: about 250 MB, 4 contexts per token
 
-Key = tuple[int, ...]
-Counts = dict[Key, dict[int, int]]
+NgramCounts = dict[NgramKey, dict[int, int]]
 
 
 class LookupCache:
     """Counts of the tokens that followed each context of 1 to 4 tokens."""
 
     def __init__(self) -> None:
-        self.counts: Counts = {}
+        self.counts: NgramCounts = {}
 
     def add(self, history: Sequence[int], start: int) -> None:
         """Count the tokens history[start:], each after its contexts."""
@@ -99,7 +98,7 @@ class LookupCache:
         return cache
 
 
-def _records(data: bytes) -> Iterator[tuple[Key, dict[int, int]]]:
+def _records(data: bytes) -> Iterator[tuple[NgramKey, dict[int, int]]]:
     at = 0
     while at < len(data):
         if at + _HEAD_BYTES > len(data):
@@ -150,12 +149,12 @@ class NgramCache(HistoryDrafter):
         tokens: list[int] = []
         probs: list[float] = []
         while len(tokens) < min(self._n_draft, asked.limit):
-            found = self._next(own, context)
-            if found is None:
+            likeliest = self._next(own, context)
+            if likeliest is None:
                 break
-            tokens.append(found[0])
-            probs.append(found[1])
-            context = [*context[-MAX_SIZE + 1 :], found[0]]
+            tokens.append(likeliest[0])
+            probs.append(likeliest[1])
+            context = [*context[-MAX_SIZE + 1 :], likeliest[0]]
         if not tokens:
             return nothing(self.name, "no context is known")
         return self._offer(asked, tokens, probs)
@@ -184,12 +183,12 @@ class NgramCache(HistoryDrafter):
         return own
 
     def _next(self, own: LookupCache, context: Sequence[int]) -> tuple[int, float] | None:
-        found = own.best(context, 1)
-        if found is None and self.dynamic is not None:
-            found = self.dynamic.best(context, 2)
-        if found is None and self._static is not None:
-            found = self._static.best(context, 2)
-        return found
+        best = own.best(context, 1)
+        if best is None and self.dynamic is not None:
+            best = self.dynamic.best(context, 2)
+        if best is None and self._static is not None:
+            best = self._static.best(context, 2)
+        return best
 
     def forget(self, sequence: int) -> None:
         self._stale.add(sequence)

@@ -19,7 +19,7 @@ import numpy as np
 from specdec.types import Decision, Draft, DraftRequest, Round
 
 T = TypeVar("T")
-Key = tuple[int, ...]
+NgramKey = tuple[int, ...]
 
 _MAX_VALUES = 4  # continuations remembered for a key of ngram-map-k4v
 _DOMINANCE = 3  # least ratio of a dominant continuation to all others together
@@ -83,7 +83,7 @@ def match_probability(length: int) -> float:
 
 
 @dataclass(slots=True)
-class _Entry(Generic[T]):
+class _Remembered(Generic[T]):
     value: T
     tokens: list[int]
     is_stale: bool = False
@@ -98,13 +98,13 @@ class PerSequence(Generic[T]):
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
-        self._entries: dict[int, _Entry[T]] = {}
+        self._entries: dict[int, _Remembered[T]] = {}
 
     def of(self, sequence: int, history: Sequence[int]) -> T:
         """The sequence's value. The caller must update it with the new tokens of `history`."""
         entry = self._entries.get(sequence)
         if entry is None or (entry.is_stale and not _continues(entry.tokens, history)):
-            entry = self._entries[sequence] = _Entry(self._make(), [])
+            entry = self._entries[sequence] = _Remembered(self._make(), [])
         entry.is_stale = False
         entry.tokens += history[len(entry.tokens) :]
         return entry.value
@@ -131,11 +131,11 @@ def _continues(tokens: list[int], history: Sequence[int]) -> bool:
 
 
 @dataclass(slots=True)
-class _Places:
+class _NgramPlaces:
     """The latest place at which each n-gram was followed by a token."""
 
     n_indexed: int = 0
-    follows: dict[Key, int] = field(default_factory=dict)
+    follows: dict[NgramKey, int] = field(default_factory=dict)
 
 
 class NgramSimple(HistoryDrafter):
@@ -145,7 +145,7 @@ class NgramSimple(HistoryDrafter):
 
     def __init__(self, size_n: int = 12, size_m: int = 48) -> None:
         self._n, self._m = size_n, size_m
-        self._places = PerSequence(_Places)
+        self._places = PerSequence(_NgramPlaces)
 
     def _propose(self, asked: DraftRequest) -> Draft:
         n, history = self._n, asked.history
@@ -179,8 +179,8 @@ class _Fate:
 @dataclass(slots=True)
 class _Keys:
     n_indexed: int = 0
-    fates: dict[Key, _Fate] = field(default_factory=dict)
-    asked: Key | None = None  # the key of the draft under verification
+    fates: dict[NgramKey, _Fate] = field(default_factory=dict)
+    asked: NgramKey | None = None  # the key of the draft under verification
 
 
 class NgramMapK(HistoryDrafter):
@@ -232,7 +232,7 @@ class NgramMapK(HistoryDrafter):
 @dataclass(slots=True)
 class _Continuations:
     n_indexed: int = 0
-    counts: dict[Key, dict[Key, int]] = field(default_factory=dict)
+    counts: dict[NgramKey, dict[NgramKey, int]] = field(default_factory=dict)
 
 
 class NgramMapK4V(HistoryDrafter):

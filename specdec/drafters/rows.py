@@ -1,15 +1,18 @@
-"""Drafts with the target's own layers for multi-token prediction (MTP).
+"""Drafts from the target's hidden rows: with its own layers (MTP), an EAGLE-3 file or block draft.
 
-These layers compute from the target's hidden rows, which `RowModel` collects while the target
-decodes. The rows of accepted tokens are computed in the same decode as the first token of the next
-draft. So the time of a draft step includes them.
+`RowModel` collects the rows while the target decodes. The rows of accepted tokens are computed with
+the first token of the next draft. So the time of a draft step includes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from specdec.drafters.growing import Growing
 from specdec.drafters.memory import BATCHED_TAIL
@@ -71,7 +74,8 @@ class RowMemory:
     def mark(self, sequence: int) -> None:
         """Does nothing, since the layers know which of their tokens are drafted."""
 
-    def forget(self, sequence: int) -> None:
+    def forget(self, sequence: int, n_same: int = 0) -> None:
+        """Rely no longer on what is known of the layers' tokens, the first `n_same` included."""
         self._layers.forget(sequence)
 
 
@@ -107,3 +111,62 @@ class RowDrafter(ModelDrafter):
     def learn(self, sequence: int, round_: Round) -> None:
         """Drop old rows if too many wait. Computing them would cost time while nothing drafts."""
         self._layers.keep_recent(sequence, MOST_UNDRAFTED, KEPT_UNDRAFTED)
+
+
+class DraftedPlaces(Protocol):
+    """The drafted places of one sequence's block."""
+
+    def place(self, index: int, before: int | None) -> tuple[NDArray[np.float32], float | None]:
+        """The logits [n_vocab] of a drafted token, and its confidence; None: none is known.
+
+        `before` is the drafted token before it; None: it is the first.
+        """
+        ...
+
+
+class BlockRowModel(RowModel, Protocol):
+    """A draft that computes a block of tokens in one pass."""
+
+    def draft_blocks(
+        self, parts: Sequence[tuple[int, Sequence[int]]], n_tokens: int
+    ) -> Sequence[DraftedPlaces]:
+        """Draft `n_tokens` tokens for each (sequence, tokens of `tail`)."""
+        ...
+
+
+class BlockDrafter(RowDrafter):
+    """Drafts whole blocks with `layers`, each in one pass that counts as one step.
+
+    A pass has always the same number of tokens, because each token of a block sees all others. The
+    policy is fed their probabilities one by one, and cuts the block.
+    """
+
+    def __init__(
+        self,
+        layers: BlockRowModel,
+        *,
+        name: str,
+        sampling: DraftSampling | None = None,
+        n_vocab: int | None = None,
+        n_max: int | None = None,
+    ) -> None:
+        """`n_max`: most tokens of a draft, as the user chose it; None: those of a trained block."""
+        super().__init__(layers, name=name, sampling=sampling, n_vocab=n_vocab)
+        self._by_block = layers
+        most = layers.most_drafted or 0
+        self._n_tokens = self._most = most if n_max is None else min(most, n_max)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        drafts = super().propose(requests)
+        return [replace(draft, n_steps=1) if draft.n_steps else draft for draft in drafts]
+
+    def _draft_by_token(self, drafting: list[Growing]) -> None:
+        parts = [(growing.sequence, growing.feed) for growing in drafting]
+        blocks = self._by_block.draft_blocks(parts, self._n_tokens)
+        for growing, block in zip(drafting, blocks, strict=True):
+            self._memory.fed(growing.sequence, growing.feed)
+            before, goes_on, index = None, True, 0
+            while goes_on and index < growing.limit:
+                logits, confidence = block.place(index, before)
+                goes_on = growing.choose(logits[: self._n_vocab], confidence)
+                before, index = growing.feed[-1], index + 1

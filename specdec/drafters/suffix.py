@@ -66,13 +66,13 @@ class SuffixAutomaton:
         Then records the end of the text as the latest place of its longest repeated suffixes.
         """
         state = self._link[self._last]
-        found = (self._length[state], self._end[state]) if state > 0 else (0, -1)
+        match = (self._length[state], self._end[state]) if state > 0 else (0, -1)
         for _ in range(_REMEMBERED):
             if state <= 0:
                 break
             self._end[state] = len(self.text) - 1
             state = self._link[state]
-        return found
+        return match
 
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:
         """Match another text with this one, token by token.

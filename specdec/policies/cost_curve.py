@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from specdec.errors import BadProfile
 
-Family = Literal["rational", "exponential", "power"]
+CurveFamily = Literal["rational", "exponential", "power"]
 N_UNFITTED = 3  # first entries of a table, which may exceed 1; the source replaces them by 1.0
 LEAST_TO_FIT = 8  # fewest points for three parameters
 
@@ -32,7 +32,7 @@ class CostCurve:
     power a (x + 1)^-b + c.
     """
 
-    family: Family
+    family: CurveFamily
     a: float
     b: float
     c: float
@@ -50,7 +50,7 @@ class CostCurve:
 PUBLISHED = CostCurve("rational", 2.6288, 3.996, 0.1761, 0.00187)
 
 
-def fit(costs: Sequence[float], family: Family = "rational") -> CostCurve:
+def fit(costs: Sequence[float], family: CurveFamily = "rational") -> CostCurve:
     """Fit a falling curve by least squares to the normalised costs of batches of 4, 5, ... tokens.
 
     For a given b the best a and c follow from a linear regression, so only b is searched for
@@ -75,7 +75,9 @@ def fit(costs: Sequence[float], family: Family = "rational") -> CostCurve:
     return CostCurve(family, slope, b, level, float(np.sqrt(error / len(data))))
 
 
-def _shape(family: Family, x: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+def _shape(
+    family: CurveFamily, x: NDArray[np.float64], b: NDArray[np.float64]
+) -> NDArray[np.float64]:
     """The curves [len(b), len(x)] with a = 1 and c = 0."""
     b = b[:, None]
     match family:
@@ -88,7 +90,7 @@ def _shape(family: Family, x: NDArray[np.float64], b: NDArray[np.float64]) -> ND
 
 
 def _regression(
-    family: Family, b: NDArray[np.float64], data: NDArray[np.float64]
+    family: CurveFamily, b: NDArray[np.float64], data: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     """The best a and c for each b, and the sums of squared errors; each [len(b)]."""
     shape = _shape(family, np.arange(len(data), dtype=np.float64), b)
@@ -101,7 +103,7 @@ def _regression(
     return slopes, levels, (errors**2).sum(axis=1)
 
 
-def _refined(family: Family, data: NDArray[np.float64], near: int) -> float:
+def _refined(family: CurveFamily, data: NDArray[np.float64], near: int) -> float:
     """The b with the least error between the neighbours of grid point `near`."""
     low, high = np.log(_GRID[near - 1]), np.log(_GRID[near + 1])
     for _ in range(_N_GOLDEN):

@@ -10,7 +10,7 @@ _LEAST_SEEN = 3  # decodes of a size, of either kind, from which its difference 
 _MEMORY = 0.1  # weight of the newest decode
 
 
-class _Size:
+class _SizeMeans:
     """Mean seconds of decodes of one size, by whether the decode before had it too."""
 
     __slots__ = ("means_s", "n_seen")
@@ -33,13 +33,13 @@ class SameSize:
 
     def __init__(self) -> None:
         self.n_rows = 0
-        self._sizes: dict[int, _Size] = {}
+        self._sizes: dict[int, _SizeMeans] = {}
 
     def observe(self, n_rows: int, seconds: float) -> None:
         """Learn from a decode of `n_rows` rows."""
         size = self._sizes.get(n_rows)
         if size is None:
-            size = self._sizes[n_rows] = _Size()
+            size = self._sizes[n_rows] = _SizeMeans()
         size.add(seconds, is_same=n_rows == self.n_rows)
         self.n_rows = n_rows
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from specdec.costs.calibration import Calibration
 from specdec.costs.profile import CostProfile, KnownCosts, LiveCosts
+from specdec.options import BY_BLOCK
 from specdec.policies.same_size import SameSize
 from specdec.policies.tree import N_WIDE, TreeGrowth, TreePrices, source_of
 from specdec.policies.value import CENTRES, allocate, extra_time, level
@@ -27,8 +28,8 @@ from specdec.policies.walk import (
     FIRST_GAP,
     N_PROBED,
     REBUILD_ROUNDS,
+    DrafterOdds,
     NotAsked,
-    Source,
     ThroughputWalk,
     offset_of,
 )
@@ -79,7 +80,7 @@ class Throughput(Policy):
         self._costs: LiveCosts = costs or KnownCosts(profile, self.n_max + 1)
         self._costs.reach(self.n_max + 1)
         self.calibration = calibration or Calibration()
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, DrafterOdds] = {}
         self._steps_s = {} if steps_s is None else steps_s
         self._walks: dict[str, ThroughputWalk] = {}
         # lambda = tokens / seconds, both decaying. It starts at the rate of plain decoding.
@@ -126,7 +127,7 @@ class Throughput(Policy):
     def begin(self, limit: int, source: str) -> Walk:
         known = self._sources.get(source)
         if known is None:
-            known = self._sources[source] = Source()
+            known = self._sources[source] = DrafterOdds()
         if self._n_plans != self._costs.n_plans:
             self._think_anew()
         ahead = known.until - self._n_rounds  # rounds that do not ask it, including this one
@@ -143,8 +144,8 @@ class Throughput(Policy):
         is_probe = False
         self._walks.pop(source, None)
         known.not_asked = None
-        if limit > 0 and (known.onwards[0][0] <= 0.0 or self._budget < 0.0):
-            if known.step > 0.0 and ahead > 0:
+        if limit > 0 and (known.onwards[0][0] <= known.block or self._budget < 0.0):
+            if known.step + known.block > 0.0 and ahead > 0:
                 rest = (ahead - 1) % _IDLE_ROUNDS
                 known.not_asked = NotAsked(self._why_off(known), rest)
                 return known.not_asked
@@ -173,10 +174,12 @@ class Throughput(Policy):
         before_s, self._plain_s = self._plain_s, self._costs.times[self._beside]
         if max(before_s, self._plain_s) > _CHANGED * min(before_s, self._plain_s):
             self._seconds = self._tokens / self._plain_rate
+            self._won = 0.0  # was counted by a wrong time
 
-    def _affordable(self, limit: int, known: Source) -> int:
+    def _affordable(self, limit: int, known: DrafterOdds) -> int:
         """Cap the draft so that its cost fits the trust in the drafter, but not below a probe."""
-        price, step, budget = known.price, known.step, _TRUST_TOKENS + known.n_judged
+        price, step = known.price, known.step
+        budget = _TRUST_TOKENS + known.n_judged - known.block
         if limit <= N_PROBED or price[limit] + limit * step <= budget:
             return limit
         n = limit
@@ -184,11 +187,11 @@ class Throughput(Policy):
             n -= 1
         return n
 
-    def _rebuild(self, known: Source, source: str) -> None:
+    def _rebuild(self, known: DrafterOdds, source: str) -> None:
         self._saved_tokens = 0.0 if self._beside else self.rate * self._same.saved_s
-        step_s = self._step_of(source) if source in _PAID else 0.0
         price = self.rate * extra_time(np.array(self._costs.planned), 1 + self._beside)
-        known.rebuild(price, self.rate * step_s / self._step_shared_by)
+        step = self.rate * self._step_of(source) / self._step_shared_by
+        known.rebuild(price, step if source in _PAID else 0.0, step if source in BY_BLOCK else 0.0)
 
     # -- trees -----------------------------------------------------------------------------------
 
@@ -303,7 +306,7 @@ class Throughput(Policy):
             walk = begun if walks is None else walks.get(draft.source)
             if isinstance(walk, ThroughputWalk) and walk.limit > 0:
                 known = self._sources[draft.source]
-                self._judge(known, walk, walk.n * known.step, False)
+                self._judge(known, walk, 0.0, False)
 
     def settle(self, source: str, round_: Round, n_judged: int, walk: Walk | None = None) -> None:
         """Learn what a draft was worth.
@@ -323,9 +326,7 @@ class Throughput(Policy):
         steps_s = self._steps_of(round_.draft) / self._step_shared_by
         extra_s = float(extra_time(times, 1 + self._beside)[n_drafted]) + steps_s
         has_gained = len(round_.emitted) - 1 > extra_s * self._plain_rate
-        # The price of asking a draft model includes the time in which it first read the prompt.
-        spent = walk.n * known.step + self.rate * round_.draft.catch_up_s
-        self._judge(known, walk, spent, has_gained)
+        self._judge(known, walk, round_.draft.catch_up_s, has_gained)
 
     # -- several sequences in a batch --------------------------------------------------------------
 
@@ -477,7 +478,9 @@ class Throughput(Policy):
         """Tokens per second without speculation."""
         return (1 + self._beside) / self._costs.planned[self._beside]
 
-    def _judge(self, known: Source, walk: ThroughputWalk, spent: float, has_gained: bool) -> None:
+    def _judge(
+        self, known: DrafterOdds, walk: ThroughputWalk, catch_up_s: float, has_gained: bool
+    ) -> None:
         weight = _PROBE_WEIGHT if walk.is_probe else 1.0
         for q in walk.qs:
             known.see(q, weight)
@@ -489,19 +492,21 @@ class Throughput(Policy):
         # Drafting resumes after a probe that gained tokens, even while speculation is behind. It
         # does not resume if speculation is far behind.
         if (has_gained and self._budget > -_LOSS_TOKENS - _LOSS_MORE * self._n_tokens) or (
-            walk.gain > walk.n * known.step and self._budget >= 0.0
+            walk.gain > walk.spent and self._budget >= 0.0
         ):
             known.gap, known.until = FIRST_GAP, 0  # no wait after a successful probe
             known.age = REBUILD_ROUNDS
             return
         # Tokens in the time of one plain token, at the rate lambda.
         plain = self.rate / self._plain_rate
+        # The price of asking a draft model includes the time in which it first read the prompt.
+        spent = walk.spent + self.rate * catch_up_s
         share = _PROBE_SHARE_AHEAD if self._won > _AHEAD * self._n_tokens else _PROBE_SHARE
         longest = max(FIRST_GAP, int(spent / (plain * share)))
         known.gap = min(longest, max(known.gap * 2, longest // 5))
         known.until = self._n_rounds + 1 + known.gap  # this round is not counted yet
 
-    def _why_off(self, known: Source) -> str:
+    def _why_off(self, known: DrafterOdds) -> str:
         times = self._costs.times
         return (
             f"drafts would cost more time than they save, since a decode of 2 tokens takes "

@@ -22,7 +22,7 @@ _TINY = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class DraftNode:
     """A drafted token. `parent` is the index of the node above it, -1 for the text's last token.
 
     `p` is the draft's probability of the token after its parent. `rank` is its place among its
@@ -65,7 +65,7 @@ class TreeGrowth:
         `follow` is the usual probability that a node's likeliest successor is accepted. No node is
         deeper than `n_deep` tokens.
         """
-        self.nodes: list[Node] = []
+        self.nodes: list[DraftNode] = []
         self.prices, self._calibrated, self._follow = prices, calibrated, follow
         self._n_deep = n_deep
         self._open: set[int] = set()  # nodes without successors yet, the deepest ones excluded
@@ -83,7 +83,7 @@ class TreeGrowth:
                 break
             if depth < self._n_deep:
                 self._open.add(len(self.nodes))
-            self.nodes.append(Node(token, parent, p, above * q, rank, depth))
+            self.nodes.append(DraftNode(token, parent, p, above * q, rank, depth))
 
     def ahead(self, n_most: int = N_WIDE) -> list[int]:
         """At most `n_most` nodes to expand in the next draft step, likeliest first.
@@ -111,7 +111,7 @@ class TreeGrowth:
                 return worth
         return []
 
-    def chosen(self) -> tuple[tuple[Node, ...], float]:
+    def chosen(self) -> tuple[tuple[DraftNode, ...], float]:
         """The nodes worth verifying, parents first, and their value in tokens.
 
         The parents' indices are those in the returned tuple.
@@ -122,7 +122,9 @@ class TreeGrowth:
         new = {old: i for i, old in enumerate(kept)} | {-1: -1}
         nodes = [self.nodes[i] for i in kept]
         return (
-            tuple([Node(x.token, new[x.parent], x.p, x.reached, x.rank, x.depth) for x in nodes]),
+            tuple(
+                [DraftNode(x.token, new[x.parent], x.p, x.reached, x.rank, x.depth) for x in nodes]
+            ),
             value,
         )
 

@@ -1,6 +1,6 @@
 """One drafter's plan for its drafts, and the decision on one draft, token by token.
 
-`throughput` keeps a `Source` for each drafter, and begins a walk for each draft.
+`throughput` keeps a `DrafterOdds` for each drafter, and begins a walk for each draft.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ _DEAR_STEP = 0.15  # price of a draft step, in tokens, above which a probe draft
 _LAST_LEVEL = N_LEVELS - 1
 
 
-class Source:
+class DrafterOdds:
     """One drafter's calibrated probabilities, and the plan for its drafts.
 
     `seen` has decaying counts of the probabilities, by `value.CENTRES`. The plan was made from them
     `age` rounds ago. `onwards` is the value of drafting further tokens, and `price` the cost. The
-    plan assumes that a draft step costs `step` tokens and that the log-odds are off by `offset`.
+    plan assumes that the first drafted token costs `block` tokens, that each one costs `step`
+    tokens more, and that the log-odds are off by `offset`. Only drafts of whole blocks cost a
+    `block`, and their `step` is 0.
     While `not_asked` is set, the drafter is not asked before round `until`. Each failed probe
     doubles `gap`, the number of rounds until the next probe.
     """
@@ -46,7 +48,7 @@ class Source:
         self.scale = 1.0
         self.onwards: list[list[float]] = []
         self.price: list[float] = []
-        self.step = 0.0
+        self.step = self.block = 0.0
         self.age = REBUILD_ROUNDS
         self.gap = FIRST_GAP
         self.until = 0
@@ -60,7 +62,7 @@ class Source:
         self.scale *= _GROW
         self.seen[CENTRE_OF[int(q * 1000)]] += weight * self.scale
 
-    def rebuild(self, price: NDArray[np.float64], step: float) -> None:
+    def rebuild(self, price: NDArray[np.float64], step: float, block: float = 0.0) -> None:
         weights = np.array(self.seen) / self.scale
         self.seen, self.scale = weights.tolist(), 1.0
         weights = moved(weights / weights.sum(), self.regimes)
@@ -68,7 +70,7 @@ class Source:
         self.onwards = drafting_on(price, step, weights).tolist()
         self.offset = offset_of(self.regimes)
         self.price = price.tolist()
-        self.step = step
+        self.step, self.block = step, block
         self.age = 0
 
 
@@ -114,7 +116,7 @@ class ThroughputWalk:
         self,
         limit: int,
         name: str,
-        known: Source,
+        known: DrafterOdds,
         calibration: Calibration,
         is_probe: bool,
         price: list[float],
@@ -182,7 +184,9 @@ class ThroughputWalk:
     @property
     def spent(self) -> float:
         """The price of the steps drafted so far, in tokens."""
-        return self.n * self._known.step if self._tree_spent < 0.0 else self._tree_spent
+        if self._tree_spent >= 0.0:
+            return self._tree_spent
+        return self._known.block + self.n * self._known.step if self.n else 0.0
 
     @property
     def price(self) -> float:

@@ -39,7 +39,7 @@ def sizes_seen(engine: Engine, sizes: Sequence[int] = SIZES) -> Iterator[SizeSee
     All decodes go through one running text, because the experts that are in slots depend on the
     text before. Each follows a decode of a single token, as a draft follows plain rounds.
     """
-    walk = _Walk(engine)
+    walk = _RunningText(engine)
     n_experts, n_dense = _n_streamed(engine)
     for n in (n for n in sizes if n <= walk.most):
         walk.took_s(n)  # builds the graph
@@ -54,12 +54,12 @@ def sizes_seen(engine: Engine, sizes: Sequence[int] = SIZES) -> Iterator[SizeSee
         after = asdict(engine.counters())
         each = {k: (after[k] - before[k] - singles[k]) / _N_DECODES for k in after}
         each = {name: count for name, count in each.items() if count}
-        way, words = way_of(each, n_experts, n_dense, on_cpu=not engine.choice.wrapped)
+        way, words = way_of(each, n_experts, n_dense, on_cpu=not engine.start.choice.wrapped)
         yield SizeSeen(n, statistics.median(seconds), way, words, each)
     engine.sequences.rewind(SEQUENCE, 0)
 
 
-class _Walk:
+class _RunningText:
     """Decodes a running text, in batches of any size."""
 
     def __init__(self, engine: Engine) -> None:
@@ -84,7 +84,7 @@ class _Walk:
 
 def _n_streamed(engine: Engine) -> tuple[int, int]:
     """Numbers of matrices in RAM that may be copied: of experts, and dense ones."""
-    streamed = () if engine.plan is None else engine.plan.streamed
+    streamed = () if engine.opened.plan is None else engine.opened.plan.streamed
     n_experts = sum(map(is_experts, streamed))
     return n_experts, len(streamed) - n_experts
 

@@ -99,7 +99,6 @@ def bench_batched(config: Config, sweep: Sweep, form: str | None) -> None:
     most = max(sweep.n_kv(*case) for case in sweep.cases())
     config = replace(
         config,
-        draft=None,
         spec=SpecConfig(use_profile=False, profile_dir=config.spec.profile_dir),
         ctx_size=config.ctx_size or most,
         parallel=max(sweep.n_pl),
@@ -136,7 +135,7 @@ def _conditions(session: Session, sweep: Sweep) -> dict[str, Any]:
         "n_kv_max": session.target.n_ctx, "n_batch": session.config.batch_size,
         "n_ubatch": o.n_ubatch, "flash_attn": FLASH_ATTN[o.flash_attn],
         "is_pp_shared": int(sweep.is_pp_shared), "n_gpu_layers": session.target.facts.n_layers
-        if session.target.choice.on_gpu else 0,
+        if session.target.start.choice.on_gpu else 0,
         "n_threads": o.n_threads or 0, "n_threads_batch": o.n_threads_batch or 0,
     }  # fmt: skip
 

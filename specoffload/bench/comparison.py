@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from offload.times.steadiness import if_steady, is_steady, relative_range, speed_words
+from specoffload.bench.card_power import use_words
 from specoffload.bench.llama_server import server_name
 from specoffload.bench.load import Load
 from specoffload.bench.paths import Measured
@@ -155,6 +156,17 @@ def _speeds_shown(measured: Measured, n_long_prompt: int) -> tuple[str, str]:
         speed_words(writes, measured.median.tokens_per_s),
         speed_words(reads, n_long_prompt / measured.prefill_s, digits=0),
     )
+
+
+def card_rows(found: Mapping[str, Measured]) -> list[tuple[str, str, str, str, str]]:
+    """A row for each path: bytes that it copied in a second, then the card's power and clocks."""
+    rows = []
+    for name, measured in found.items():
+        stats = measured.median
+        rate = stats.streamed_bytes / stats.decode_s if stats.decode_s else 0.0
+        copied = f"{rate / 1e9:.2f} GB/s" if rate else "-"
+        rows.append((shown_name(name, stats.streamed_bytes), copied, *use_words(measured.card)))
+    return rows
 
 
 def speed_rows(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:

@@ -100,12 +100,12 @@ def split_text(engine: Engine, text: PlainText) -> list[int]:
     """
     _evaluate_all_but_the_last(engine, text.prompt)
     inputs = [text.prompt[-1], *text.tokens[:-1]]
-    found: list[int] = []
+    chosen: list[int] = []
     for at in range(0, len(inputs), SPLIT):
         rows = engine.sequences.extend(SEQUENCE, inputs[at : at + SPLIT])
-        found += [int(token) for token in rows.argmax(axis=1)]
+        chosen += [int(token) for token in rows.argmax(axis=1)]
     engine.sequences.rewind(SEQUENCE, 0)
-    return found
+    return chosen
 
 
 def _evaluate_all_but_the_last(engine: Engine, prompt: Sequence[int]) -> None:

@@ -27,12 +27,12 @@ DEFAULTS: dict[str, Any] = {
     "avg_ns": 0, "stddev_ns": 0, "avg_ts": 0.0, "stddev_ts": 0.0,
 }  # fmt: skip
 FIELDS = (*DEFAULTS, "path")
-Row = dict[str, Any]
+JsonRow = dict[str, Any]
 
 
 def row_of(
     conditions: Mapping[str, Any], path: str, samples_s: Sequence[float], **test: int
-) -> Row:
+) -> JsonRow:
     """The row of one test on the path that is named `path`.
 
     `test` has llama-bench's n_prompt, n_gen and n_depth, in tokens. `samples_s` are the seconds of
@@ -59,7 +59,7 @@ def _deviation(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def written(rows: Sequence[Row], form: str) -> str:
+def written(rows: Sequence[JsonRow], form: str) -> str:
     """The rows as text in `form`, one of `BENCH_FORMATS`."""
     if form == "json":
         return json.dumps(rows, indent=2) + "\n"
@@ -70,14 +70,14 @@ def written(rows: Sequence[Row], form: str) -> str:
     return markdown(_COLUMNS, [_cells(row) for row in rows])
 
 
-def _csv(rows: Sequence[Row]) -> str:
+def _csv(rows: Sequence[JsonRow]) -> str:
     return _CSV_HEAD + "".join(map(_csv_line, rows))
 
 
 _CSV_HEAD = ",".join(FIELDS) + "\n"
 
 
-def _csv_line(row: Row, fields: Sequence[str] = FIELDS) -> str:
+def _csv_line(row: JsonRow, fields: Sequence[str] = FIELDS) -> str:
     text = StringIO()
     values = [row[field] for field in fields]
     writer = csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator="\n")
@@ -88,7 +88,7 @@ def _csv_line(row: Row, fields: Sequence[str] = FIELDS) -> str:
 _COLUMNS = ("model", "size", "params", "backend", "threads", "path", "test", "t/s")
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: JsonRow) -> list[str]:
     gib = row["model_size"] / 2**30
     size = f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 1024:.2f} MiB"
     params = row["model_n_params"]
@@ -195,7 +195,7 @@ class RowWriter:
             return ",".join(self._fields) + "\n"
         return _markdown_head(self._columns, self._widths)
 
-    def row(self, row: Row) -> str:
+    def row(self, row: JsonRow) -> str:
         """The text of the next row."""
         self._n_written += 1
         if self._form == "json":

@@ -20,13 +20,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from numa.threads import EVERYWHERE, Processors
 from offload.errors import DeviceFailed, DeviceUnavailable, OffloadError
+from offload.kv_overrides import override_flags
 from offload.model import ModelFacts, TensorEntry, is_experts, layer_of
-from offload.model_file import read_facts
+from specdec.options import DrafterName
 from specdec.user_path import user_path
 from specoffload import report
+from specoffload.bench.child import ending_with_us
 from specoffload.config.resolution import Config
 from specoffload.errors import UsageError
+from specoffload.opening.header import target_facts
 
 UBATCHES = (512, 1024, 2048, 4096)
 # Names of the matrices of a layer, including its experts.
@@ -46,6 +50,7 @@ class TunedLlama:
     moe_cache_mib: int = 0  # device memory for a cache of the CPU's experts; 0: no cache
     cache_flags: tuple[str, ...] = ()  # further flags of that cache
     load_flags: tuple[str, ...] = ("--no-mmap",)  # how weights for the CPU are loaded
+    model_flags: tuple[str, ...] = ()  # flags by which the model differs from its file
 
     def cpu_weights(self) -> str:
         """A regular expression for the weights in host memory; "" if all are on the GPU."""
@@ -65,7 +70,7 @@ class TunedLlama:
 
     def arguments(self) -> list[str]:
         """llama-server's flags for these settings."""
-        flags = ["-ub", str(self.n_ubatch), "-b", str(self.n_batch)]
+        flags = ["-ub", str(self.n_ubatch), "-b", str(self.n_batch), *self.model_flags]
         if self.on_gpu:
             flags += ["-ngl", "99"]
         if self.n_dense_layers_on_cpu:
@@ -91,7 +96,7 @@ def tune_for(
     for the KV cache and compute buffers at this ubatch.
     """
     if vram_bytes is None:
-        return TunedLlama(0, 0, n_ubatch, on_gpu=False)
+        return TunedLlama(0, 0, n_ubatch, on_gpu=False, model_flags=override_flags(facts.overrides))
     entries = [place.entry for place in facts.weights.values()]
     # llama.cpp keeps the input embeddings on the CPU.
     total = sum(e.size_bytes for e in entries if not e.name.startswith("token_embd."))
@@ -99,7 +104,9 @@ def tune_for(
     products = [e for e in entries if re.fullmatch(_PRODUCTS.format(r"\d+"), e.name)]
     n_cpu_moe, left = _moved(left, _by_layer([e for e in entries if is_experts(e)]))
     n_dense, left = _moved(left, _by_layer([e for e in products if not is_experts(e)]))
-    return TunedLlama(n_cpu_moe, n_dense, n_ubatch, on_gpu=True)
+    return TunedLlama(
+        n_cpu_moe, n_dense, n_ubatch, on_gpu=True, model_flags=override_flags(facts.overrides)
+    )
 
 
 def ways_of(program: Path, facts: ModelFacts, tuned: TunedLlama) -> list[TunedLlama]:
@@ -239,11 +246,14 @@ def program_of(text: str) -> Path:
     return program
 
 
-def sweep(draft: Path | None, *, is_eagle: bool = False) -> list[tuple[str, ...]]:
-    """Sets of flags to try: none, and with a draft each of DRAFT_MAX with each of DRAFT_P_MIN."""
+def sweep(draft: Path | None, by_rows: DrafterName | None = None) -> list[tuple[str, ...]]:
+    """Sets of flags to try: none, and with a draft each of DRAFT_MAX with each of DRAFT_P_MIN.
+
+    `by_rows`: the drafter, if the draft is a file that drafts from the target's rows.
+    """
     if draft is None:
         return [()]
-    kind = ("--spec-type", "draft-eagle3") if is_eagle else ()
+    kind = () if by_rows is None else ("--spec-type", f"draft-{by_rows}")
     return [
         (),
         *(
@@ -303,14 +313,14 @@ def measure_ways(
             report.note(f"{name} is left out: {e}")
 
     try:
-        facts = read_facts(config.model)
+        facts = target_facts(config)
         ways = ways_of(program, facts, tuned)
         help_text = _help_text(program)
         mtp = mtp_sweep(facts.n_mtp_layers, help_text)
     except OffloadError as e:
         report.note(f"llama-server is left out: {e}")
         return []
-    plain, *drafting = sweep(config.draft, is_eagle=config.eagle is not None)
+    plain, *drafting = sweep(config.spec.draft, config.spec.options.from_file)
     if len(ways) > 1 and (words := unread_policy(help_text)):
         report.note(words)
     for way in ways:
@@ -350,7 +360,13 @@ def measure_server(
     Raises DeviceUnavailable if it cannot be started, DeviceFailed if it does not answer.
     """
     command = _command(
-        program, config.model, tuned, flags, n_ctx=config.ctx_size or 0, n_threads=config.threads
+        program,
+        config.model,
+        tuned,
+        flags,
+        n_ctx=config.ctx_size or 0,
+        n_threads=config.threads,
+        on=config.decode_on,
     )
     with running_server(command) as (_, port):
         request = {"n_predict": n_predict, "temperature": 0.0, "ignore_eos": True,
@@ -432,8 +448,11 @@ def _command(
     *,
     n_ctx: int,
     n_threads: int,
+    on: Processors = EVERYWHERE,
 ) -> list[str]:
     own = [str(program), "-m", str(model), "-c", str(n_ctx), "-t", str(n_threads)]
+    if on.cpus:
+        own += ["--cpu-mask", on.mask, "--cpu-strict", str(int(on.strict))]
     return [*own, *tuned.arguments(), *known_names(flags, _help_text(program))]
 
 
@@ -445,6 +464,7 @@ def running_server(
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """Start a server, yield its process and port once it is ready, and end it after the block.
 
+    It also ends if this process is killed.
     The server must take --host and --port, and answer /health. Its output goes to `log`. Raises
     DeviceFailed if it ends while it loads, or is not ready after `patience_s` seconds.
     """
@@ -453,7 +473,7 @@ def running_server(
         port = free.getsockname()[1]
     with log.open("w") as out:
         process = subprocess.Popen(
-            [*command, "--host", "127.0.0.1", "--port", str(port)],
+            ending_with_us([*command, "--host", "127.0.0.1", "--port", str(port)]),
             stdout=out,
             stderr=subprocess.STDOUT,
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from offload.errors import DeviceFailed, OffloadError
+from specoffload.bench.card_power import CardUse, CardWatch
+from specoffload.bench.child import ending_with_us
 from specoffload.generation.generation import GenerateOptions
 from specoffload.generation.statistics import GenerationStats
 from specoffload.session.session import SEQUENCE, Session
@@ -29,15 +32,18 @@ class Llama:
     """libllama with an open model, in its own process. Close it, or use `with`."""
 
     def __init__(
-        self, options: dict[str, Any], environment: Mapping[str, str] | None = None
+        self,
+        options: dict[str, Any],
+        environment: Mapping[str, str] | None = None,
+        cpus: Sequence[int] = (),
     ) -> None:
         """Start the process and open the model. Raises DeviceFailed.
 
         offload/ggml/library/untouched.py lists the names in `options`. If `environment` is None,
-        the process gets ours.
+        the process gets ours. Its threads run on the processors `cpus`, if there are any.
         """
         self._process = subprocess.Popen(
-            [sys.executable, "-m", _CHILD],
+            ending_with_us([sys.executable, "-m", _CHILD]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -45,6 +51,8 @@ class Llama:
             env=environment,
         )
         try:
+            if cpus:
+                os.sched_setaffinity(self._process.pid, cpus)
             self.n_vocab = int(self._ask({"do": "open", **options})["n_vocab"])
         except BaseException:
             self.close()
@@ -168,7 +176,7 @@ class SessionPath:
 
     def n_threads_lost(self) -> int:
         """The most threads that were given up to other programs since the last call."""
-        return self._session.target.threads.n_threads_lost()
+        return self._session.target.opened.threads.n_threads_lost()
 
 
 Path = Llama | SessionPath
@@ -181,6 +189,7 @@ class Measured:
     written: tuple[GenerationStats, ...]
     prefills_s: tuple[float, ...]
     n_threads_lost: tuple[int, ...] = ()  # given up to other programs, by repetition
+    card: CardUse | None = None  # what the card took while the texts were continued
 
     @property
     def decodes_s(self) -> list[float]:
@@ -223,14 +232,16 @@ def measure_in_turns(
     together: bool,
     on_left_out: Callable[[str, OffloadError], None],
     on_measured: OnMeasured = lambda *_: None,
+    card: CardWatch | None = None,
 ) -> dict[str, Measured]:
     """Measure every path `repetitions` times, after a warm-up that is dropped.
 
     If `together`, all paths are open at once and take turns, so a busy machine disturbs all of them
     alike. `on_left_out` is called for a path that cannot be opened, and `on_measured` after each
-    repetition of a path but the warm-up.
+    repetition of a path but the warm-up. `card` is read while texts are continued.
     """
-    found: dict[str, Measured] = {}
+    card = card or CardWatch(None)
+    by_way: dict[str, Measured] = {}
     for group in [list(paths)] if together else [[name] for name in paths]:
         with ExitStack() as stack:
             opened: dict[str, Path] = {}
@@ -239,12 +250,17 @@ def measure_in_turns(
                     opened[name] = stack.enter_context(paths[name]())
                 except OffloadError as e:
                     on_left_out(name, e)
-            found |= _repeat(opened, work, repetitions, on_measured) if opened else {}
-    return found
+            if opened:
+                by_way |= _repeat(opened, work, repetitions, on_measured, card)
+    return by_way
 
 
 def _repeat(
-    opened: Mapping[str, Path], work: Workload, repetitions: int, on_measured: OnMeasured
+    opened: Mapping[str, Path],
+    work: Workload,
+    repetitions: int,
+    on_measured: OnMeasured,
+    card: CardWatch,
 ) -> dict[str, Measured]:
     any_path = next(iter(opened.values()))
     prompts = [any_path.tokenize(text) for text in work.texts]
@@ -253,15 +269,22 @@ def _repeat(
     written: dict[str, list[GenerationStats]] = {name: [] for name in opened}
     prefills: dict[str, list[float]] = {name: [] for name in opened}
     lost: dict[str, list[int]] = {name: [] for name in opened}
+    sums = {name: card.sums() for name in opened}
     for nth in range(repetitions + 1):
         for name, path in opened.items():
-            written[name].append(total([path.write(p, work.n_predict) for p in prompts]))
+            with card.watching(sums[name] if nth else card.sums()):
+                written[name].append(total([path.write(p, work.n_predict) for p in prompts]))
             prefills[name].append(path.read_s(long_prompt))
             lost[name].append(path.n_threads_lost())
             if nth:
                 on_measured(name, nth, written[name][-1], prefills[name][-1])
     return {
-        name: Measured(tuple(written[name][1:]), tuple(prefills[name][1:]), tuple(lost[name][1:]))
+        name: Measured(
+            tuple(written[name][1:]),
+            tuple(prefills[name][1:]),
+            tuple(lost[name][1:]),
+            sums[name].use,
+        )  # fmt: skip
         for name in opened
     }
 

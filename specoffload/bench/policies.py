@@ -51,25 +51,25 @@ def settings_for(
     `base` are the options of the session. `policies` are named policies; none means all of them.
     """
     names = policies or tuple(PolicyName)
-    found = [Setting(NO_DRAFTS, None, is_fixed=True, n_block=0)]
+    settings = [Setting(NO_DRAFTS, None, is_fixed=True, n_block=0)]
     for name in PolicyName:
         if name not in names or name is PolicyName.THROUGHPUT:
             continue
         options = replace(base, policy=name)
         if name is PolicyName.FIXED:
-            found += [
+            settings += [
                 Setting(f"{name} {n}", replace(options, n_max=n), is_fixed=True, n_block=n)
                 for n in blocks
                 if n
             ]
         elif name is PolicyName.P_MIN:
-            found += [
+            settings += [
                 Setting(f"{name} {p:g}", replace(options, p_min=p), is_fixed=True)
                 for p in sorted({*_P_MINS, base.p_min})
             ]
         else:
-            found.append(Setting(str(name), options))
-    return [*found, Setting(DEFAULT, replace(base, policy=PolicyName.THROUGHPUT))]
+            settings.append(Setting(str(name), options))
+    return [*settings, Setting(DEFAULT, replace(base, policy=PolicyName.THROUGHPUT))]
 
 
 class _NoDrafter:
@@ -198,7 +198,7 @@ def _write(
     """
     session.forget()
     is_default = setting.name == DEFAULT
-    rows = session.target.row_draft if setting.options is None else None
+    rows = session.target.opened.row_draft if setting.options is None else None
     n_max = 0 if setting.options is None else None
     options = GenerateOptions(n_predict=n_predict, ignore_eos=True, draft_max=n_max)
     with (
@@ -224,7 +224,7 @@ def _restored(speculation: Speculation) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Row:
+class PolicyRow:
     """A setting on a workload. The counts are of the repetition of median speed."""
 
     name: str
@@ -250,7 +250,7 @@ class Row:
         return self.n_accepted / self.n_drafted if self.n_drafted else None
 
 
-def rows_of(settings: Sequence[Setting], seen: Seen) -> list[Row]:
+def rows_of(settings: Sequence[Setting], seen: Seen) -> list[PolicyRow]:
     """A row for each setting with a complete repetition, in the order of `settings`. Pure."""
     rows = []
     for setting in settings:
@@ -258,7 +258,7 @@ def rows_of(settings: Sequence[Setting], seen: Seen) -> list[Row]:
             continue
         middle = seen.middle(setting.name)
         rows.append(
-            Row(
+            PolicyRow(
                 setting.name,
                 setting.is_fixed,
                 setting.n_block,
@@ -289,13 +289,13 @@ class Judged:
     by_repetition: tuple[tuple[float, float], ...]
 
 
-def compared_speed(row: Row, other: Row) -> float | None:
+def compared_speed(row: PolicyRow, other: PolicyRow) -> float | None:
     """The speed of `row` over that of `other`, or None if the ratio means nothing. Pure."""
     spreads = {of.name: relative_range(of.samples_tps) for of in (row, other)}
     return if_steady(row.tps / other.tps, *spreads.values())
 
 
-def judge(rows: Sequence[Row]) -> Judged | None:
+def judge(rows: Sequence[PolicyRow]) -> Judged | None:
     """Compare the default with the best fixed setting in hindsight. None if a row lacks. Pure.
 
     No drafts are a fixed setting too. The default is no fixed setting.
@@ -314,7 +314,7 @@ def judge(rows: Sequence[Row]) -> Judged | None:
     )
 
 
-def crossover(rows: Sequence[Row]) -> int | None:
+def crossover(rows: Sequence[PolicyRow]) -> int | None:
     """Length of the longest measured block that is at least as fast as no drafts. Pure.
 
     Returns 0 if every block is slower. Returns None if no drafts or no block were measured, or if
@@ -327,7 +327,7 @@ def crossover(rows: Sequence[Row]) -> int | None:
     return max([n for n, ratio in ratios.items() if ratio and ratio >= 1], default=0)
 
 
-def doubts(rows: Mapping[str, Sequence[Row]]) -> list[str]:
+def doubts(rows: Mapping[str, Sequence[PolicyRow]]) -> list[str]:
     """A sentence for each reason in the rows, by workload, why ratios may be far off. Pure."""
     every = [row for of in rows.values() for row in of]
     n = min([row.n_repetitions for row in every], default=0)

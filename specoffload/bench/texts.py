@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import zip_longest
+from textwrap import shorten
 
-IN_SEQUENCE, AT_ONCE = "seq", "par"
-RUNS = (IN_SEQUENCE, IN_SEQUENCE, AT_ONCE)  # the first run is the baseline
+from specoffload.config.options import RunOrder
+
+_NAME_WIDTH = 32  # characters
 _CODE_ALONE = "Please write just the code. Do not write any extra comments."
 
 
@@ -26,13 +28,13 @@ class Token:
     margin: float | None = None
 
 
-Answer = tuple[Token, ...]
-Message = tuple[str, str]  # role and text
-Ask = Callable[[Sequence[Message]], Answer]
+AnswerTokens = tuple[Token, ...]
+RoleText = tuple[str, str]  # role and text
+Ask = Callable[[Sequence[RoleText]], AnswerTokens]
 
 
 @dataclass(frozen=True)
-class Talk:
+class BenchTalk:
     """A conversation. Its client sends each question after the answer to the question before."""
 
     name: str
@@ -51,12 +53,12 @@ def total(tree):
 
 TALKS = (
     *(
-        Talk(f"quicksort in {name}", (f"Write quicksort in {name}. {_CODE_ALONE}",))
+        BenchTalk(f"quicksort in {name}", (f"Write quicksort in {name}. {_CODE_ALONE}",))
         for name in ("C", "Java", "Python")
     ),
-    Talk("chess", ("Tell me the rules of chess.",)),
-    Talk("refactoring", (_REFACTOR,)),
-    Talk(
+    BenchTalk("chess", ("Tell me the rules of chess.",)),
+    BenchTalk("refactoring", (_REFACTOR,)),
+    BenchTalk(
         "rewriting in one conversation",
         (
             f"Write an iterative quicksort in Python. {_CODE_ALONE}",
@@ -85,9 +87,9 @@ class Difference:
         return f"differs at {place}: {self.baseline!r}, {self.other!r}{margin}"
 
 
-def play(talk: Talk, ask: Ask) -> list[Answer]:
+def play(talk: BenchTalk, ask: Ask) -> list[AnswerTokens]:
     """Return the answers of a conversation. Each question follows all answers before it."""
-    messages: list[Message] = []
+    messages: list[RoleText] = []
     answers = []
     for question in talk.questions:
         messages.append(("user", question))
@@ -96,19 +98,29 @@ def play(talk: Talk, ask: Ask) -> list[Answer]:
     return answers
 
 
-def play_all(talks: Sequence[Talk], ask: Ask, run: str) -> list[list[Answer]]:
+def talks_of(conversations: Sequence[tuple[str, ...]]) -> tuple[BenchTalk, ...]:
+    """The user's conversations, named by number and by the beginning of their first question."""
+    return tuple(
+        BenchTalk(f"{number}: {shorten(questions[0], _NAME_WIDTH, placeholder='...')}", questions)
+        for number, questions in enumerate(conversations, 1)
+    )
+
+
+def play_all(talks: Sequence[BenchTalk], ask: Ask, run: RunOrder) -> list[list[AnswerTokens]]:
     """Return the answers of all conversations: one after the other, or all at once."""
-    with ThreadPoolExecutor(1 if run == IN_SEQUENCE else len(talks)) as clients:
+    with ThreadPoolExecutor(1 if run is RunOrder.IN_SEQUENCE else len(talks)) as clients:
         return list(clients.map(lambda talk: play(talk, ask), talks))
 
 
-def first_difference(baseline: Sequence[Answer], other: Sequence[Answer]) -> Difference | None:
+def first_difference(
+    baseline: Sequence[AnswerTokens], other: Sequence[AnswerTokens]
+) -> Difference | None:
     """Return the first token in which the answers differ, or None if there is none.
 
     Answers after it are not compared, because their questions follow different texts.
     """
-    for number, (its, theirs) in enumerate(zip(baseline, other, strict=True)):
-        for at, (one, two) in enumerate(zip_longest(its, theirs)):
+    for number, (usual, theirs) in enumerate(zip(baseline, other, strict=True)):
+        for at, (one, two) in enumerate(zip_longest(usual, theirs)):
             if one is None or two is None or one.text != two.text:
                 return Difference(
                     number, at, one.text if one else "", two.text if two else "",

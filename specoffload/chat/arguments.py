@@ -47,23 +47,23 @@ class Arguments:
 
     def types(self, name: str) -> frozenset[str]:
         """Return the JSON types of an argument in any form; empty if they are not restricted."""
-        found = [
+        kinds = [
             types_of(self.schema(f.places[name]), self._root)
             for f in self.forms
             if name in f.places
         ]
-        return frozenset().union(*found) if all(found) else frozenset()
+        return frozenset().union(*kinds) if all(kinds) else frozenset()
 
     def schema(self, places: tuple[str, ...]) -> dict[str, Any]:
         """Return the schema of all `places`. Its references are those of the whole document."""
         if len(places) > 1:
             return {"allOf": [{"$ref": place} for place in places]}
-        found = at_pointer(self._root, places[0]) if places else True
+        schema = at_pointer(self._root, places[0]) if places else True
         return (
-            dict(found)
-            if isinstance(found, Mapping)
+            dict(schema)
+            if isinstance(schema, Mapping)
             else {}
-            if found is not False
+            if schema is not False
             else {"enum": []}
         )
 
@@ -72,11 +72,11 @@ class Arguments:
         schema = self.schema(places)
         if not has_ref(schema):
             return schema
-        found = moved(self._root, places[0])
+        one = moved(self._root, places[0])
         if len(places) > 1:
             refs = [moved(self._root, place)["$ref"] for place in places]
-            found = {"allOf": [{"$ref": ref} for ref in refs], "$defs": found["$defs"]}
-        return found
+            one = {"allOf": [{"$ref": ref} for ref in refs], "$defs": one["$defs"]}
+        return one
 
     def _forms(self, node: Any, where: str, depth: int) -> list[Form]:
         if not isinstance(node, Mapping):
@@ -131,8 +131,8 @@ def _own(node: Mapping[str, Any], where: str) -> Form:
 
 
 def _combined(forms: Sequence[Form], others: Sequence[Form]) -> list[Form]:
-    found = [form.with_(other) for form in forms for other in others]
-    return [form for i, form in enumerate(found) if form not in found[:i]]
+    combined = [form.with_(other) for form in forms for other in others]
+    return [form for i, form in enumerate(combined) if form not in combined[:i]]
 
 
 def _listed(node: Mapping[str, Any], name: str) -> list[tuple[int, Any]]:
@@ -156,19 +156,19 @@ def types_of(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = 0)
     """
     if depth > 8:
         return frozenset()
-    found: set[str] = set()
+    kinds: set[str] = set()
     kind = schema.get("type")
     if isinstance(kind, str):
-        found.add(kind)
+        kinds.add(kind)
     elif isinstance(kind, list):
-        found |= {k for k in kind if isinstance(k, str)}
+        kinds |= {k for k in kind if isinstance(k, str)}
     elif isinstance(schema.get("enum"), list):
-        found |= {type_of(value) for value in schema["enum"]}
+        kinds |= {type_of(value) for value in schema["enum"]}
     elif "const" in schema:
-        found.add(type_of(schema["const"]))
+        kinds.add(type_of(schema["const"]))
     for part in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
         types = types_of(part, root, depth + 1) if isinstance(part, Mapping) else frozenset()
-        found = found & types if found and types else found | types
+        kinds = kinds & types if kinds and types else kinds | types
     others = [schema.get(word) for word in ("anyOf", "oneOf")]
     branches = [branch for listed in others if isinstance(listed, list) for branch in listed]
     where = schema.get("$ref")
@@ -176,7 +176,7 @@ def types_of(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = 0)
         branches.append(target_of(root, where))
     for branch in branches:
         if isinstance(branch, Mapping):
-            found |= types_of(branch, root, depth + 1)
-    if "number" in found:
-        found.add("integer")
-    return frozenset(found)
+            kinds |= types_of(branch, root, depth + 1)
+    if "number" in kinds:
+        kinds.add("integer")
+    return frozenset(kinds)

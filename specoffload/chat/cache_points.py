@@ -25,11 +25,11 @@ def cache_ends(
     `text` is the prompt of `conversation`, and `render` returns that of another one. Raises what
     `render` raises.
     """
-    found = {
+    ends = {
         n_common(text, render(_changed_after(conversation, point)))
         for point in conversation.cache_points
     }
-    return tuple(sorted(found - {0}))
+    return tuple(sorted(ends - {0}))
 
 
 def _changed_after(conversation: Conversation, point: CachePoint) -> Conversation:

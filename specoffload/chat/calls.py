@@ -10,7 +10,7 @@ from typing import Any
 from specoffload.chat.arguments import Arguments, type_of
 from specoffload.chat.conversation import of_whole_characters
 from specoffload.chat.families import CallLayout, lines_of
-from specoffload.chat.reader import DeltaCollector, Reading, TextReader
+from specoffload.chat.reader import DeltaCollector, ReadingSteps, TextReader
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schemas of arguments by the tools' names."""
@@ -23,7 +23,7 @@ _NUMBER = re.compile(r":\d+$")
 
 def read_json_calls(
     reader: TextReader, output: DeltaCollector, layout: CallLayout, known: Collection[str] | None
-) -> Reading[bool]:
+) -> ReadingSteps[bool]:
     """Read calls that are JSON objects, and the closing marker. Returns False if there is no call.
 
     An object is a call only if its name is in `known` (None: any name).
@@ -53,7 +53,7 @@ def read_json_calls(
 
 def read_wrapped_calls(
     reader: TextReader, output: DeltaCollector, layout: CallLayout, known: Collection[str] | None
-) -> Reading[bool]:
+) -> ReadingSteps[bool]:
     """Read a JSON object whose only key holds the list of calls. Returns False if there is none."""
     if not (yield from reader.takes("{")):
         return False
@@ -72,19 +72,19 @@ def read_wrapped_calls(
 
 def _read_json_call(
     reader: TextReader, output: DeltaCollector, layout: CallLayout, known: Collection[str] | None
-) -> Reading[bool]:
+) -> ReadingSteps[bool]:
     """Read one JSON object, even if the text ends within it. Returns False if it is no call.
 
     An object that is no call does not change `output`.
     """
-    found = _JsonCall(output, known)
+    call = _JsonCall(output, known)
     depth = 0
     while True:
         yield from reader.space()
         if (yield from reader.takes("{" if depth == 0 else "}")):
             depth += 1 if depth == 0 else -1
             if depth == 0:
-                return found.end()
+                return call.end()
             continue
         if depth == 0:
             return False
@@ -93,35 +93,35 @@ def _read_json_call(
         key = yield from _string(reader)
         yield from reader.space()
         if key is None or not (yield from reader.takes(":")):
-            return found.begun
+            return call.begun
         yield from reader.space()
         if key == "function" and (yield from reader.takes("{")):
             depth += 1  # {"type": "function", "function": {"name": ..., "arguments": ...}}
-        elif not (yield from _read_json_field(reader, found, layout, key)):
-            return found.begun
+        elif not (yield from _read_json_field(reader, call, layout, key)):
+            return call.begun
 
 
 def _read_json_field(
-    reader: TextReader, found: _JsonCall, layout: CallLayout, key: str
-) -> Reading[bool]:
+    reader: TextReader, call: _JsonCall, layout: CallLayout, key: str
+) -> ReadingSteps[bool]:
     """Read the value of `key`. Returns False if the object is no call, or the text ends."""
     stops = layout.closers
     if key in ("name", "function"):
         name = yield from _string(reader)
-        return name is not None and found.name(name)
+        return name is not None and call.name(name)
     if key in ("arguments", "parameters"):
         if (yield from reader.peek()) != '"':
-            return (yield from reader.json_value(found.arguments, stops))
+            return (yield from reader.json_value(call.arguments, stops))
         text = yield from _string(reader)  # JSON in a JSON string
         if text is not None:
-            found.arguments(text)
+            call.arguments(text)
         return text is not None
-    if not found.may_have(key):
+    if not call.may_have(key):
         return False
     parts: list[str] = []
     whole = yield from reader.json_value(parts.append, stops)
     if key == "id":
-        found.call_id = "".join(parts).strip('"') or None
+        call.call_id = "".join(parts).strip('"') or None
     return whole
 
 
@@ -170,7 +170,7 @@ class _JsonCall:
         return self.begun
 
 
-def _string(reader: TextReader) -> Reading[str | None]:
+def _string(reader: TextReader) -> ReadingSteps[str | None]:
     raw = yield from reader.json_string()
     try:
         value = None if raw is None else of_whole_characters(json.loads(raw, strict=False))
@@ -185,7 +185,7 @@ def _string(reader: TextReader) -> Reading[str | None]:
 
 def read_marked_calls(
     reader: TextReader, output: DeltaCollector, layout: CallLayout, schemas: Schemas, opened: str
-) -> Reading[bool]:
+) -> ReadingSteps[bool]:
     """Read all calls that follow the marker `opened`. Returns False if there is none."""
     n_before = output.n_calls
     *section, opens = layout.openers
@@ -213,7 +213,7 @@ def read_marked_calls(
 
 def _read_named_call(
     reader: TextReader, output: DeltaCollector, layout: CallLayout
-) -> Reading[bool]:
+) -> ReadingSteps[bool]:
     """Read a name and a JSON object after the opening marker. Returns False if there is no call."""
     yield from reader.space()
     prefix = layout.name.partition("{")[0]
@@ -241,7 +241,7 @@ def _read_named_call(
 
 def _read_tagged_call(
     reader: TextReader, output: DeltaCollector, layout: CallLayout, schemas: Schemas
-) -> Reading[bool]:
+) -> ReadingSteps[bool]:
     """Read a name and tagged arguments after the opening marker. Returns False if no call comes."""
     after_name, closes = layout.after_name.strip(), layout.closers[0]
     ends = [m for m in (after_name, layout.before_key, closes) if m]
@@ -275,7 +275,7 @@ def _read_argument(
     output: DeltaCollector,
     arguments: Arguments,
     opening: str,
-) -> Reading[bool]:
+) -> ReadingSteps[bool]:
     """Read one argument. Adds `opening`, its key and its value to `output` as JSON.
 
     Skips white space between tags, and one line feed at each end of the value. Returns False if the
@@ -308,7 +308,7 @@ def _read_argument(
 
 def _read_json_argument(
     reader: TextReader, output: DeltaCollector, closes: str, types: Collection[str]
-) -> Reading[bool]:
+) -> ReadingSteps[bool]:
     """Read a value that is JSON, or text that becomes JSON. A marker in a JSON string is text."""
     parts: list[str] = []
     reader.mark()

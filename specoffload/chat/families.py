@@ -102,13 +102,13 @@ def written(layout: CallLayout, calls: Sequence[tuple[str, Mapping[str, Any]]]) 
 def _written_arguments(layout: CallLayout, arguments: Mapping[str, Any]) -> str:
     if not layout.before_key:
         return json.dumps(arguments, ensure_ascii=False)
-    found = ""
+    written = ""
     for key, value in arguments.items():
         is_string = isinstance(value, str)
         text = value if is_string else json.dumps(value, ensure_ascii=False)
-        found += layout.before_key + key + layout.key_end(is_string=is_string)
-        found += text + layout.after_value
-    return found
+        written += layout.before_key + key + layout.key_end(is_string=is_string)
+        written += text + layout.after_value
+    return written
 
 
 @dataclass(frozen=True)
@@ -323,10 +323,10 @@ def without_harmony(content: str) -> tuple[str, str]:
     """
     thoughts: list[str] = []
 
-    def taken(found: re.Match[str]) -> str:
-        if found[1] == "final":
-            return found[2]
-        thoughts.append(found[2])
+    def taken(match: re.Match[str]) -> str:
+        if match[1] == "final":
+            return match[2]
+        thoughts.append(match[2])
         return ""
 
     rest = _HARMONY_MARKED.sub(taken, content)

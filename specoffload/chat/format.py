@@ -207,24 +207,24 @@ class ChatFormat:
 
 def _reasoning_variables(asked: ReasoningOptions, needs: TemplateNeeds) -> dict[str, Any]:
     """Return template variables under the names of Qwen and GLM, DeepSeek-V3.1 and gpt-oss."""
-    found: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     if asked.effort is not None:
-        found["reasoning_effort"] = asked.effort
+        variables["reasoning_effort"] = asked.effort
     if asked.enabled is not None:
-        found |= {"enable_thinking": asked.enabled, "thinking": asked.enabled}
-        found |= needs.thinks_with if asked.enabled else needs.thinks_not_with
-    return found
+        variables |= {"enable_thinking": asked.enabled, "thinking": asked.enabled}
+        variables |= needs.thinks_with if asked.enabled else needs.thinks_not_with
+    return variables
 
 
 def _unheeded(
     asked: ReasoningOptions, needs: TemplateNeeds, *, reasons: bool
 ) -> frozenset[Unheeded]:
     """Return the wishes without effect. `reasons`: the model's answers may have reasoning."""
-    found: set[Unheeded] = set()
+    unheeded: set[Unheeded] = set()
     if asked.enabled is True and not reasons:
-        found.add("enabled")
+        unheeded.add("enabled")
     if asked.enabled is False and reasons and not needs.thinks_not_with:
-        found.add("enabled")
+        unheeded.add("enabled")
     if asked.effort is not None and not needs.takes_effort:
-        found.add("effort")
-    return frozenset(found)
+        unheeded.add("effort")
+    return frozenset(unheeded)

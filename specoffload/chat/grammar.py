@@ -76,8 +76,8 @@ def answer_grammar(
     with_calls = must_call or not (schema is not None and is_bare)
     forms = []
     if tools and with_calls:
-        tools, found = followable(tools, must_call=must_call)
-        notes = list(found)
+        tools, lost = followable(tools, must_call=must_call)
+        notes = list(lost)
         parallel = conversation.parallel_tool_calls
         forms = [_calls(rules, layout, tools, notes.append, parallel=parallel)]
         refuse_strict(tools, notes)

@@ -14,14 +14,14 @@ from pydantic_core import from_json
 from specoffload.chat.conversation import Conversation, Tool, of_whole_characters
 from specoffload.chat.families import CallLayout, without_harmony, written
 from specoffload.chat.needs import TemplateNeeds
-from specoffload.chat.turns import Message, arranged, as_users, joined, paired
+from specoffload.chat.turns import MessageFields, arranged, as_users, joined, paired
 
 _ALPHABET = string.digits + string.ascii_letters
 
 
 def template_messages(
     conversation: Conversation, needs: TemplateNeeds, layout: CallLayout
-) -> list[Message]:
+) -> list[MessageFields]:
     """Return the conversation's messages in the form that the template takes.
 
     Parts that the template does not take become text: system messages of the user, tools in a
@@ -39,7 +39,7 @@ def template_messages(
     return in_form(arranged(worded, needs.limits), needs)
 
 
-def in_form(messages: Sequence[Mapping[str, Any]], needs: TemplateNeeds) -> list[Message]:
+def in_form(messages: Sequence[Mapping[str, Any]], needs: TemplateNeeds) -> list[MessageFields]:
     """Return the messages with fields, ids and arguments as the template takes them."""
     return [_formed(message, needs) for message in messages]
 
@@ -47,7 +47,7 @@ def in_form(messages: Sequence[Mapping[str, Any]], needs: TemplateNeeds) -> list
 # ---- the parts that become text
 
 
-def _plain_message(given: Mapping[str, Any], layout: CallLayout) -> Message:
+def _plain_message(given: Mapping[str, Any], layout: CallLayout) -> MessageFields:
     message = {key: value for key, value in given.items() if value is not None}
     message["content"] = message.get("content", "")
     if message["role"] == "developer":
@@ -60,14 +60,14 @@ def _plain_message(given: Mapping[str, Any], layout: CallLayout) -> Message:
     return message
 
 
-def _worded(message: Message, needs: TemplateNeeds, layout: CallLayout) -> Message:
+def _worded(message: MessageFields, needs: TemplateNeeds, layout: CallLayout) -> MessageFields:
     """Return the message with calls and results as text, if the template does not take them."""
     calls = message.get("tool_calls")
     if calls and not needs.takes_calls:
         named = [(call["function"]["name"], arguments_of(call)) for call in calls]
-        found = {key: value for key, value in message.items() if key != "tool_calls"}
+        worded = {key: value for key, value in message.items() if key != "tool_calls"}
         texts = filter(None, (message["content"], written(layout, named)))
-        return {**found, "content": "\n".join(texts)}
+        return {**worded, "content": "\n".join(texts)}
     if message["role"] == "tool" and not needs.takes_results:
         return as_users(message)
     return message
@@ -87,7 +87,7 @@ def _instructions(tools: Sequence[Tool], layout: CallLayout) -> str:
 # ---- the form of a message
 
 
-def _formed(given: Mapping[str, Any], needs: TemplateNeeds) -> Message:
+def _formed(given: Mapping[str, Any], needs: TemplateNeeds) -> MessageFields:
     message = dict(given)
     content, reasoning = message["content"], message.get("reasoning_content")
     if message.get("tool_calls"):
@@ -106,17 +106,17 @@ def _formed(given: Mapping[str, Any], needs: TemplateNeeds) -> Message:
     return message
 
 
-def _call(call: Mapping[str, Any], needs: TemplateNeeds) -> Message:
+def _call(call: Mapping[str, Any], needs: TemplateNeeds) -> MessageFields:
     function = call["function"]
     arguments: Any = function.get("arguments", {})
     if needs.arguments_as_object:
         arguments = arguments_of(call)
     elif not isinstance(arguments, str) or not _is_object(arguments):
         arguments = json.dumps(arguments_of(call), ensure_ascii=False)
-    found = {**call, "type": "function", "function": {**function, "arguments": arguments}}
+    completed = {**call, "type": "function", "function": {**function, "arguments": arguments}}
     if call.get("id"):
-        found["id"] = _id(call["id"], needs.id_length)
-    return found
+        completed["id"] = _id(call["id"], needs.id_length)
+    return completed
 
 
 def _id(given: str, length: int | None) -> str:

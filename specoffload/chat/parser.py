@@ -24,7 +24,7 @@ from specoffload.chat.families import (
     HARMONY_STARTS,
     Family,
 )
-from specoffload.chat.reader import DeltaCollector, Reading, TextReader
+from specoffload.chat.reader import DeltaCollector, ReadingSteps, TextReader
 
 _ALPHABET = string.ascii_letters + string.digits
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -92,7 +92,7 @@ class StreamParser:
             form.most_calls,
             hides_reasoning=form.reasoning_format == "hidden",
         )
-        self._run: Reading[None] | None = self._read()
+        self._run: ReadingSteps[None] | None = self._read()
         self._step()
 
     @property
@@ -127,7 +127,7 @@ class StreamParser:
             except StopIteration:
                 self._run = None
 
-    def _read(self) -> Reading[None]:
+    def _read(self) -> ReadingSteps[None]:
         form = self._form
         with_reasoning = form.reasoning_format != "none"
         if form.family.layout.is_harmony:
@@ -140,7 +140,7 @@ class StreamParser:
                 yield from self._reasoning_as_content(*form.reasoning)
         yield from self._answer()
 
-    def _reasoning(self, opens: str, closes: str) -> Reading[None]:
+    def _reasoning(self, opens: str, closes: str) -> ReadingSteps[None]:
         reader, output, form = self._reader, self._output, self._form
         if not form.thinking:
             reader.mark()
@@ -165,7 +165,7 @@ class StreamParser:
         if marker is not None and marker != closes:
             reader.put_back(marker)
 
-    def _reasoning_as_content(self, opens: str, closes: str) -> Reading[None]:
+    def _reasoning_as_content(self, opens: str, closes: str) -> ReadingSteps[None]:
         """Leave the reasoning in the content, and read no calls in it."""
         reader, output = self._reader, self._output
         reader.mark()
@@ -194,7 +194,7 @@ class StreamParser:
         """Return the markers that begin a tool call; empty if no call may be made."""
         return self._form.family.layout.openers if self._form.schemas else ()
 
-    def _answer(self) -> Reading[None]:
+    def _answer(self) -> ReadingSteps[None]:
         reader, output = self._reader, self._output
         if self._has_bare_calls:
             yield from self._bare_calls()
@@ -210,7 +210,7 @@ class StreamParser:
                 reader.back()
                 output.content(marker)
 
-    def _bare_calls(self) -> Reading[None]:
+    def _bare_calls(self) -> ReadingSteps[None]:
         """Read calls that have no marker. They must begin the answer and name known tools."""
         reader, output, form = self._reader, self._output, self._form
         layout = form.family.layout
@@ -225,7 +225,7 @@ class StreamParser:
                 return
             reader.back()
 
-    def _calls(self, opened: str) -> Reading[bool]:
+    def _calls(self, opened: str) -> ReadingSteps[bool]:
         reader, output, form = self._reader, self._output, self._form
         layout = form.family.layout
         is_json = layout.is_json
@@ -238,7 +238,7 @@ class StreamParser:
 
     # ---- gpt-oss: messages on channels, one of which is the answer
 
-    def _harmony(self, *, with_reasoning: bool) -> Reading[None]:
+    def _harmony(self, *, with_reasoning: bool) -> ReadingSteps[None]:
         """Read an answer of gpt-oss (https://cookbook.openai.com/articles/openai-harmony).
 
         The library openai-harmony reads token ids of its own vocabulary, which it downloads. Here
@@ -265,11 +265,11 @@ class StreamParser:
                 return
             opened = yield from self._harmony_body(header, with_reasoning=with_reasoning)
 
-    def _harmony_body(self, header: str, *, with_reasoning: bool) -> Reading[str | None]:
+    def _harmony_body(self, header: str, *, with_reasoning: bool) -> ReadingSteps[str | None]:
         """Read one message's text. Returns the next header's marker if that marker ended it."""
         reader, output = self._reader, self._output
-        found = _CHANNEL.search(header)
-        channel = found[1] if found else "final"
+        match = _CHANNEL.search(header)
+        channel = match[1] if match else "final"
         to = _RECIPIENT.search(header)
         kind = "raw" if to is not None or channel == "analysis" else "content"
         if to is not None and self._form.schemas:

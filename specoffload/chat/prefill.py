@@ -17,9 +17,9 @@ from offload.errors import BadRequest
 from specoffload.chat.cache_points import n_common
 from specoffload.chat.conversation import ContinuedPart
 from specoffload.chat.families import without_harmony
-from specoffload.chat.turns import Message
+from specoffload.chat.turns import MessageFields
 
-Part = Literal["reasoning_content", "content"]
+MessagePart = Literal["reasoning_content", "content"]
 RenderMessages = Callable[[Sequence[Mapping[str, Any]], bool], str]
 """Renders messages. The bool says whether the beginning of an answer follows them."""
 
@@ -32,7 +32,7 @@ class BegunAnswer:
 
     reasoning: str
     content: str
-    part: Part
+    part: MessagePart
 
     @property
     def is_reasoning(self) -> bool:
@@ -56,7 +56,7 @@ def begun_answer(
         if not (reasoning or content or is_closed):
             return None
         is_open = bool(reasoning) and not content and not is_closed and markers is not None
-        part: Part = "reasoning_content" if is_open else "content"
+        part: MessagePart = "reasoning_content" if is_open else "content"
     else:
         part = continued
     if part == "reasoning_content" and markers is None:
@@ -95,12 +95,12 @@ def begun_prompt(
     mark = _MARK
     while any(mark in str(message) for message in (*messages, begun)):
         mark += "-"
-    turn: Message = {"role": "assistant", "content": begun.content}
+    turn: MessageFields = {"role": "assistant", "content": begun.content}
     if begun.reasoning or begun.is_reasoning:
         turn["reasoning_content"] = begun.reasoning
     turn[begun.part] += mark
-    text, found, _ = render([*messages, turn], False).rpartition(mark)
-    if found and _is_right(text, _header_start(messages, text, render), begun, markers):
+    text, there, _ = render([*messages, turn], False).rpartition(mark)
+    if there and _is_right(text, _header_start(messages, text, render), begun, markers):
         return text
     before = messages or ({"role": "user", "content": ""},)
     return _written(render(before, True), begun, markers)

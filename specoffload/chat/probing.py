@@ -15,7 +15,7 @@ from specoffload.chat.conversation import Tool
 from specoffload.chat.messages import in_form
 from specoffload.chat.needs import TemplateNeeds
 from specoffload.chat.templates import render
-from specoffload.chat.turns import Message, Place, TurnLimits
+from specoffload.chat.turns import MessageFields, TurnKind, TurnLimits
 
 _KEY = "needle_key"
 _TOOL = Tool(
@@ -45,8 +45,8 @@ class _Probe:
         self._tokens = {"bos_token": bos, "eos_token": eos}
         self.needs = TemplateNeeds()
 
-    def learn(self, **found: Any) -> None:
-        self.needs = dataclasses.replace(self.needs, **found)
+    def learn(self, **needs: Any) -> None:
+        self.needs = dataclasses.replace(self.needs, **needs)
 
     def text(
         self,
@@ -72,7 +72,7 @@ class _Probe:
         except BadRequest:
             return ""
 
-    def takes(self, *messages: Message, answers: bool = False) -> bool:
+    def takes(self, *messages: MessageFields, answers: bool = False) -> bool:
         """True if the template renders all texts, names of calls and arguments of `messages`."""
         calls = any(message.get("tool_calls") for message in messages)
         needles = list(_needles(messages))
@@ -84,7 +84,7 @@ class _Probe:
             for tools in tried
         )
 
-    def drops(self, needle: str, *messages: Message) -> bool:
+    def drops(self, needle: str, *messages: MessageFields) -> bool:
         """True if the template takes `messages`, but writes no `needle`."""
         text = self.text(messages, tools=True) or self.text(messages)
         return bool(text) and needle not in text
@@ -93,17 +93,17 @@ class _Probe:
 # ---- messages with texts that can be found again
 
 
-class _Texts:
+class _ProbeTexts:
     """Makes messages, each with a text of its own."""
 
     def __init__(self) -> None:
         self._n = 0
 
-    def message(self, role: str, **more: Any) -> Message:
+    def message(self, role: str, **more: Any) -> MessageFields:
         self._n += 1
         return {"role": role, "content": f"needle{self._n}x", **more}
 
-    def call(self, n: int = 1, *, call_id: str = _SHORT_ID, **more: Any) -> Message:
+    def call(self, n: int = 1, *, call_id: str = _SHORT_ID, **more: Any) -> MessageFields:
         """Return an answer without content that makes `n` calls."""
         calls = []
         for _ in range(n):
@@ -112,7 +112,7 @@ class _Texts:
             calls.append({"id": call_id, "type": "function", "function": function})
         return {"role": "assistant", "content": "", "tool_calls": calls, **more}
 
-    def result(self, call_id: str = _SHORT_ID) -> Message:
+    def result(self, call_id: str = _SHORT_ID) -> MessageFields:
         return self.message("tool", tool_call_id=call_id, name=_TOOL.name)
 
 
@@ -127,7 +127,7 @@ def _needles(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _find_form(probe: _Probe) -> None:
-    texts = _Texts()
+    texts = _ProbeTexts()
     user, system = texts.message("user"), texts.message("system")
     if not probe.takes(user):
         probe.learn(content_as_parts=True)
@@ -164,7 +164,7 @@ def _find_form(probe: _Probe) -> None:
     probe.learn(reasoning_as_part=_reasons_in_a_part(probe, texts, user))
 
 
-def _find_form_of_calls(probe: _Probe, texts: _Texts, user: Message) -> None:
+def _find_form_of_calls(probe: _Probe, texts: _ProbeTexts, user: MessageFields) -> None:
     foreign = [texts.call(call_id=_ID), *([texts.result(_ID)] if probe.needs.takes_results else [])]
     if not probe.takes(user, *foreign):
         for length in (len(_SHORT_ID), *range(1, 41)):
@@ -180,7 +180,7 @@ def _find_form_of_calls(probe: _Probe, texts: _Texts, user: Message) -> None:
     probe.learn(calls_without_content=is_shorter)
 
 
-def _reasons_in_a_part(probe: _Probe, texts: _Texts, user: Message) -> bool:
+def _reasons_in_a_part(probe: _Probe, texts: _ProbeTexts, user: MessageFields) -> bool:
     """True if an answer's reasoning is written only if it is a part of the content (Ministral)."""
     thought = "needle-thought"
     answer = texts.message("assistant", reasoning_content=thought)
@@ -196,15 +196,15 @@ def _reasons_in_a_part(probe: _Probe, texts: _Texts, user: Message) -> bool:
 
 
 def _limits(probe: _Probe) -> TurnLimits:
-    texts = _Texts()
+    texts = _ProbeTexts()
     user, answer = texts.message("user"), texts.message("assistant")
     others = [texts.message("user"), texts.message("user")]
     ending = [texts.message("assistant"), others[0]]
     calls, results = probe.needs.takes_calls, probe.needs.takes_results
     called, result = texts.call() if calls else texts.message("assistant"), texts.result()
-    refused: set[tuple[Place, Place]] = set()
+    refused: set[tuple[TurnKind, TurnKind]] = set()
 
-    def test(before: Place, after: Place, *messages: Message) -> None:
+    def test(before: TurnKind, after: TurnKind, *messages: MessageFields) -> None:
         if not probe.takes(*messages):
             refused.add((before, after))
 
@@ -241,7 +241,7 @@ def _limits(probe: _Probe) -> TurnLimits:
     )
 
 
-def _hides_role(probe: _Probe, answer: Message, user: Message) -> bool:
+def _hides_role(probe: _Probe, answer: MessageFields, user: MessageFields) -> bool:
     """True if an answer at the beginning is written as the user's, as Llama-3.1's template does."""
     if not probe.needs.takes_tools:
         return False
@@ -249,7 +249,9 @@ def _hides_role(probe: _Probe, answer: Message, user: Message) -> bool:
     return as_answer == probe.text([{**answer, "role": "user"}, user], tools=True)
 
 
-def _limits_of_calls(probe: _Probe, texts: _Texts, user: Message) -> tuple[bool, bool, bool]:
+def _limits_of_calls(
+    probe: _Probe, texts: _ProbeTexts, user: MessageFields
+) -> tuple[bool, bool, bool]:
     """Return whether it takes several calls, content beside calls, and reasoning beside both."""
     results = [texts.result(), texts.result()] if probe.needs.takes_results else []
     several = probe.takes(user, texts.call(2), *results)
@@ -262,7 +264,7 @@ def _limits_of_calls(probe: _Probe, texts: _Texts, user: Message) -> tuple[bool,
     return several, beside, not beside or probe.takes(user, both, *results[:1])
 
 
-def _system(probe: _Probe, texts: _Texts) -> Literal["anywhere", "first", "never"]:
+def _system(probe: _Probe, texts: _ProbeTexts) -> Literal["anywhere", "first", "never"]:
     """Return where system messages may stand.
 
     A template that moves them to the beginning (DeepSeek-V3.1) counts as one that takes them only
@@ -279,7 +281,7 @@ def _system(probe: _Probe, texts: _Texts) -> Literal["anywhere", "first", "never
     return "anywhere" if places == sorted(places) else "first"
 
 
-def _needs_user(probe: _Probe, texts: _Texts) -> bool:
+def _needs_user(probe: _Probe, texts: _ProbeTexts) -> bool:
     """True if a system message alone is refused, or no answer can begin after it."""
     system, user = texts.message("system"), texts.message("user")
     for tools in (False, probe.needs.takes_tools):
@@ -301,7 +303,7 @@ _SWITCHES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
 
 
 def _find_switches(probe: _Probe) -> None:
-    user = _Texts().message("user")
+    user = _ProbeTexts().message("user")
 
     def begun(**more: Any) -> str:
         return probe.text([user], answers=True, more=more) or probe.text(

@@ -1,6 +1,6 @@
 """Reads text that arrives in pieces, and collects the parts of the answer found in it.
 
-A `Reading` is a generator that yields when it needs more text, so a parser is written as if all
+`ReadingSteps` is a generator that yields when it needs more text, so a parser is written as if all
 text were there. Its decisions depend on the text alone, never on the boundaries of the pieces.
 """
 
@@ -13,7 +13,7 @@ from typing import TypeVar
 from specoffload.chat.conversation import CallPiece, Content, Delta, Reasoning
 
 T = TypeVar("T")
-Reading = Generator[None, None, T]
+ReadingSteps = Generator[None, None, T]
 Show = Callable[[str], None]
 
 _SPACE = re.compile(r"\s*")
@@ -72,12 +72,12 @@ class TextReader:
         else:
             self.back()
 
-    def space(self) -> Reading[None]:
+    def space(self) -> ReadingSteps[None]:
         """Take all white space."""
         while True:
-            found = _SPACE.match(self._text, self._at)
-            assert found is not None
-            self._at = found.end()
+            match = _SPACE.match(self._text, self._at)
+            assert match is not None
+            self._at = match.end()
             if self._at < len(self._text) or self._ended:
                 return
             yield
@@ -86,11 +86,11 @@ class TextReader:
         """Make `text`, the last text that was taken, unread again."""
         self._at -= len(text)
 
-    def peek(self) -> Reading[str]:
+    def peek(self) -> ReadingSteps[str]:
         """Return the next character without taking it; empty at the end."""
         return self._text[self._at] if (yield from self._has(1)) else ""
 
-    def takes(self, literal: str) -> Reading[bool]:
+    def takes(self, literal: str) -> ReadingSteps[bool]:
         """Take `literal` if it comes next, and return True. Otherwise return False.
 
         If a limit ended the text within `literal`, its beginning is taken.
@@ -106,7 +106,7 @@ class TextReader:
         self._at += len(literal)
         return True
 
-    def until(self, markers: Sequence[str], show: Show) -> Reading[str | None]:
+    def until(self, markers: Sequence[str], show: Show) -> ReadingSteps[str | None]:
         """Pass the text before the first of `markers` to `show`. Take and return that marker.
 
         The text is passed on as it arrives. Returns None if the text ends without a marker. All
@@ -125,13 +125,13 @@ class TextReader:
                 return None
             yield
 
-    def within(self, markers: Sequence[str]) -> Reading[tuple[str, str | None]]:
+    def within(self, markers: Sequence[str]) -> ReadingSteps[tuple[str, str | None]]:
         """Take and return the text before the first of `markers`, and that marker or None."""
         parts: list[str] = []
         marker = yield from self.until(markers, parts.append)
         return "".join(parts), marker
 
-    def json_value(self, show: Show, stops: Sequence[str] = ()) -> Reading[bool]:
+    def json_value(self, show: Show, stops: Sequence[str] = ()) -> ReadingSteps[bool]:
         """Pass one JSON value to `show` as it arrives, without checking that it is valid.
 
         Returns False if the text ends inside the value, or if one of `stops` comes outside of a
@@ -167,7 +167,7 @@ class TextReader:
             if depth == 0:
                 return True
 
-    def json_string(self) -> Reading[str | None]:
+    def json_string(self) -> ReadingSteps[str | None]:
         """Take and return a JSON string with its quotes; None if there is none, or it is cut."""
         if (yield from self.peek()) != '"':
             return None
@@ -175,7 +175,7 @@ class TextReader:
         whole = yield from self._json_string(parts.append)
         return "".join(parts) if whole else None
 
-    def _json_string(self, show: Show) -> Reading[bool]:
+    def _json_string(self, show: Show) -> ReadingSteps[bool]:
         self._take(1, show)
         while True:
             end = self._at
@@ -193,18 +193,18 @@ class TextReader:
                     return False
                 self._take(2, show)
 
-    def _scalar(self, show: Show) -> Reading[None]:
+    def _scalar(self, show: Show) -> ReadingSteps[None]:
         """Take a number or a word."""
         while True:
-            found = _SCALAR.match(self._text, self._at)
-            assert found is not None
-            at_edge = found.end() == len(self._text)
-            self._take(found.end() - self._at, show)
+            match = _SCALAR.match(self._text, self._at)
+            assert match is not None
+            at_edge = match.end() == len(self._text)
+            self._take(match.end() - self._at, show)
             if not at_edge or self._ended:
                 return
             yield
 
-    def _has(self, n: int) -> Reading[bool]:
+    def _has(self, n: int) -> ReadingSteps[bool]:
         """Wait until `n` characters can be read. False if the text ends before that."""
         while len(self._text) - self._at < n:
             if self._ended:
@@ -225,18 +225,18 @@ def _first(text: str, start: int, markers: Sequence[str], ended: bool) -> tuple[
     `ended`, a marker may begin at the end of the text and continue in later text. No marker may be
     the beginning of another.
     """
-    at, found = len(text), None
+    at, first = len(text), None
     for marker in markers:
         place = text.find(marker, start)
         if 0 <= place < at:
-            at, found = place, marker
+            at, first = place, marker
     if not ended:
         for marker in markers:
             for n in range(min(len(marker) - 1, len(text) - start), len(text) - at, -1):
                 if text.endswith(marker[:n]):
-                    at, found = len(text) - n, None
+                    at, first = len(text) - n, None
                     break
-    return at, found
+    return at, first
 
 
 class DeltaCollector:

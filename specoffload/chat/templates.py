@@ -23,7 +23,7 @@ from offload.errors import BadRequest
 MOST_TEMPLATE_CHARS = 1 << 20  # the longest published template is under 20,000
 
 
-class _Refusal(Exception):
+class _RaisedByTemplate(Exception):
     """A template called `raise_exception`."""
 
 
@@ -65,7 +65,7 @@ def _listed(value: object) -> list[Any]:
 
 
 def _refuse(message: object = "") -> NoReturn:
-    raise _Refusal(str(message))
+    raise _RaisedByTemplate(str(message))
 
 
 def _environment() -> SandboxedEnvironment:
@@ -119,7 +119,7 @@ def render(
         return _compiled(source).render(
             **{**variables, "strftime_now": lambda form: now().strftime(form)}
         )
-    except _Refusal as e:
+    except _RaisedByTemplate as e:
         raise BadRequest(f"chat template {name} refuses the messages: {e}") from e
     except RecursionError as e:
         raise BadRequest(f"chat template {name} calls itself without an end") from e

@@ -43,7 +43,7 @@ class ThinkingWish:
     is_hidden: bool = False
 
 
-class _Said(NamedTuple):
+class _Statement(NamedTuple):
     """One statement of a form. `weak` ones count only if no other form says the same."""
 
     topic: Literal["enabled", "effort", "budget", "hidden", "ignored"]
@@ -79,7 +79,7 @@ def thinking_wish(forms: Mapping[str, Any]) -> ThinkingWish:
     )
 
 
-def _agreed(said: list[_Said], what: str) -> tuple[Any, tuple[str, ...]]:
+def _agreed(said: list[_Statement], what: str) -> tuple[Any, tuple[str, ...]]:
     """Return the value of all statements, and their places. Raises BadRequest if values differ."""
     for one in said[1:]:
         if one.value != said[0].value:
@@ -90,7 +90,7 @@ def _agreed(said: list[_Said], what: str) -> tuple[Any, tuple[str, ...]]:
     return (said[0].value if said else None), tuple(one.place for one in said)
 
 
-def _read(place: str, value: Any) -> Iterator[_Said]:
+def _read(place: str, value: Any) -> Iterator[_Statement]:
     if value is None:
         return
     name = place.rpartition(".")[2]
@@ -98,34 +98,34 @@ def _read(place: str, value: Any) -> Iterator[_Said]:
         yield from _read_object(place, value)
     elif name == "include_reasoning":
         if _switch(place, value) is False:
-            yield _Said("hidden", place)
+            yield _Statement("hidden", place)
     elif name in ("effort", "reasoning_effort"):
         yield from _read_effort(place, value)
     elif isinstance(value, str) and _word(value) not in _ON | _OFF:
         if _word(value) in _NO_WISH:
             return
         if _word(value) == "adaptive":
-            yield _Said("enabled", place, value=True, weak=True)
+            yield _Statement("enabled", place, value=True, weak=True)
         elif name == "enable_thinking":
             raise BadRequest(f"{place}: {value[:_MOST_CHARS]!r} is not true or false")
         else:  # Ollama's levels
-            yield _Said("enabled", place, value=True)
-            yield _Said("effort", place, _word(value))
+            yield _Statement("enabled", place, value=True)
+            yield _Statement("effort", place, _word(value))
     else:
-        yield _Said("enabled", place, _switch(place, value))
+        yield _Statement("enabled", place, _switch(place, value))
 
 
-def _read_effort(place: str, value: Any) -> Iterator[_Said]:
+def _read_effort(place: str, value: Any) -> Iterator[_Statement]:
     """Read an effort. "none" turns thinking off. No other turns it on: agents always send one."""
     if value is False or (isinstance(value, str) and _word(value) in _OFF):
-        yield _Said("enabled", place, value=False)
+        yield _Statement("enabled", place, value=False)
     elif not isinstance(value, str):
         raise BadRequest(f"{place}: {str(value)[:_MOST_CHARS]!r} is not the name of an effort")
     elif _word(value) not in _NO_WISH:
-        yield _Said("effort", place, _word(value)[:_MOST_CHARS])
+        yield _Statement("effort", place, _word(value)[:_MOST_CHARS])
 
 
-def _read_object(place: str, given: dict[str, Any]) -> Iterator[_Said]:
+def _read_object(place: str, given: dict[str, Any]) -> Iterator[_Statement]:
     for key, value in given.items():
         here = f"{place}.{key}"
         if value is None or key in _NEEDLESS:
@@ -138,24 +138,24 @@ def _read_object(place: str, given: dict[str, Any]) -> Iterator[_Said]:
                 )
             yield from _read(here, value)
         elif key == "enabled":
-            yield _Said("enabled", here, _switch(here, value))
+            yield _Statement("enabled", here, _switch(here, value))
         elif key == "exclude":
             if _switch(here, value):
-                yield _Said("hidden", here)
+                yield _Statement("hidden", here)
         elif key == "effort":
             yield from _read_effort(here, value)
         elif key in _BUDGETS:
             yield from _read_budget(here, value)
         elif value is not False and value not in ("", [], {}):
-            yield _Said("ignored", here)
+            yield _Statement("ignored", here)
 
 
-def _read_budget(place: str, value: Any) -> Iterator[_Said]:
+def _read_budget(place: str, value: Any) -> Iterator[_Statement]:
     is_whole = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_whole or value != int(value) or value < -1:
         raise BadRequest(f"{place}: {str(value)[:_MOST_CHARS]} is not a number of tokens")
     if value >= 0:
-        yield _Said("budget", place, int(value))
+        yield _Statement("budget", place, int(value))
 
 
 def _word(value: str) -> str:

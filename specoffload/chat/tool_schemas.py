@@ -39,23 +39,23 @@ def followable(
     If the answer may do without a call, a keyword that cannot be followed is left out. With
     `must_call`, it raises BadRequest, which names the tool and the keyword.
     """
-    found: list[Tool] = []
+    kept: list[Tool] = []
     notes: list[SchemaNote] = []
     for tool in tools:
         parameters, its_notes = _followable(tool.name, json.dumps(tool.parameters), must_call)
-        found.append(replace(tool, parameters=json.loads(parameters)))
+        kept.append(replace(tool, parameters=json.loads(parameters)))
         notes += its_notes
-    return tuple(found), tuple(notes)
+    return tuple(kept), tuple(notes)
 
 
 def refuse_strict(tools: Sequence[Tool], notes: Sequence[SchemaNote]) -> None:
     """Raises BadRequest if one of `notes` is of a strict tool, which promises its whole schema."""
     strict = {tool.name for tool in tools if tool.strict}
-    for found in notes:
-        if found.tool in strict:
+    for note in notes:
+        if note.tool in strict:
             raise BadRequest(
-                f"tool {found.tool!r} is strict, and {found.place} of its parameters cannot be "
-                f"enforced ({found.reason}): leave out that keyword, or send strict as false"
+                f"tool {note.tool!r} is strict, and {note.place} of its parameters cannot be "
+                f"enforced ({note.reason}): leave out that keyword, or send strict as false"
             )
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
 
-Message = dict[str, Any]
-Place = Literal["start", "user", "answer", "call", "result", "system", "end"]
+MessageFields = dict[str, Any]
+TurnKind = Literal["start", "user", "answer", "call", "result", "system", "end"]
 """A message's kind, or an end of the conversation. A call is an answer that calls tools."""
 
 NO_RESULT = "(no result)"  # result of a call to which the conversation has none
@@ -27,7 +27,7 @@ class TurnLimits:
     `refused` has the pairs of neighbours that the template refuses or whose text it drops.
     """
 
-    refused: frozenset[tuple[Place, Place]] = frozenset()
+    refused: frozenset[tuple[TurnKind, TurnKind]] = frozenset()
     system: Literal["anywhere", "first", "never"] = "anywhere"
     several_calls: bool = True  # in one message
     content_with_calls: bool = True
@@ -38,21 +38,21 @@ class TurnLimits:
     filler: str = ""  # content of an answer that is put between two messages
 
 
-def arranged(messages: Iterable[Mapping[str, Any]], limits: TurnLimits) -> list[Message]:
+def arranged(messages: Iterable[Mapping[str, Any]], limits: TurnLimits) -> list[MessageFields]:
     """Return the messages in a form within `limits`. Every text and every call is kept.
 
     The results have to follow their calls, as `paired` returns them. System messages that the
     template does not take become the user's, at their place, so that the text before them stays
     the same and its KV cache can be reused.
     """
-    found = _with_systems([dict(message) for message in messages], limits)
-    found = [part for message in found for part in _parted(message, limits)]
+    turns = _with_systems([dict(message) for message in messages], limits)
+    turns = [part for message in turns for part in _parted(message, limits)]
     if not limits.several_calls:
-        found = list(_one_call_each(found))
-    if limits.needs_user and all(message["role"] != "user" for message in found):
-        found.insert(1 if found and found[0]["role"] == "system" else 0, _user(""))
-    out: list[Message] = []
-    for message in _with_runs_merged(found, limits):
+        turns = list(_one_call_each(turns))
+    if limits.needs_user and all(message["role"] != "user" for message in turns):
+        turns.insert(1 if turns and turns[0]["role"] == "system" else 0, _user(""))
+    out: list[MessageFields] = []
+    for message in _with_runs_merged(turns, limits):
         _append(out, message, limits)
     if out and _place(out[-1]) == "call" and ("call", "end") in limits.refused:
         out += [_no_result(call) for call in out[-1]["tool_calls"]]
@@ -62,23 +62,23 @@ def arranged(messages: Iterable[Mapping[str, Any]], limits: TurnLimits) -> list[
 # ---- results
 
 
-def paired(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+def paired(messages: Sequence[Mapping[str, Any]]) -> list[MessageFields]:
     """Return the messages with each call's result behind the call, in the order of the calls.
 
     Templates tell results apart by their order alone. A result belongs to the call with its id. If
     no call has this id, it belongs to a call without a result before it. A call without a result
     gets NO_RESULT, unless it ends the conversation. A result without a call becomes the user's.
     """
-    places = _Places(messages)
+    places = _CallPlaces(messages)
     used: set[int] = set()
-    found: list[Message] = []
+    turns: list[MessageFields] = []
     for at, message in enumerate(messages):
         if at in used:
             continue
         if message["role"] == "tool":
-            found.append(as_users(message))
+            turns.append(as_users(message))
             continue
-        found.append(dict(message))
+        turns.append(dict(message))
         calls = message.get("tool_calls") or ()
         if not calls:
             continue
@@ -88,13 +88,13 @@ def paired(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
             continue  # the results are still to come
         for call, place in zip(calls, taken, strict=True):
             if place is None:
-                found.append(_no_result(call))
+                turns.append(_no_result(call))
             else:
-                found.append({**messages[place], "tool_call_id": call.get("id")})
-    return found
+                turns.append({**messages[place], "tool_call_id": call.get("id")})
+    return turns
 
 
-class _Places:
+class _CallPlaces:
     """The places of results and of messages that call, by the id of the call.
 
     Messages are asked about in their order, and a place that was passed is dropped. So each place
@@ -129,7 +129,7 @@ def _results_of(
     at: int,
     calls: Sequence[Mapping[str, Any]],
     messages: Sequence[Mapping[str, Any]],
-    places: _Places,
+    places: _CallPlaces,
     used: set[int],
 ) -> list[int | None]:
     """Return the place of the result of each of the calls of message `at`; None if it has none.
@@ -153,21 +153,21 @@ def _results_of(
     return taken
 
 
-def as_users(message: Mapping[str, Any]) -> Message:
+def as_users(message: Mapping[str, Any]) -> MessageFields:
     """Return a tool's result as the user's text, in JSON."""
     result = {"tool_call_id": message.get("tool_call_id"), "content": message["content"]}
     given = {key: value for key, value in result.items() if value is not None}
     return _user(json.dumps({"tool_result": given}, ensure_ascii=False))
 
 
-def _no_result(call: Mapping[str, Any]) -> Message:
+def _no_result(call: Mapping[str, Any]) -> MessageFields:
     return {"role": "tool", "tool_call_id": call.get("id"), "content": NO_RESULT}
 
 
 # ---- system messages
 
 
-def _with_systems(messages: list[Message], limits: TurnLimits) -> list[Message]:
+def _with_systems(messages: list[MessageFields], limits: TurnLimits) -> list[MessageFields]:
     """Join the system messages at the beginning, and make those users' that may not stay.
 
     The text of such a message joins the user's message after it, or else the one before it.
@@ -175,15 +175,15 @@ def _with_systems(messages: list[Message], limits: TurnLimits) -> list[Message]:
     n_first = 0
     while n_first < len(messages) and messages[n_first]["role"] == "system":
         n_first += 1
-    found = messages[n_first:]
+    turns = messages[n_first:]
     if n_first:
         text = joined(*(message["content"] for message in messages[:n_first]))
-        found.insert(0, {**messages[0], "content": text})
+        turns.insert(0, {**messages[0], "content": text})
     if limits.system == "anywhere":
-        return found
-    out: list[Message] = []
+        return turns
+    out: list[MessageFields] = []
     waiting: list[str] = []
-    for at, message in enumerate(found):
+    for at, message in enumerate(turns):
         if message["role"] == "system" and (at > 0 or limits.system == "never"):
             waiting.append(message["content"])
         elif message["role"] == "user" and any(waiting):
@@ -197,7 +197,7 @@ def _with_systems(messages: list[Message], limits: TurnLimits) -> list[Message]:
     return out
 
 
-def _flush(out: list[Message], text: str) -> None:
+def _flush(out: list[MessageFields], text: str) -> None:
     """Add `text` to the last message if it is the user's, or else append a message of the user."""
     if text and out and out[-1]["role"] == "user":
         out[-1] = {**out[-1], "content": joined(out[-1]["content"], text)}
@@ -208,7 +208,7 @@ def _flush(out: list[Message], text: str) -> None:
 # ---- an answer's parts
 
 
-def _parted(message: Message, limits: TurnLimits) -> Iterator[Message]:
+def _parted(message: MessageFields, limits: TurnLimits) -> Iterator[MessageFields]:
     """Yield an answer in as many messages as the template needs for its parts."""
     if message["role"] != "assistant":
         yield message
@@ -231,7 +231,7 @@ def _parted(message: Message, limits: TurnLimits) -> Iterator[Message]:
     yield kept
 
 
-def _one_call_each(messages: Sequence[Message]) -> Iterator[Message]:
+def _one_call_each(messages: Sequence[MessageFields]) -> Iterator[MessageFields]:
     """Yield a message for each call, with the call's result behind it."""
     at = 0
     while at < len(messages):
@@ -241,7 +241,7 @@ def _one_call_each(messages: Sequence[Message]) -> Iterator[Message]:
         if len(calls) < 2:
             yield message
             continue
-        results: list[Message] = []
+        results: list[MessageFields] = []
         while at < len(messages) and messages[at]["role"] == "tool" and len(results) < len(calls):
             results.append(messages[at])
             at += 1
@@ -259,9 +259,9 @@ def _one_call_each(messages: Sequence[Message]) -> Iterator[Message]:
 # ---- neighbours
 
 
-def _append(out: list[Message], message: Message, limits: TurnLimits) -> None:
+def _append(out: list[MessageFields], message: MessageFields, limits: TurnLimits) -> None:
     """Append a message. Merges it, or puts an empty message before it, if it may not follow."""
-    before: Place = _place(out[-1]) if out else "start"
+    before: TurnKind = _place(out[-1]) if out else "start"
     if len(out) == 1 and before == "system":
         before = "start"
     place = _place(message)
@@ -276,7 +276,9 @@ def _append(out: list[Message], message: Message, limits: TurnLimits) -> None:
         out += [{"role": "assistant", "content": limits.filler}, message]
 
 
-def _with_runs_merged(messages: Iterable[Message], limits: TurnLimits) -> Iterator[Message]:
+def _with_runs_merged(
+    messages: Iterable[MessageFields], limits: TurnLimits
+) -> Iterator[MessageFields]:
     """Yield the messages, with one in place of a run of them that may not follow each other.
 
     A run is merged at once: one by one, each merge would copy the text of all before it.
@@ -289,25 +291,25 @@ def _with_runs_merged(messages: Iterable[Message], limits: TurnLimits) -> Iterat
             yield from run
 
 
-def _merged(messages: Sequence[Message]) -> Message:
-    found = {key: value for message in messages for key, value in message.items()}
-    found["content"] = joined(*(message["content"] for message in messages))
+def _merged(messages: Sequence[MessageFields]) -> MessageFields:
+    merged = {key: value for message in messages for key, value in message.items()}
+    merged["content"] = joined(*(message["content"] for message in messages))
     if thoughts := joined(*(message.get("reasoning_content") for message in messages)):
-        found["reasoning_content"] = thoughts
+        merged["reasoning_content"] = thoughts
     if calls := [call for message in messages for call in message.get("tool_calls", ())]:
-        found["tool_calls"] = calls
-    return found
+        merged["tool_calls"] = calls
+    return merged
 
 
-def _place(message: Mapping[str, Any]) -> Place:
+def _place(message: Mapping[str, Any]) -> TurnKind:
     role = message["role"]
     if role == "assistant":
         return "call" if message.get("tool_calls") else "answer"
-    places: dict[str, Place] = {"user": "user", "tool": "result"}
+    places: dict[str, TurnKind] = {"user": "user", "tool": "result"}
     return places.get(role, "system")
 
 
-def _user(text: str) -> Message:
+def _user(text: str) -> MessageFields:
     return {"role": "user", "content": text}
 
 

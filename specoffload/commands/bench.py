@@ -25,16 +25,17 @@ from offload.ggml.context import FLASH_ATTN
 from offload.ggml.native_build import may_repack
 from offload.measuring import streamed_kinds
 from offload.model import ModelFacts
-from offload.model_file import read_facts
 from offload.notes import NoteKind, kind_of
 from offload.plan.context_choice import LEAST_CTX
 from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES
-from offload.times.context import DEFAULT_UBATCH, ContextOptions, context_memory
+from offload.times.context_memory import DEFAULT_UBATCH, ContextOptions, context_memory
 from offload.times.table import CostTable
 from specdec.options import DrafterName
 from specoffload import report
+from specoffload.bench.card_power import watch_of
 from specoffload.bench.comparison import (
     SHOWN,
+    card_rows,
     doubts,
     measured_words,
     side_by_side,
@@ -71,7 +72,8 @@ from specoffload.commands.models import type_name
 from specoffload.commands.profile import measuring_config, show_table, ways_as_data
 from specoffload.config.options import BenchOptions
 from specoffload.config.resolution import Config, demo_prompts
-from specoffload.opening.drafters import with_usable_drafters
+from specoffload.opening.drafters import usable_drafters
+from specoffload.opening.header import target_facts
 from specoffload.session.session import Session
 from specoffload.session.startup_lines import show_always_shown
 
@@ -87,9 +89,10 @@ def bench_config(config: Config, own: BenchOptions) -> None:
     if own.output is not None:
         report.only_data(True)
     warn_of_load()
-    config = on_some_device(with_usable_drafters(with_bench_context(config)))
-    peers = _tuned_peers(config)
-    work = _workload(config, own)
+    config = on_some_device(with_bench_context(config))
+    config = replace(config, spec=usable_drafters(target_facts(config), config.spec))
+    peers = tuned_peers(config)
+    work = workload(config, own)
     with report.progress("measuring") as bar:
         result, seen = _side_by_side(config, peers, work, own.repetitions)
         if own.output is None:
@@ -168,26 +171,26 @@ def _chosen(session: Session) -> list[str]:
 
 def _equal_texts(config: Config, n_predict: int) -> dict[str, Equality]:
     """Compare the greedy texts of plain decoding with those of other batch sizes and of drafts."""
-    found = {}
+    by_way = {}
     with Session(config, keeps_hits=False) as session:
         target = session.target
         both = [*demo_prompts("code")[:N_PROMPTS], *demo_prompts("prose")[:N_PROMPTS]]
         texts = [session.tokenize(t, add_special=True, parse_special=False) for t in both]
         room = max(1, target.n_ctx - n_predict - SPLIT)
         plain = [plain_text(target, text[:room], n_predict) for text in texts]
-        found[f"plain in batches of {SPLIT}"] = compared(
+        by_way[f"plain in batches of {SPLIT}"] = compared(
             plain, [split_text(target, t) for t in plain]
         )
         if session.speculation is not None:
             drafted = [speculative_text(session, t.prompt, n_predict) for t in plain]
-            found["speculative"] = compared(plain, drafted)
-    return found
+            by_way["speculative"] = compared(plain, drafted)
+    return by_way
 
 
 def _rows_of(
     config: Config,
     peers: Mapping[str, TunedLlama],
-    found: Mapping[str, Measured],
+    by_way: Mapping[str, Measured],
     work: Workload,
 ) -> list[dict[str, Any]]:
     """The measured times as rows of llama-bench.
@@ -196,7 +199,7 @@ def _rows_of(
     """
     conditions = row_conditions(config)
     rows = []
-    for name, measured in found.items():
+    for name, measured in by_way.items():
         tuned = peers.get(name)
         here = conditions | {
             "n_batch": config.batch_size if tuned is None else tuned.n_batch,
@@ -212,7 +215,7 @@ def _rows_of(
 
 def row_conditions(config: Config) -> dict[str, Any]:
     """The keys of a row of llama-bench that are known before `config` is measured."""
-    facts, choice = read_facts(config.model), choose_device(config.device)
+    facts, choice = target_facts(config), choose_device(config.device)
     return {
         "build_commit": commit() or "unknown",
         "cpu_info": _cpu_name(),
@@ -223,6 +226,8 @@ def row_conditions(config: Config) -> dict[str, Any]:
         "model_size": facts.size_bytes,
         "model_n_params": sum(math.prod(p.entry.shape) for p in facts.weights.values()),
         "n_threads": config.threads,
+        "cpu_mask": config.decode_on.mask,
+        "cpu_strict": config.decode_on.strict,
         "type_k": config.type_k,
         "type_v": config.type_v or "f16",
         "n_gpu_layers": facts.n_layers if choice.on_gpu else 0,
@@ -240,7 +245,7 @@ def _side_by_side(
     Returns the results, and what the sessions measured of themselves.
     """
     ours = {"wrapped": config.without_drafts}
-    if config.has_steps:
+    if config.spec.has_steps:
         ours["spec"] = config
     choice = choose_device(config.device)
     if choice.sim is not None and choice.sim.vram_bytes is None and not config.device_bytes:
@@ -248,10 +253,10 @@ def _side_by_side(
         ours["unwrapped"] = replace(config.without_drafts, device="cpu", gpu_flags=())
         ours["wrapped"] = replace(ours["wrapped"], stream_experts=False)
     seen: dict[str, Any] = {}
-    watch = Watch()
-    found = measure_in_turns(
+    watch, card = Watch(), watch_of(choice)
+    by_way = measure_in_turns(
         {name: functools.partial(_open_llama, config, t) for name, t in peers.items()}
-        | {name: functools.partial(_open_session, c, name, seen) for name, c in ours.items()},
+        | {name: functools.partial(open_session, c, name, seen) for name, c in ours.items()},
         work,
         repetitions=repetitions,
         together=(together := fit_together(config, len(peers) + len(ours))),
@@ -259,13 +264,18 @@ def _side_by_side(
         on_measured=lambda name, nth, stats, s: report.note(
             measured_words(name, nth, stats, s, of=repetitions, n_long=work.n_long)
         ),
+        card=card,
     )
     load = watch.others()
-    result = side_by_side(found, work.n_long) | {"in_turns": together}
-    result["unreliable"], result["others_share"] = doubts(found, load), load.others
-    result["rows"] = _rows_of(config, peers, found, work)
+    result = side_by_side(by_way, work.n_long) | {"in_turns": together}
+    result["unreliable"], result["others_share"] = doubts(by_way, load), load.others
+    result["card"] = {n: asdict(m.card) for n, m in by_way.items() if m.card is not None}
+    result["why_no_card"] = card.why_not
+    if choice.on_gpu:
+        result["card_rows"] = card_rows(by_way)
+    result["rows"] = _rows_of(config, peers, by_way, work)
     if "spec" in seen:
-        result["why_off"] = why_off(found["spec"].median, seen["spec"])
+        result["why_off"] = why_off(by_way["spec"].median, seen["spec"])
         result["pays"] = length_words(seen["spec"])
     result |= {key: seen[key] for key in ("profile", "counters") if key in seen}
     result["peers"] = {
@@ -279,12 +289,12 @@ def _n_ctx(config: Config, facts: ModelFacts) -> int:
     return config.ctx_size or facts.number("context_length", 4096)
 
 
-def _tuned_peers(config: Config) -> dict[str, TunedLlama]:
+def tuned_peers(config: Config) -> dict[str, TunedLlama]:
     """Settings of llama.cpp with a ubatch of 512 and with larger ones, by name.
 
     Each is tuned for the device memory that we use.
     """
-    facts = read_facts(config.model)
+    facts = target_facts(config)
     choice = choose_device(config.device)
     n_ctx = _n_ctx(config, facts)
     vram = None
@@ -304,11 +314,12 @@ def _tuned_peers(config: Config) -> dict[str, TunedLlama]:
 
 
 def _open_llama(config: Config, tuned: TunedLlama) -> Llama:
-    facts = read_facts(config.model)
+    facts = target_facts(config)
     options = {
         "path": str(config.model),
         "device": choose_device(config.device).name if tuned.on_gpu else None,
         "cpu_weights": tuned.cpu_weights(),
+        "kv_overrides": [*map(str, facts.overrides)],
         "repack": may_repack(facts.weights, config.spec.profile_dir).works,
         "flash_attn": FLASH_ATTN[config.flash_attn],
         "n_ctx": _n_ctx(config, facts),
@@ -317,26 +328,30 @@ def _open_llama(config: Config, tuned: TunedLlama) -> Llama:
         "n_threads": config.threads,
         "n_threads_batch": config.threads_batch,
     }
-    return Llama(options)
+    return Llama(options, cpus=config.decode_on.cpus)
 
 
 @contextmanager
-def _open_session(config: Config, name: str, seen: dict[str, Any]) -> Iterator[SessionPath]:
+def open_session(config: Config, name: str, seen: dict[str, Any]) -> Iterator[SessionPath]:
     """Open a session as a path. Its own measurements are put into `seen` at the end."""
     is_plain = name == "wrapped"
     with Session(config, keeps_hits=False, prices=is_plain) as session:
         if is_plain:
             show_always_shown(session.notes)
-        yield SessionPath(session)
-        if is_plain:
-            seen["profile"] = list(session.costs.drafts.profile.step_s)
-            seen["table"], seen["chosen"] = session.costs.run.table, _chosen(session)
-            seen["counters"] = asdict(session.target.counters()) | session.target.disk_counters()
-        elif session.speculation is not None:
-            seen[name] = session.speculation.costs
+        try:
+            yield SessionPath(session)
+        finally:  # an interrupted measurement keeps what was seen so far
+            if is_plain:
+                target, costs = session.target, session.costs
+                seen["profile"] = list(costs.drafts.profile.step_s)
+                seen["table"], seen["chosen"] = costs.run.table, _chosen(session)
+                seen["split"] = costs.run.split
+                seen["counters"] = asdict(target.counters()) | target.disk_counters()
+            elif session.speculation is not None:
+                seen[name] = session.speculation.costs
 
 
-def _workload(config: Config, own: BenchOptions) -> Workload:
+def workload(config: Config, own: BenchOptions) -> Workload:
     """The work to measure, with the embedded pair's held-out prompts."""
     n_ctx = config.ctx_size or own.n_prompt
     return Workload(
@@ -413,12 +428,22 @@ def _show(result: dict[str, Any], equal: Mapping[str, Equality], table: CostTabl
     report.table(title, ("", "answer t/s", "prompt t/s", "x llama.cpp"), speed_rows(result))
     for doubt in result["unreliable"]:
         report.paragraph(f"? not reliable: {doubt}")
+    _show_card(result)
     if result.get("acceptance_rate") is not None:
         report.line(_draft_words(result))
     for sentence in filter(None, (result.get("why_off"), result.get("pays"))):
         report.paragraph(sentence)
     if result["why_no_drafts"]:
         report.paragraph(result["why_no_drafts"])
-    for way, found in equal.items():
-        report.paragraph(found.words(_shown_name(way)))
+    for way, equality in equal.items():
+        report.paragraph(equality.words(_shown_name(way)))
     show_table(table)
+
+
+def _show_card(result: Mapping[str, Any]) -> None:
+    """Show what the card took, or why that is not known. Other devices than cards have no table."""
+    if result["card"]:
+        heads = ("", "copied", "power of the card", "core clock", "memory clock")
+        report.table("the card while answers were written", heads, result["card_rows"])
+    elif "card_rows" in result:
+        report.paragraph(result["why_no_card"])

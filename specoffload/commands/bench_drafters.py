@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from offload.model_file import read_facts
-from offload.plan.row_draft import mtp_complaint
+from offload.plan.row_draft import no_mtp_reason
 from offload.times.steadiness import speed_words
-from specdec.options import DrafterName
+from specdec.options import ROW_FILES, DrafterName
 from specoffload import report
 from specoffload.bench.comparison import compared_decodes, doubts
 from specoffload.bench.load import Watch, warn_of_load
@@ -29,11 +28,12 @@ from specoffload.commands.bench import (
 )
 from specoffload.config.options import BenchOptions
 from specoffload.config.resolution import Config, demo_prompts
+from specoffload.opening.header import target_facts
 from specoffload.session.session import Session
 from specoffload.session.startup_lines import show_always_shown
 
 NOTHING, TOGETHER = "nothing", "all together"
-_FILES = frozenset({DrafterName.DRAFT, DrafterName.EAGLE3})  # drafters that --draft opens
+_FILES = frozenset({DrafterName.DRAFT, *ROW_FILES})  # drafters that --draft opens
 _NONE = (DrafterName.NONE,)
 
 
@@ -42,10 +42,10 @@ def bench_drafters(config: Config, own: BenchOptions) -> None:
     warn_of_load()
     config = with_bench_context(config)
     names = drafters_of(config)
-    paths = {NOTHING: _drafting(config, _NONE)}
-    paths |= {str(name): _drafting(config, (name,)) for name in names}
+    paths = {NOTHING: drafting(config, _NONE)}
+    paths |= {str(name): drafting(config, (name,)) for name in names}
     if len(names) > 1:
-        paths[TOGETHER] = _drafting(config, names)
+        paths[TOGETHER] = drafting(config, names)
     work = Workload(
         texts=(*demo_prompts("code")[:N_PROMPTS], *demo_prompts("prose")[:N_PROMPTS]),
         long_text="\n".join(demo_prompts("code")),
@@ -73,16 +73,17 @@ def drafters_of(config: Config) -> tuple[DrafterName, ...]:
     named = config.spec.options.drafters
     if "drafters" in config.spec.options.given:
         return tuple(name for name in named if name is not DrafterName.NONE)
-    own = () if mtp_complaint(read_facts(config.model)) else (DrafterName.MTP,)
-    files = tuple(name for name in named if name in _FILES and config.draft is not None)
+    own = () if no_mtp_reason(target_facts(config)) else (DrafterName.MTP,)
+    files = tuple(name for name in named if name in _FILES and config.spec.draft is not None)
     return (*own, *files, DrafterName.NGRAM_MOD)
 
 
-def _drafting(config: Config, names: Sequence[DrafterName]) -> Config:
-    """`config` with these drafters, and without a draft model that none of them uses."""
-    options = replace(config.spec.options, drafters=tuple(names))
-    draft = config.draft if _FILES & set(names) else None
-    return replace(config, draft=draft, spec=replace(config.spec, options=options))
+def drafting(config: Config, names: Sequence[DrafterName]) -> Config:
+    """Returns `config` with these drafters, and without a draft model that none of them uses."""
+    spec = config.spec
+    options = replace(spec.options, drafters=tuple(names))
+    draft = spec.draft if _FILES & set(names) else None
+    return replace(config, spec=replace(spec, options=options, draft=draft))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.table import Table
 
-from offload.times.context import DEFAULT_UBATCH
+from offload.times.context_memory import DEFAULT_UBATCH
 from offload.times.steadiness import speed_words
 from specdec.options import MOST_DRAFTED, PolicyName
 from specoffload import report
@@ -26,7 +26,7 @@ from specoffload.bench.policies import (
     DEFAULT,
     NO_DRAFTS,
     Judged,
-    Row,
+    PolicyRow,
     Seen,
     Setting,
     buildable,
@@ -58,19 +58,19 @@ _HEADS = ("", "drafted", "accepted", "DA/DN", "copied, each", "tokens/s", "x no 
 
 
 @dataclass
-class _Found:
+class _PolicyMeasurements:
     """Everything measured so far."""
 
     drafters: tuple[str, ...] = ()
     sizes: list[SizeSeen] = field(default_factory=list)
     priced_s: tuple[float, ...] = ()  # T(n) that the policies begin with, n = 1, 2, ...
-    rows: dict[str, list[Row]] = field(default_factory=dict)  # by workload
+    rows: dict[str, list[PolicyRow]] = field(default_factory=dict)  # by workload
     left_out: dict[str, str] = field(default_factory=dict)  # reasons by setting
 
     def judged(self) -> dict[str, Judged]:
         """The default's comparison by workload."""
-        found = {name: judge(rows) for name, rows in self.rows.items()}
-        return {name: judged for name, judged in found.items() if judged is not None}
+        by_workload = {name: judge(rows) for name, rows in self.rows.items()}
+        return {name: judged for name, judged in by_workload.items() if judged is not None}
 
 
 def bench_policies(config: Config, own: BenchOptions) -> None:
@@ -83,21 +83,21 @@ def bench_policies(config: Config, own: BenchOptions) -> None:
         report.only_data(True)
     warn_of_load()
     config = on_some_device(with_bench_context(config))
-    found, watch, began = _Found(), Watch(), time.perf_counter()
+    measured, watch, began = _PolicyMeasurements(), Watch(), time.perf_counter()
     interrupted: KeyboardInterrupt | None = None
-    rows = _Rows(config, own)
+    rows = _PolicyRowWriter(config, own)
     try:
         with Session(config, keeps_hits=False) as session:
             show_always_shown(session.notes)
-            _measure_all(session, own, found, rows)
+            _measure_all(session, own, measured, rows)
     except KeyboardInterrupt as e:
         interrupted = e
     load = watch.others()
-    doubtful = [*([load.words] if load.is_busy else []), *doubts(found.rows)]
+    doubtful = [*([load.words] if load.is_busy else []), *doubts(measured.rows)]
     rows.end()
     for doubt in doubtful:
         report.note(f"not reliable: {doubt}")
-    _show_judged(found, is_doubtful=bool(doubtful))
+    _show_judged(measured, is_doubtful=bool(doubtful))
     if own.output is None:
         conditions = {
             "machine": machine(), "commit": commit(), "model": config.model.name,
@@ -105,7 +105,7 @@ def bench_policies(config: Config, own: BenchOptions) -> None:
             "took_s": time.perf_counter() - began, "unreliable": doubtful,
             "others_share": load.others, "is_partial": interrupted is not None,
         }  # fmt: skip
-        report.data(_as_data(found) | conditions)
+        report.data(_as_data(measured) | conditions)
     if interrupted is not None:
         report.note("interrupted: these are the repetitions that were complete")
         raise interrupted
@@ -132,37 +132,39 @@ def _checked(config: Config, own: BenchOptions) -> Config:
     return replace(config, spec=replace(spec, options=options))
 
 
-def _measure_all(session: Session, own: BenchOptions, found: _Found, rows: _Rows) -> None:
+def _measure_all(
+    session: Session, own: BenchOptions, measured: _PolicyMeasurements, rows: _PolicyRowWriter
+) -> None:
     """Measure the sizes of batches, then each workload, and show each table."""
     speculation = session.speculation
     assert speculation is not None, "_checked refuses configurations without drafts"
-    found.drafters = tuple(map(str, session.config.spec.options.drafters))
-    report.line(f"drafts by {', '.join(found.drafters)}; {_about_device(session)}")
-    asked = settings_for(session.config.spec.options, own.only_policies, own.blocks)
-    settings, found.left_out = buildable(speculation, asked)
-    for name, why in found.left_out.items():
+    measured.drafters = tuple(map(str, session.choices.spec.options.drafters))
+    report.line(f"drafts by {', '.join(measured.drafters)}; {_about_device(session)}")
+    asked = settings_for(session.choices.spec.options, own.only_policies, own.blocks)
+    settings, measured.left_out = buildable(speculation, asked)
+    for name, why in measured.left_out.items():
         report.note(f"{name} is left out: {why}")
-    with session.target.routing.paused():
-        found.sizes.extend(sizes_seen(session.target))
-    found.priced_s = speculation.costs.step_s
-    _show_sizes(found.sizes, found.priced_s)
+    with session.target.opened.routing.paused():
+        measured.sizes.extend(sizes_seen(session.target))
+    measured.priced_s = speculation.costs.step_s
+    _show_sizes(measured.sizes, measured.priced_s)
     workloads = own.workloads or tuple(WorkloadName)
     with report.progress("warming up"):
         warm_up(session, settings, warm_up_prompts(workloads), own.n_predict)
     rows.begin(session, settings, workloads)
-    clock = _Clock(
+    clock = _TimeLeft(
         sum([len(judged_prompts(w)) for w in workloads]) * len(settings) * own.repetitions
     )
     for workload in workloads:
         try:
-            _measure_one(session, settings, workload, own, found, clock)
+            _measure_one(session, settings, workload, own, measured, clock)
         finally:  # after Ctrl-C, those that are complete
-            rows.add(workload, found.rows.get(workload, ()))
+            rows.add(workload, measured.rows.get(workload, ()))
 
 
 def _about_device(session: Session) -> str:
     threads = session.target.layout.context.n_threads
-    return f"{session.target.choice.name}, {report.plural(threads or 0, 'thread')}"
+    return f"{session.target.start.choice.name}, {report.plural(threads or 0, 'thread')}"
 
 
 def _measure_one(
@@ -170,8 +172,8 @@ def _measure_one(
     settings: Sequence[Setting],
     workload: WorkloadName,
     own: BenchOptions,
-    found: _Found,
-    clock: _Clock,
+    measured: _PolicyMeasurements,
+    clock: _TimeLeft,
 ) -> None:
     """Measure a workload, and show its table while it fills."""
     seen, texts = Seen(), judged_prompts(workload)
@@ -180,8 +182,8 @@ def _measure_one(
 
         def turn(name: str, nth: int, seen: Seen) -> None:
             clock.took_turn()
-            found.rows[workload] = rows_of(settings, seen)
-            show(found.rows[workload], clock.words(nth, own.repetitions, name), clock.done)
+            measured.rows[workload] = rows_of(settings, seen)
+            show(measured.rows[workload], clock.words(nth, own.repetitions, name), clock.done)
 
         try:
             measure(
@@ -189,14 +191,14 @@ def _measure_one(
                 n_predict=own.n_predict, repetitions=own.repetitions, on_turn=turn,
             )  # fmt: skip
         finally:
-            found.rows[workload] = rows_of(settings, seen)
-            show(found.rows[workload], "", clock.done)
-    for line in (_by_drafter(found.rows[workload]), crossover_words(found.rows[workload])):
+            measured.rows[workload] = rows_of(settings, seen)
+            show(measured.rows[workload], "", clock.done)
+    for line in (_by_drafter(measured.rows[workload]), crossover_words(measured.rows[workload])):
         if line:
             report.line(line)
 
 
-class _Clock:
+class _TimeLeft:
     """Estimates the time that is left, by the turns taken so far."""
 
     def __init__(self, n_turns: int) -> None:
@@ -226,11 +228,12 @@ def _duration(seconds: float) -> str:
 
 # -- showing ---------------------------------------------------------------------------------------
 
-_Show = Callable[[Sequence[Row], str, float], None]  # takes rows, a caption, and the fraction done
+# Takes rows, a caption, and the fraction done.
+_ShowRows = Callable[[Sequence[PolicyRow], str, float], None]
 
 
 @contextmanager
-def _shown(title: str) -> Iterator[_Show]:
+def _shown(title: str) -> Iterator[_ShowRows]:
     """Show a table that fills while it is measured: on a terminal at once, elsewhere at the end.
 
     If standard output is no terminal, a bar on standard error shows the progress.
@@ -239,11 +242,11 @@ def _shown(title: str) -> Iterator[_Show]:
         with report.live(_FRAMES_PER_S) as draw:
             yield lambda rows, caption, done: draw(lambda _: _table(title, rows, caption))
         return
-    last: list[Sequence[Row]] = []
+    last: list[Sequence[PolicyRow]] = []
     try:
         with report.steps(title) as tell:
 
-            def show(rows: Sequence[Row], caption: str, done: float) -> None:
+            def show(rows: Sequence[PolicyRow], caption: str, done: float) -> None:
                 last[:] = [rows]
                 tell(caption.partition(";")[0], done)
 
@@ -253,7 +256,7 @@ def _shown(title: str) -> Iterator[_Show]:
             report.table(title, _HEADS, _cells(rows))
 
 
-def _table(title: str, rows: Sequence[Row], caption: str) -> Table:
+def _table(title: str, rows: Sequence[PolicyRow], caption: str) -> Table:
     made = Table(title=title, caption=caption or None, title_justify="left")
     for i, head in enumerate(_HEADS):
         made.add_column(head, justify="right" if i else "left")
@@ -262,7 +265,7 @@ def _table(title: str, rows: Sequence[Row], caption: str) -> Table:
     return made
 
 
-def _cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+def _cells(rows: Sequence[PolicyRow]) -> list[tuple[str, ...]]:
     plain = next((row for row in rows if row.name == NO_DRAFTS), None)
     return [
         (
@@ -282,7 +285,7 @@ def _ratio_words(ratio: float | None, digits: int, mark: str = "") -> str:
     return "-" if ratio is None else f"{ratio:.{digits}f}{mark}"
 
 
-def _by_drafter(rows: Sequence[Row]) -> str:
+def _by_drafter(rows: Sequence[PolicyRow]) -> str:
     """A line on whose drafts the default accepted, or ""."""
     default = next((row for row in rows if row.name == DEFAULT), None)
     if default is None or not default.accepted_by_drafter:
@@ -291,7 +294,7 @@ def _by_drafter(rows: Sequence[Row]) -> str:
     return f"accepted tokens of the default, by drafter: {shares}"
 
 
-def crossover_words(rows: Sequence[Row]) -> str:
+def crossover_words(rows: Sequence[PolicyRow]) -> str:
     """A line on the longest block that still pays, or "" if no block was measured."""
     n = crossover(rows)
     if n is None:
@@ -325,7 +328,7 @@ def _show_sizes(sizes: Sequence[SizeSeen], priced_s: Sequence[float]) -> None:
     )
 
 
-def _show_judged(found: _Found, *, is_doubtful: bool) -> None:
+def _show_judged(measured: _PolicyMeasurements, *, is_doubtful: bool) -> None:
     mark = " ?" if is_doubtful else ""
     rows = [
         (
@@ -334,7 +337,7 @@ def _show_judged(found: _Found, *, is_doubtful: bool) -> None:
             _ratio_words(judged.vs_best_fixed, 3, mark),
             _ratio_words(judged.vs_no_drafts, 3, mark),
         )
-        for workload, judged in found.judged().items()
+        for workload, judged in measured.judged().items()
     ]
     if rows:
         report.table(
@@ -344,25 +347,25 @@ def _show_judged(found: _Found, *, is_doubtful: bool) -> None:
         )
 
 
-def _as_data(found: _Found) -> dict[str, Any]:
-    judged = found.judged()
+def _as_data(measured: _PolicyMeasurements) -> dict[str, Any]:
+    judged = measured.judged()
     return {
-        "drafters": found.drafters,
-        "sizes": [size.as_data() for size in found.sizes],
-        "priced_s": found.priced_s,
-        "left_out": found.left_out,
+        "drafters": measured.drafters,
+        "sizes": [size.as_data() for size in measured.sizes],
+        "priced_s": measured.priced_s,
+        "left_out": measured.left_out,
         "workloads": {
             name: {
                 "rows": [asdict(row) | {"accepted_share": row.accepted_share} for row in rows],
                 "largest_paying_block": crossover(rows),
                 **(asdict(judged[name]) if name in judged else {}),
             }
-            for name, rows in found.rows.items()
+            for name, rows in measured.rows.items()
         },
     }
 
 
-class _Rows:
+class _PolicyRowWriter:
     """Writes rows with llama-bench's keys, those of a workload as soon as it is measured."""
 
     _MORE: Mapping[str, str] = {
@@ -397,7 +400,7 @@ class _Rows:
         self._writer = RowWriter(planned, self._own.output, self._MORE)
         report.raw(self._writer.head)
 
-    def add(self, workload: WorkloadName, rows: Sequence[Row]) -> None:
+    def add(self, workload: WorkloadName, rows: Sequence[PolicyRow]) -> None:
         """Write the rows of a workload."""
         if self._writer is None:
             return

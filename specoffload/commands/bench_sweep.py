@@ -9,9 +9,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from offload.errors import OffloadError
-from offload.times.context import DEFAULT_UBATCH
+from offload.times.context_memory import DEFAULT_UBATCH
 from specoffload import report
-from specoffload.bench.llama_bench import Row, RowWriter, row_of
+from specoffload.bench.llama_bench import JsonRow, RowWriter, row_of
 from specoffload.bench.load import warn_of_load
 from specoffload.bench.sweep import TimedTest
 from specoffload.commands.bench import on_some_device, row_conditions, with_bench_context
@@ -42,7 +42,7 @@ def bench_sweep(configs: Sequence[Config], tests: Sequence[TimedTest], own: Benc
         replace(with_bench_context(c, n_needed).without_drafts, device=first.device)
         for c in configs
     ]
-    if first.has_steps:
+    if first.spec.has_steps:
         report.note(
             "a sweep measures without drafts; bench without lists of values measures with them too"
         )
@@ -52,7 +52,7 @@ def bench_sweep(configs: Sequence[Config], tests: Sequence[TimedTest], own: Benc
     if own.output is None:
         report.line(_about(planned[0]))
     _write(own, writer.head)
-    rows: list[Row] = []
+    rows: list[JsonRow] = []
     with report.log_lines_held():  # a line between two rows would end a table in Markdown
         failed = _measure_all(configs, conditions, tests, own, writer, rows)
     _write(own, writer.foot)
@@ -68,7 +68,7 @@ def _measure_all(
     tests: Sequence[TimedTest],
     own: BenchOptions,
     writer: RowWriter,
-    rows: list[Row],
+    rows: list[JsonRow],
 ) -> OffloadError | None:
     """Add the rows of all configurations to `rows`. Returns the first error, if there was one."""
     failed = None
@@ -128,7 +128,7 @@ def _setting_words(config: Config) -> str:
 
 def _measured(
     config: Config, conditions: dict[str, Any], tests: Sequence[TimedTest], repetitions: int
-) -> Iterator[Row]:
+) -> Iterator[JsonRow]:
     """Open `config` once, and yield the row of each test. Raises OffloadError."""
     with Session(config, keeps_hits=False) as session:
         target = session.target

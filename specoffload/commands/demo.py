@@ -24,6 +24,7 @@ from rich.text import Text
 
 from offload.device import has_gpu
 from offload.engine import Engine
+from offload.notes import OnProgress
 from offload.times.min_batch import MinBatch
 from offload.trace.report import report as trace_report
 from offload.trace.trace import NO_TRACE, Trace
@@ -32,7 +33,7 @@ from specoffload.config.environment import Environment, read_host
 from specoffload.config.options import Options
 from specoffload.config.resolution import Config, resolve
 from specoffload.config.speculation import NO_DRAFTS
-from specoffload.generation.generation import GenerateOptions, OnProgress, Piece, ignore
+from specoffload.generation.generation import GenerateOptions, TextPiece, ignore
 from specoffload.generation.statistics import GenerationStats
 from specoffload.session.session import Session
 
@@ -58,7 +59,7 @@ class DemoWay:
     stats: GenerationStats | None = None  # None until the text has ended
     hidden: float | None = None  # share of the copies' time hidden by computing; None: not known
     identical: bool | None = None  # True if the text equals the first column's; None: not compared
-    pieces: Iterator[Piece] = field(default_factory=lambda: iter(()))
+    pieces: Iterator[TextPiece] = field(default_factory=lambda: iter(()))
 
     @property
     def done(self) -> bool:
@@ -84,7 +85,7 @@ class DemoWay:
         self.own_s += time.perf_counter() - began
         self._take(piece)
 
-    def _take(self, piece: Piece) -> None:
+    def _take(self, piece: TextPiece) -> None:
         self.text += piece.text
         self.n_tokens += len(piece.tokens)
         self.stats = piece.stats
@@ -280,9 +281,11 @@ def race(running: list[DemoWay]) -> Iterator[None]:
         min(waiting, key=lambda way: way.own_s).step()
     for way in running:
         assert way.session is not None
-        if not way.session.target.choice.on_gpu:  # not on a GPU, whose events time only submissions
-            found = trace_report(way.trace.events())
-            way.hidden = found.hidden_s / found.copy_s if found.copy_s else None
+        if (
+            not way.session.target.start.choice.on_gpu
+        ):  # not on a GPU, whose events time only submissions
+            traced = trace_report(way.trace.events())
+            way.hidden = traced.hidden_s / traced.copy_s if traced.copy_s else None
         if way is not running[0]:
             way.identical = way.text == running[0].text
 
@@ -301,9 +304,15 @@ def frame(running: Sequence[DemoWay]) -> report.Frame:
 
 def _heading(target: Engine) -> str:
     """A line for a screen of 80 columns on the device, the weights and the GPU memory."""
-    where = target.choice.description if target.choice.on_gpu else f"simulated GPU, {_LINK} link"
-    assert target.plan is not None
-    streamed, slots = (n / 2**20 for n in (target.plan.streamed_bytes, target.plan.slot_bytes))
+    where = (
+        target.start.choice.description
+        if target.start.choice.on_gpu
+        else f"simulated GPU, {_LINK} link"
+    )
+    assert target.opened.plan is not None
+    streamed, slots = (
+        n / 2**20 for n in (target.opened.plan.streamed_bytes, target.opened.plan.slot_bytes)
+    )
     return f"Demo pair, {where}: {streamed:.0f} MiB of weights, {slots:.0f} MiB of GPU memory"
 
 

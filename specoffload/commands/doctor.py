@@ -149,9 +149,13 @@ def machine_lines(topology: Topology) -> list[str]:
         if h.n_total
     ]
     locked = "unlimited" if soft == resource.RLIM_INFINITY else report.bytes_text(soft)
+    kinds = ""
+    if fast := topology.performance_cores:
+        cpus = format_list(tuple(cpu for core in fast for cpu in core.cpus))
+        kinds = f"{len(fast)} of them performance cores ({cpus}), "
     return [
         f"processors: {len(topology.cores)} cores, {len(topology.usable_cores)} usable by this"
-        f" process ({format_list(topology.allowed_cpus)}), "
+        f" process ({format_list(topology.allowed_cpus)}), {kinds}"
         + ("one memory node" if not topology.is_numa else f"{len(topology.nodes)} memory nodes"),
         f"memory: {report.bytes_text(memory.total)}, of which"
         f" {report.bytes_text(room.available_bytes)} are available (limited by {room.limited_by})",
@@ -167,18 +171,18 @@ def library_lines(folder: Path) -> tuple[list[str], tuple[str, ...]]:
     Also returns the lines on hardware that the build leaves unused.
     """
     from offload.device import devices
-    from offload.ggml.installed import built_for, device_complaint
+    from offload.ggml.installed import built_for, no_device_reason
     from offload.ggml.library import abi
     from offload.ggml.native_build import amx_verdict, missing_in_build
     from offload.ggml.threads import cpu_features
 
-    found = devices()  # loads the library, whose self-test raises
+    there = devices()  # loads the library, whose self-test raises
     features = ", ".join(name for name, value in cpu_features().items() if value == "1")
     lines = [
         f"library: llama-cpp-python {abi.PACKAGE_VERSION} for {built_for()}, self-test passed",
         f"CPU backend: {features}",
     ]
-    for device in found:
+    for device in there:
         line = f"device {device.name}: {device.description}"
         if device.on_gpu:  # ggml reports all RAM as free, and the line on memory tells what is
             free, total = device.device.memory_bytes()
@@ -188,8 +192,8 @@ def library_lines(folder: Path) -> tuple[list[str], tuple[str, ...]]:
     verdict = amx_verdict(folder)
     if verdict is not None:
         lines.append(verdict.sentence or "AMX: a product of two tokens is right")
-    has_gpu = any(device.on_gpu for device in found)
-    unsuited = (device_complaint(device.name) for device in found if device.on_gpu)
+    has_gpu = any(device.on_gpu for device in there)
+    unsuited = (no_device_reason(device.name) for device in there if device.on_gpu)
     not_used = (*filter(None, unsuited), *missing_in_build(has_gpu=has_gpu))
     lines += not_used
     if not has_gpu:
@@ -258,10 +262,10 @@ class KeptModel:
         days = age(self.measured_on, today)
         ago = days if days == TODAY else f"{days} ago"
         times = plural(self.n_sizes, "decode time")
-        found = f"speeds of {self.model}: {times} of {self.measured_on} ({ago})"
+        words = f"speeds of {self.model}: {times} of {self.measured_on} ({ago})"
         if self.why_not:
-            return f"{found}; the next start measures anew, since {self.why_not}"
-        return f"{found}, on this machine as it is now"
+            return f"{words}; the next start measures anew, since {self.why_not}"
+        return f"{words}, on this machine as it is now"
 
 
 def kept_models(
@@ -271,19 +275,19 @@ def kept_models(
 
     `names` are those of models that are not called after their file, by their hashes.
     """
-    found = []
+    summaries = []
     for path in sorted(folder.glob("*-*.json")) if is_folder(folder) else ():
         name = path.stem.rpartition("-")[0]
-        kept, complaint = read_file(path)
+        kept, reason = read_file(path)
         if (
-            kept is None and complaint and ": format: " not in complaint
+            kept is None and reason and ": format: " not in reason
         ):  # no report on files of other versions
-            found.append(KeptModel(name, why_not=complaint))
+            summaries.append(KeptModel(name, why_not=reason))
         elif kept is not None and kept.model:
             not_used = refused(drop_absurd(kept))
             summary, run = _against(names.get(kept.model, name), kept, now)
-            found.append(replace(summary, measurements=[*of_model(kept, run), *not_used]))
-    return found
+            summaries.append(replace(summary, measurements=[*of_model(kept, run), *not_used]))
+    return summaries
 
 
 def _against(name: str, kept: Kept, now: MachineNow) -> tuple[KeptModel, KeptRun | None]:
@@ -295,7 +299,7 @@ def _against(name: str, kept: Kept, now: MachineNow) -> tuple[KeptModel, KeptRun
         why = "uses of experts are counted, no speed is measured yet"
         return KeptModel(name, why_not=why), None
     reasons = [(run, _difference(kept.machine, run, now)) for run in reversed(kept.runs)]
-    run, why_not = next((found for found in reasons if not found[1]), reasons[0])
+    run, why_not = next((pair for pair in reasons if not pair[1]), reasons[0])
     n_sizes = sum(len(run.table.measured(way)) for way in run.table.ways)
     return KeptModel(name, run.date, n_sizes, why_not), run
 

@@ -34,14 +34,14 @@ def show_models(
     """
     hub = models_folder()
     if folder is not None:
-        found = models_below(folder)
+        listed = models_below(folder)
     else:
         for cache in (hub, environment.llama_cache, *environment.ollama_folders):
             if unreadable(cache):
                 report.note(f"{cache} is left out: this user may not read it (HOME, HF_HOME)")
-        found = cached_models(hub, environment.llama_cache, environment.ollama_folders)
+        listed = cached_models(hub, environment.llama_cache, environment.ollama_folders)
     rows = []
-    for model in found:
+    for model in listed:
         report.line(model.name)  # before its plan, which takes seconds
         row = describe(model, config_for)
         about = (report.bytes_text(row["size_bytes"]), row["architecture"], row["quantisation"])
@@ -68,7 +68,7 @@ def describe(model: CachedModel, config_for: Callable[[Path], Config]) -> dict[s
             "architecture": facts.architecture,
             "quantisation": type_name(facts.header.metadata),
         }
-        _, planned = planned_with_context(config_for(model.path), PlanOptions())
+        planned = planned_with_context(config_for(model.path), PlanOptions())
     except (OffloadError, NumaError) as e:
         return row | {"here": str(e).removeprefix(f"{model.path}: ")}
     available = room_now().available_bytes

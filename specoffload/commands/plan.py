@@ -18,10 +18,11 @@ from specoffload import report
 from specoffload.commands.plan_lines import Others
 from specoffload.commands.plan_screen import show_plan, streamed_layers
 from specoffload.config.options import PlanOptions, ServeOptions
-from specoffload.config.resolution import Config
+from specoffload.config.resolution import Config, usual_parallel
+from specoffload.opening.cards import CardCount, card_counts, layers_and_slots
 from specoffload.opening.context_size import ContextCost, planned_contexts, planner_of
 from specoffload.opening.flag_costs import flag_cost
-from specoffload.opening.planning import Planned
+from specoffload.opening.planning import Planned, PlannedDevice
 
 
 def plan_config(
@@ -30,23 +31,30 @@ def plan_config(
     start: Sequence[str] = (),
     *,
     cache_ram_mib: int = ServeOptions.cache_ram_mib,
+    parallel: int | None = None,
     details: bool = False,
 ) -> None:
     """Print the plan of a command line that `serve` would take, without opening anything.
 
     `start` are the arguments of `specoffload` that begin what is planned; (): the model alone.
-    `cache_ram_mib` is the value of --cache-ram. With `details`, all reasons are printed, too.
-    Raises BadModel or DoesNotFit.
+    `cache_ram_mib` and `parallel` are the values of --cache-ram and --parallel. With `details`, all
+    reasons are printed, too. Raises BadModel or DoesNotFit.
     """
-    config, planner = planner_of(config, own)
-    config, planned, contexts = planned_contexts(config, planner)
-    cost = flag_cost(config, planner)
+    planner = planner_of(config, own)
+    planned, contexts = planned_contexts(config, planner)
+    cost = flag_cost(config, planner, planned.context.n_ctx)
     begin = start or ("serve", str(config.model))
-    show_plan(planned, contexts, begin, cost, cache_ram_mib=cache_ram_mib, details=details)
+    cards = card_counts(planner, planned)
+    idle = planned.idle_cost(parallel or usual_parallel(planned.context.n_ctx))
+    show_plan(
+        planned, contexts, begin, cost, cards, idle, cache_ram_mib=cache_ram_mib, details=details
+    )
     report.data(
         as_dict(planned, Others(cache_ram_mib))
         | {
+            "idle_slots": idle and asdict(idle),
             "contexts": [_context(its) for its in contexts.costs],
+            "cards": [_cards(its) for its in cards],
             "slow_flags": cost
             and {"flags": list(cost.flags), "expected_without": _speeds(cost.planned)},
         }
@@ -63,10 +71,10 @@ def as_dict(planned: Planned, others: Others = DEFAULT_OTHERS) -> dict[str, Any]
     """
     plan, facts, request, room = planned.plan, planned.facts, planned.request, planned.room
     layout = planned.layout
-    assert layout is not None
     return {
         "model": facts.path.name,
         "architecture": facts.architecture,
+        "kv_overrides": {override.key: override.value for override in facts.overrides},
         "ctx_size": planned.context.n_ctx,
         "ubatch": plan.n_ubatch,
         **_of_device(planned),
@@ -75,10 +83,10 @@ def as_dict(planned: Planned, others: Others = DEFAULT_OTHERS) -> dict[str, Any]
                 "name": part.name,
                 "layers": [part.facts.layers.start, part.facts.layers.stop - 1],
                 "link_bytes_per_s": part.machine.link_bytes_per_s,
-                **_found(its),
-                **_of_device(part),
+                **_found(part.its),
+                **_of_device(part if planned.is_divided else planned),
             }
-            for part, its in zip(planned.parts or (planned,), layout.division.parts, strict=True)
+            for part in planned.parts
         ],
         "layout": _layout(layout),
         "expected": _speeds(planned),
@@ -120,6 +128,15 @@ def _context(cost: ContextCost) -> dict[str, Any]:
     return {"ctx_size": cost.n_ctx, "fits": True} | {key: planned.expected[key] for key in keys}
 
 
+def _cards(count: CardCount) -> dict[str, Any]:
+    planned = count.planned
+    if planned is None:
+        return {"n_cards": count.n_cards, "fits": False}
+    n_layers, n_slots = layers_and_slots(planned)
+    found = {"n_cards": count.n_cards, "fits": True, "layers": n_layers, "slots": n_slots}
+    return found | {key: planned.expected[key] for key in ("prefill_tps", "decode_tps")}
+
+
 def _layout(layout: Layout) -> dict[str, Any]:
     """The choices of a start that are not those of one device."""
     limits, least = layout.experts, layout.min_batch
@@ -130,7 +147,7 @@ def _layout(layout: Layout) -> dict[str, Any]:
         "min_batch": asdict(least) | {"swapped": sorted(least.swapped)},
         "draft_device": layout.draft_on,
         "loads_mtp": layout.loads_mtp,
-        "why_not_mtp": layout.row_complaint,
+        "why_not_mtp": layout.no_rows_reason,
         "splits": layout.splits,
         "repack": layout.repack,
         "limits": limits
@@ -170,7 +187,7 @@ def _found(its: DevicePlan) -> dict[str, Any]:
     }
 
 
-def _of_device(planned: Planned) -> dict[str, Any]:
+def _of_device(planned: Planned | PlannedDevice) -> dict[str, Any]:
     """Return the contents of a device's memory, or of all devices' together, for JSON."""
     plan, request = planned.plan, planned.request
     return {
@@ -237,9 +254,9 @@ def _cache(planned: Planned) -> dict[str, Any] | None:
     computes all. Several devices have a number each, of which this is the least.
     """
     layout = planned.layout
-    if layout is None or not layout.cache_why:
+    if not layout.cache_why:
         return None
-    batches = [part.plan.attention_batch for part in planned.parts or (planned,)]
+    batches = [part.plan.attention_batch for part in planned.parts]
     return {
         "size_bytes": planned.memory.host_kv_bytes,
         "attention_batch": min((n for n in batches if n is not None), default=None),
@@ -286,6 +303,6 @@ def _tables(planned: Planned) -> dict[str, Any] | None:
         "size_bytes": tables.size_bytes,
         "bytes_per_token": tables.bytes_per_token,
         "on_disk": tables.on_disk,
-        "why": tables.why,
+        "why": tables.reason,
         "disk_s_per_token": planned.table_token_s,
     }

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from offload.kv_overrides import override_flags
 from offload.plan.llama_cpp import CPU_SHARE_BUILD, LlamaSpeeds
 from offload.plan.placement import workload_of
 from offload.units import rate_words, size_words
@@ -142,17 +143,25 @@ def _answer_words(planned: Planned) -> str:
         prompts, answers = end.in_words
         words.append(f"{answers} with --plan-for decode (prompts {prompts})")
     llama = planned.llama
-    return ", ".join(words) + ("" if llama is None else f"; llama.cpp {_llama_answers(llama)}")
+    return ", ".join(words) + (
+        ""
+        if llama is None
+        else f"; llama.cpp {_llama_answers(llama, planned.expected['decode_tps'])}"
+    )
 
 
 # -- beside llama.cpp ------------------------------------------------------------------------------
 
 
-def _llama_answers(llama: LlamaSpeeds) -> str:
+def _llama_answers(llama: LlamaSpeeds, best_tps: float) -> str:
+    """Return llama.cpp's speeds, and those of forks that copy every miss if above `best_tps`."""
     words = f"{rounded(llama.decode_tps)} with {llama.flags}"
     if llama.cache_decode_tps is None:
         return words
-    return f"{words}, {speed_range(*llama.cache_decode_tps)} with its cache"
+    words += f", {speed_range(*llama.cache_decode_tps)} with its cache"
+    if llama.read_decode_tps is None or max(llama.read_decode_tps) <= best_tps:
+        return words
+    return f"{words}, {speed_range(*llama.read_decode_tps)} in forks whose GPU copies every miss"
 
 
 def _cache_is_faster(llama: LlamaSpeeds) -> bool:
@@ -195,7 +204,7 @@ def _not_compared_words(planned: Planned) -> str:
         return (
             "llama.cpp is not modelled: it reads through mmap what RAM does not hold (docs/disk.md)"
         )
-    what = "several devices" if planned.parts else "this layout"
+    what = "several devices" if planned.is_divided else "this layout"
     return (
         f"llama.cpp is not modelled for {what}; measure it: "
         "specoffload bench MODEL --vs llama-server=PATH"
@@ -206,6 +215,7 @@ def _llama_command(planned: Planned) -> str:
     """llama.cpp's command with the flags of its fastest answers, as far as these are known."""
     path, llama = planned.facts.path, planned.llama
     words = ["llama-server", "-m", str(path), "-c", str(planned.context.n_ctx)]
+    words += override_flags(planned.facts.overrides)
     if llama is None:
         return shlex.join(words)
     flags = llama.cache_flags if _cache_is_faster(llama) else llama.flags

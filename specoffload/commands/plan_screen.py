@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from offload.model import is_experts, layer_of
-from offload.plan.host_tables import HostTables
 from offload.plan.placement import Plan
+from offload.plan.tables import HostTables
 from offload.times.hits import expected_hits
 from offload.times.min_batch import NEVER
 from offload.times.table import PAYS, CostTable, Way
@@ -18,9 +18,10 @@ from specoffload import report
 from specoffload.commands.plan_lines import context_lines, first_lines
 from specoffload.config.hardware import PRESETS, hardware_of
 from specoffload.config.options import ServeOptions
+from specoffload.opening.cards import CardCount, layers_and_slots
 from specoffload.opening.context_size import Contexts
 from specoffload.opening.flag_costs import FlagCost
-from specoffload.opening.planning import ACCEPTED, Planned
+from specoffload.opening.planning import ACCEPTED, IdleCost, Planned, PlannedDevice
 from specoffload.opening.speeds import mtp_speed, prompt_words, rounded, speed_words
 
 _GIB = 1 << 30
@@ -36,6 +37,8 @@ def show_plan(
     contexts: Contexts,
     start: Sequence[str],
     cost: FlagCost | None = None,
+    cards: Sequence[CardCount] = (),
+    idle: IdleCost | None = None,
     *,
     cache_ram_mib: int = ServeOptions.cache_ram_mib,
     details: bool,
@@ -43,8 +46,9 @@ def show_plan(
     """Print the plan. `contexts`: what other contexts cost, if the context was chosen.
 
     `cache_ram_mib` is the value of --cache-ram. `cost` has the given flags without which the
-    machine would be faster. `start` are the arguments of the command to start. With `details`, all
-    reasons are printed, too.
+    machine would be faster. `cards` are plans with other numbers of GPUs. `idle` is
+    the cost of idle conversations. `start` are the arguments
+    of the command to start. With `details`, all reasons are printed, too.
     """
     report.named(first_lines(planned, start, cache_ram_mib))
     if cost is not None:
@@ -63,15 +67,32 @@ def show_plan(
         )
     if contexts.costs:
         _show_contexts(planned, contexts)
+    if idle is not None:
+        report.paragraph(_idle_words(idle))
     _show_memory(planned, details=details)
     if planned.plan.streamed:
         _show_batches(planned)
-    for words in planned.complaints:
+    if any(count.planned is None or count.planned.plan.streamed for count in cards):
+        _show_cards(planned, cards)
+    for words in planned.reasons:
         report.paragraph(words)
     if details:
         _show_rest(planned)
     else:
         report.paragraph("Reasons, rates and the times of each way: -v")
+
+
+def _idle_words(cost: IdleCost) -> str:
+    """Return a sentence on what the conversations of other slots cost a request."""
+    many = cost.n_slots > 1
+    others = f"{cost.n_slots} idle conversations" if many else "an idle conversation"
+    return (
+        f"With -np {cost.n_slots + 1}, {others} with {cost.n_cells:,} cells of a full context "
+        f"would add {_duration(cost.decode_s)} to each token of a request and "
+        f"{_duration(cost.prompt_s)} to a prompt of {cost.n_prompt:,} tokens (estimate). They move "
+        f"to RAM before they have cost more than that takes: {_duration(cost.move_s)} out and back "
+        f"for {size_words(cost.size_bytes)} (--cache-idle-slots)"
+    )
 
 
 def _duration(seconds: float) -> str:
@@ -92,9 +113,27 @@ def _show_contexts(planned: Planned, contexts: Contexts) -> None:
         rows.append((f"{cost.n_ctx:,}{mark}", *cells))
     heads = ("context", "prompts, tokens/s", "answers", "at its end")
     report.table("What a context costs (--ctx-size; * is chosen)", heads, rows)
-    report.paragraph(contexts.why)
+    report.paragraph(contexts.reason)
     for words in context_lines(planned, contexts):
         report.paragraph(words)
+
+
+def _show_cards(planned: Planned, cards: Sequence[CardCount]) -> None:
+    rows = []
+    for count in cards:
+        its = count.planned
+        cells = ("does not fit", "", "", "")
+        if its is not None:
+            n_layers, n_slots = layers_and_slots(its)
+            cells = (f"{n_layers}", f"{n_slots:,}", prompt_words(its), speed_words(its))
+        rows.append((f"{count.n_cards}{' *' * (its is planned)}", *cells))
+    heads = ("GPUs", "whole layers", "slots", "prompts, tokens/s", "answers")
+    report.table("What a GPU more brings (estimate; * is this plan)", heads, rows)
+    report.paragraph(
+        "Each GPU computes whole layers. So a further one, like the last and with a link of its "
+        "own, brings memory for layers and slots. llama.cpp's split modes tensor and graph divide "
+        "layers: docs/devices.md"
+    )
 
 
 def _show_memory(planned: Planned, *, details: bool) -> None:
@@ -104,7 +143,7 @@ def _show_memory(planned: Planned, *, details: bool) -> None:
         layers = ("weights of layers", size_words(plan.streamed_bytes), "")
         report.table("RAM", ("", "size", ""), [layers, *rows])
         return
-    if planned.parts:
+    if planned.is_divided:
         _show_devices(planned.parts)
     else:
         used = [
@@ -121,12 +160,12 @@ def _show_memory(planned: Planned, *, details: bool) -> None:
             report.line(f"KV cache and buffers: {size} of RAM, where the simulated device computes")
     if projector_bytes := planned.request.host_projector_bytes:
         report.line(f"projector of images: {size_words(projector_bytes)} of RAM (estimated)")
-    if planned.layout is not None and planned.layout.cache_words:
+    if planned.layout.cache_words:
         report.paragraph(planned.layout.cache_words)
     if plan.streamed:
         place = "in RAM" if planned.disk is None else "not on the GPU"
         report.line(f"weights {place}: {size_words(plan.streamed_bytes)}")
-        if not planned.parts and plan.n_lent:
+        if not planned.is_divided and plan.n_lent:
             experts = report.plural(plan.n_lent, "more expert")
             report.line(f"between prompts, the compute buffers cache {experts}")
         if details and plan.working.host_bytes:
@@ -137,8 +176,8 @@ def _show_memory(planned: Planned, *, details: bool) -> None:
             )
 
 
-def _uses(planned: Planned) -> list[tuple[str, int, str]]:
-    """Return (use, bytes, remark) for each use of a device's memory, and for the free rest."""
+def _uses(planned: Planned | PlannedDevice) -> list[tuple[str, int, str]]:
+    """Return (use, bytes, note) for each use of a device's memory, and for the free rest."""
     plan, memory, request = planned.plan, planned.memory, planned.request
     weights = ("other weights" if planned.on_cpu else "weights", plan.resident_bytes, "")
     rows = [
@@ -158,7 +197,7 @@ def _uses(planned: Planned) -> list[tuple[str, int, str]]:
         ("projector of images", request.projector_bytes, "its file and buffers (estimated)"),
         *_mtp_rows(plan),
     ]
-    if planned.is_simulated:
+    if isinstance(planned, Planned) and planned.is_simulated:
         rows = _mtp_rows(plan)[:1]
     rows = [
         weights,
@@ -179,7 +218,7 @@ def _uses(planned: Planned) -> list[tuple[str, int, str]]:
     return [*rows, ("free", planned.vram_bytes - plan.used_bytes, "")]
 
 
-def _show_devices(parts: Sequence[Planned]) -> None:
+def _show_devices(parts: Sequence[PlannedDevice]) -> None:
     """Print a table with a column for each device."""
     uses = [{name: size for name, size, _ in _uses(part)} for part in parts]
     names = [name for name in dict.fromkeys(n for use in uses for n in use) if name != "free"]
@@ -278,7 +317,7 @@ def _show_batches(planned: Planned) -> None:
         rows.append((run.sizes, PLACES[run.way], times, counts))
     title = "Batches (estimate; a start measures them)"
     heads = ["tokens", "computed by", "a decode takes", "slots + link + CPU"]
-    n_heads = 3 if planned.parts or not planned.facts.n_experts else 4
+    n_heads = 3 if planned.is_divided or not planned.facts.n_experts else 4
     report.table(title, heads[:n_heads], [row[:n_heads] for row in rows])
     if any("\n" in row[2] for row in rows):
         report.line("first line: the smallest batch of the row; second line: the largest")
@@ -379,10 +418,12 @@ def _show_rest(planned: Planned) -> None:
         )
     links = " and ".join(
         f"{p.machine.link_bytes_per_s / 1e9:.3g}"
-        for p in planned.parts or (planned,)
+        for p in planned.parts
         if not (p.is_remote or p.on_cpu)
     )
-    to_gpu = f"{links} GB/s from RAM to the GPU{'s' if planned.parts else ''} and " if links else ""
+    to_gpu = (
+        f"{links} GB/s from RAM to the GPU{'s' if planned.is_divided else ''} and " if links else ""
+    )
     ram = f"{planned.request.machine.ram_bytes_per_s / 1e9:.3g} GB/s of RAM"
     flags = "--ram SIZE,RATE" if planned.on_cpu else "--link, --ram"
     report.line(f"with {to_gpu}{ram} ({flags})")

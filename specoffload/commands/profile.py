@@ -7,9 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from offload.model_file import read_facts
 from offload.times.steadiness import is_steady
-from offload.times.table import CostTable, Entry, Way
+from offload.times.table import CostTable, DecodeTime, Way
 from specdec.costs.calibration import Calibration
 from specdec.costs.plot import MOST_RUNS, plot_profiles, plot_reliability
 from specdec.costs.profile import CostProfile
@@ -23,7 +22,9 @@ from specoffload.config.options import ProfileOptions
 from specoffload.config.resolution import Config
 from specoffload.config.speculation import NO_DRAFTS, SpecConfig
 from specoffload.errors import UsageError
-from specoffload.kept import Kept, KeptFile
+from specoffload.kept import Kept, KeptFile, today
+from specoffload.opening.header import target_facts
+from specoffload.opening.translation import translation
 from specoffload.session.session import Session
 from specoffload.session.startup_lines import show_always_shown
 from specoffload.speculation.draft_prices import curve_as_prices
@@ -44,6 +45,7 @@ def measuring_config(config: Config) -> Config:
     spec = config.spec
     quiet = SpecConfig(
         no_drafts,
+        spec.draft,
         profile_dir=spec.profile_dir,
         measure_s=spec.measure_s,
         of_draft=spec.of_draft,
@@ -67,7 +69,7 @@ def profile_config(config: Config, own: ProfileOptions) -> None:
         costs = load(own.import_from, "--import")
         how = f", {costs.title}" if costs.title else ""
         report.note(f"imported {own.import_from}: {costs.n_max} batch sizes{how}")
-        facts = read_facts(config.model)
+        facts = target_facts(config)
         for words in curve_as_prices(costs, facts.n_experts, facts.n_experts_used, "--import")[1]:
             report.note(words)
         report.note(_keep_imported(config, format_batch_costs(costs)))
@@ -83,8 +85,8 @@ def profile_config(config: Config, own: ProfileOptions) -> None:
             show_always_shown(session.notes)
             for note in session.costs.notes:
                 report.note(note)
-            quality = _quality(session, costs)
-    _show(costs, table, steps_s)
+            quality = quality_of(session, costs)
+    show_costs(costs, table, steps_s)
     if quality is not None:
         show_quality(quality, costs)
     if own.export_to is not None:
@@ -109,15 +111,21 @@ def profile_config(config: Config, own: ProfileOptions) -> None:
     )
 
 
-def _quality(session: Session, costs: CostProfile) -> DraftQuality | None:
-    """How good the session's draft model is, or None without one that can be compared."""
-    draft, spec = session.draft, session.config.spec
+def quality_of(
+    session: Session, costs: CostProfile, own_prompts: Sequence[Sequence[int]] = ()
+) -> DraftQuality | None:
+    """How good the session's draft model is, or None without one.
+
+    The texts begin with `own_prompts`, or with the embedded ones if there are none.
+    """
+    draft, spec = session.draft, session.choices.spec
     if draft is None:
         return None
-    if spec.options.replacements is not None:
-        report.note("how well the draft guesses: not measured, because its vocabulary is another")
-        return None
-    return measured_quality(session.target, draft, costs)
+    target, pairs, translate = session.target, spec.options.replacements, None
+    if pairs is not None:
+        only_appends = not draft.sequences.can_rewind
+        translate = translation(target, draft, pairs, only_appends=only_appends)
+    return measured_quality(target, draft, costs, own_prompts, translate)
 
 
 def _keep_imported(config: Config, costs: str) -> str:
@@ -125,10 +133,10 @@ def _keep_imported(config: Config, costs: str) -> str:
     folder = config.spec.kept_folder
     if folder is None:
         return "T(n) is not kept for later sessions (SPECOFFLOAD_WITHOUT=profile)"
-    kept = KeptFile(folder, read_facts(config.model))
+    kept = KeptFile(folder, target_facts(config))
 
     def change(kept: Kept) -> None:
-        kept.batch_costs = costs
+        kept.batch_costs, kept.batch_costs_date = costs, today()
 
     return kept.update(change) or (
         f"later sessions of {config.model.name} price drafts by it, until `specoffload profile` or "
@@ -141,12 +149,12 @@ def forget_imported(config: Config) -> None:
     folder = config.spec.kept_folder
     if folder is None or not KeptFile.may_exist(folder, config.model):
         return
-    file = KeptFile(folder, read_facts(config.model))
+    file = KeptFile(folder, target_facts(config))
     if not file.load()[0].batch_costs:
         return
 
     def change(kept: Kept) -> None:
-        kept.batch_costs = ""
+        kept.batch_costs = kept.batch_costs_date = ""
 
     report.note(file.update(change) or "T(n) that was imported is no longer used")
 
@@ -159,7 +167,7 @@ def ways_as_data(table: CostTable) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def _time_words(entry: Entry) -> str:
+def _time_words(entry: DecodeTime) -> str:
     """Milliseconds, their spread if the size was timed several times, and the number of timings."""
     if entry.n_timed > 1 and not is_steady(entry.spread):
         return f"no steady time ({entry.n_timed})"
@@ -196,7 +204,8 @@ def show_table(table: CostTable) -> None:
         report.line("* fastest at this n")
 
 
-def _show(costs: CostProfile, table: CostTable, steps_s: Mapping[str, float]) -> None:
+def show_costs(costs: CostProfile, table: CostTable, steps_s: Mapping[str, float]) -> None:
+    """Print T(n), and the time of a step of each drafter that is timed."""
     show_table(table)
     if not table.ways:
         unit = 1.0 if costs.relative else 1e3

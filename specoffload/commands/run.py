@@ -15,8 +15,9 @@ from specoffload.chat.conversation import Message
 from specoffload.config.options import ChatOptions, RunOptions
 from specoffload.config.resolution import Config
 from specoffload.errors import UsageError
-from specoffload.generation.generation import GenerateOptions, Piece
+from specoffload.generation.generation import GenerateOptions, TextPiece
 from specoffload.models.names import may_name_model
+from specoffload.opening.header import target_facts
 from specoffload.session.session import Session
 from specoffload.terminal.chat import limit_words
 from specoffload.terminal.command import answer_text, as_data, opened, say_how_it_went, with_bar
@@ -102,9 +103,8 @@ def run_prompt(
     because answers end by themselves. Errors of the model file are raised before
     errors of the prompt.
     """
-    from offload.model_file import read_facts
 
-    read_facts(config.model)
+    target_facts(config)
     prompt = prompt_text()
     limited = replace(sampling, n_predict=own.n_predict)
     with opened(config) as session:
@@ -152,9 +152,11 @@ def _keep_prompt(session: Session, file: Path, n_tokens: int | None) -> None:
         raise UsageError(f"--prompt-cache {file}: cannot be written ({e.strerror or e})") from e
 
 
-def _continue(session: Session, prompt: str, options: GenerateOptions, *, has_limit: bool) -> Piece:
+def _continue(
+    session: Session, prompt: str, options: GenerateOptions, *, has_limit: bool
+) -> TextPiece:
     n_prompt = len(session.tokenize(prompt, add_special=True, parse_special=True))
-    text, last = "", Piece("")
+    text, last = "", TextPiece("")
     if report.console().is_terminal:
         report.text(prompt)
     with report.log_lines_held():

@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, NamedTuple
 
+from offload.notes import OnProgress
 from specoffload import report
 from specoffload.chat.conversation import ChatSettings
 from specoffload.config.options import ServeOptions
 from specoffload.config.resolution import DEMO_WORDS, Config
 from specoffload.errors import KNOWN
-from specoffload.generation.generation import GenerateOptions, OnProgress, ignore
+from specoffload.generation.generation import GenerateOptions, ignore
 from specoffload.server.log import LogSettings, ServerLog
 from specoffload.server.run import serve
 from specoffload.server.unwaited import never_wait_for_output
@@ -69,7 +70,7 @@ def serve_config(
     settings = LogSettings(serving.log_file, serving.log_timestamps, serving.log_prefix)
     log = ServerLog(settings)
     log.follow_warnings()
-    for words in (*config.remarks, *((DEMO_WORDS,) if config.is_demo else ())):
+    for words in (*config.notes, *((DEMO_WORDS,) if config.is_demo else ())):
         log.note(words)
     factory = functools.partial(
         open_session, config, report.is_verbose(), report.library_log_level(), settings

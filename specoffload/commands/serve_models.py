@@ -10,11 +10,11 @@ from pathlib import Path
 from offload.errors import DeviceFailed
 from specoffload import report
 from specoffload.commands.serve import ServedAs, open_session
-from specoffload.config.command_line import CommandLine, Given, read_command_line
+from specoffload.config.command_line import CommandLine, Given, OptionField, read_command_line
 from specoffload.config.environment import Environment
 from specoffload.config.flag import HIDDEN
 from specoffload.config.options import Options, ServeOptions
-from specoffload.config.presets import EVERY, UNNAMED, Preset, read_preset_file, remarks_on
+from specoffload.config.presets import EVERY, UNNAMED, Preset, notes_on, read_preset_file
 from specoffload.config.resolution import Config
 from specoffload.errors import KNOWN, UsageError
 from specoffload.models.folder import models_of
@@ -23,15 +23,14 @@ from specoffload.server.engine.supervisor import stamp_of
 from specoffload.server.log import LogSettings, ServerLog
 from specoffload.server.router.model import DEFAULT_STOP_TIMEOUT_S, Entry
 from specoffload.server.router.planning import check_one, limited, plan_all
-from specoffload.server.router.sharing import Share, Sharing, share
-from specoffload.server.run import ModelParts, serve_models
+from specoffload.server.router.run import ModelParts, serve_models
+from specoffload.server.router.sharing import Share, SharedBytes, share
 from specoffload.server.unwaited import never_wait_for_output
 from specoffload.slots.prompt_shelf import PromptShelf
 
 _MODEL, _REPO, _ALIAS = (Options, "model"), (Options, "hf_repo"), (Options, "alias")
 _DRAFT, _PROJECTOR = (Options, "draft"), (Options, "mmproj")
 _MODELS = (ServeOptions, "models")
-_Place = tuple[type, str]
 
 
 def serve_several(line: CommandLine, served_as: Callable[..., ServedAs]) -> None:
@@ -65,7 +64,7 @@ def serve_several(line: CommandLine, served_as: Callable[..., ServedAs]) -> None
     def parts_of(entry: Entry, share: Share | None, shelf: PromptShelf | None) -> ModelParts:
         served = served_as(_line(entry))
         config = served.config
-        for words in config.remarks:
+        for words in config.notes:
             log.note(f"{entry.name}: {words}")
         if share is not None:
             config, told = _with_share(config, share)
@@ -81,7 +80,7 @@ def serve_several(line: CommandLine, served_as: Callable[..., ServedAs]) -> None
         workers = config.remote.workers if config.uses_workers else ()
         return ModelParts(factory, served.chat, served.defaults, workers)
 
-    def plan(entries: Sequence[Entry]) -> Sharing:
+    def plan(entries: Sequence[Entry]) -> SharedBytes:
         configs = {}
         for entry in entries:
             try:
@@ -89,7 +88,7 @@ def serve_several(line: CommandLine, served_as: Callable[..., ServedAs]) -> None
             except KNOWN as e:  # its start will say it again
                 log.note(f"{entry.name} has no plan: {e}")
         planned = plan_all(configs)
-        for words in planned.complaints:
+        for words in planned.reasons:
             log.note(words)
         mib = serving.cache_ram_mib
         shelf_bytes = planned.room.host_bytes if mib < 0 else mib << 20
@@ -104,7 +103,9 @@ def serve_several(line: CommandLine, served_as: Callable[..., ServedAs]) -> None
 
     def check(entry: Entry) -> None:
         config = served_as(_line(entry)).config
-        stamps = [stamp_of(file) for file in (config.model, config.draft, config.mmproj) if file]
+        stamps = [
+            stamp_of(file) for file in (config.model, config.spec.draft, config.mmproj) if file
+        ]
         if whole.get(entry.name) == (entry, stamps):
             return
         problem = check_one(config)
@@ -165,8 +166,8 @@ class _Catalogue:
         presets: Mapping[str, Preset] = {}
         if serving.models_preset is not None:
             presets = read_preset_file(serving.models_preset)
-        self.idle = remarks_on(presets)
-        places: dict[str, dict[_Place, Given]] = {}
+        self.idle = notes_on(presets)
+        places: dict[str, dict[OptionField, Given]] = {}
         sources: dict[str, str] = {}
         owners: dict[str, str] = {}  # names of models by aliases that their folders give
         for path in serving.models:
@@ -180,16 +181,16 @@ class _Catalogue:
             self.idle += [
                 f"--models-dir leaves out {file}: {why}" for file, why in listed.left_out.items()
             ]
-            for found in listed.models:
-                if found.name in places:
-                    raise UsageError(f"model '{found.name}' appears multiple times")
-                for alias in found.aliases:
-                    owners[alias] = found.name
-                places[found.name] = {_MODEL: Given(found.model, "--models-dir")}
-                for place, file in ((_DRAFT, found.draft), (_PROJECTOR, found.projector)):
+            for model in listed.models:
+                if model.name in places:
+                    raise UsageError(f"model '{model.name}' appears multiple times")
+                for alias in model.aliases:
+                    owners[alias] = model.name
+                places[model.name] = {_MODEL: Given(model.model, "--models-dir")}
+                for place, file in ((_DRAFT, model.draft), (_PROJECTOR, model.projector)):
                     if file is not None:
-                        places[found.name][place] = Given(file, "--models-dir")
-                sources[found.name] = "models_dir"
+                        places[model.name][place] = Given(file, "--models-dir")
+                sources[model.name] = "models_dir"
         presets = _by_names(presets, owners)
         for name in presets:
             if name != EVERY:
@@ -225,7 +226,7 @@ def _name_of(path: Path) -> str:
 
 
 def _line_of(
-    line: CommandLine, name: str, own: Mapping[_Place, Given], preset: Preset
+    line: CommandLine, name: str, own: Mapping[OptionField, Given], preset: Preset
 ) -> CommandLine:
     """Return the command line of a model's own server.
 
@@ -257,7 +258,7 @@ def _line_of(
     return replace(
         line,
         given=given,
-        remarks=(*line.remarks, *read.remarks),
+        notes=(*line.notes, *read.notes),
         ignored=(*line.ignored, *read.ignored, *left_out),
         words=preset.words,
     )

@@ -17,24 +17,25 @@ from statistics import median
 from numa.errors import NumaError, PlacementRefused
 from numa.machine import read_topology
 from numa.place import Candidate
-from numa.threads import plan_threads
+from numa.threads import EVERYWHERE, Processors, plan_threads, processors_for
 from numa.topology import Topology
 from numa.tune import TuneResult, search
 from offload.engine import Engine
 from offload.errors import DoesNotFit
 from offload.measuring import decode_s, streamed_kinds
-from offload.model_file import read_facts
 from offload.threads.numa_plan import make_numa_plan
 from offload.times.steadiness import is_steady
 from offload.times.table import entry_of, ranges
 from specoffload import report
 from specoffload.bench.load import Load, Watch, warn_of_load
 from specoffload.commands.profile import forget_imported, measuring_config, show_table
-from specoffload.commands.tune_ubatch import Row, tuned_ubatch
+from specoffload.commands.tune_ubatch import UbatchRow, tuned_ubatch
+from specoffload.config.processors import FIELDS
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import SpecConfig
 from specoffload.kept import KeptFile, today
 from specoffload.kept_machine import load_tuned, save_tuned
+from specoffload.opening.header import target_facts
 from specoffload.session.session import SEQUENCE, Session
 from specoffload.session.startup_lines import show_always_shown
 from specoffload.speculation.costs import Thorough
@@ -44,7 +45,7 @@ _REPEATS = 7
 _MOST_ROUNDS = 3  # of _REPEATS decodes, until their times are steady
 _N_LEAST = 4  # least timings of each batch size
 _SEARCHES = 0.3  # share of the time that is left for a search before the batch costs
-_THREAD_FLAGS = ("threads", "threads_batch", "numa")
+_THREAD_FLAGS = ("threads", "threads_batch", "numa", *FIELDS)
 
 
 def tune_all(config: Config, minutes: float, *, asked: Collection[str] = ()) -> None:
@@ -97,7 +98,7 @@ def tune_all(config: Config, minutes: float, *, asked: Collection[str] = ()) -> 
 
 def _with_threads(
     config: Config, asked: Collection[str], time_limit_s: float
-) -> tuple[Config, Row]:
+) -> tuple[Config, UbatchRow]:
     """Return the configuration with the fastest threads and placement, found or kept today."""
     name, folder, topology = "threads and placement", config.spec.kept_folder, read_topology()
     here = f"{config.threads} thread{'s' * (config.threads != 1)}"
@@ -120,24 +121,29 @@ def _with_threads(
     trial = next(trial for trial in kept.trials if trial.candidate == kept.best)
     chosen = config_for(config, topology, kept.best)
     config = replace(
-        config, threads=chosen.threads, threads_batch=chosen.threads_batch, numa=chosen.numa
+        config,
+        threads=chosen.threads,
+        threads_batch=chosen.threads_batch,
+        numa=chosen.numa,
+        decode_on=chosen.decode_on,
+        batch_on=chosen.batch_on,
     )
     return config, (name, str(kept.best), f"{why}: {trial.times}, of {len(kept.trials)} tried")
 
 
-def found(session: Session) -> list[Row]:
+def found(session: Session) -> list[UbatchRow]:
     """What the session measured or chose at its start."""
     target = session.target
     rows = []
     kinds = streamed_kinds(target)
     if kinds:
         rows.append(("--min-batch", target.min_batch.words(kinds), "batch costs above"))
-    if target.hybrid is not None:
-        ways = target.ways.now
+    if target.opened.weights.hybrid is not None:
+        ways = target.opened.weights.ways.now
         sizes = ranges(ways.split_sizes)
         chosen = f"batches of {sizes} tokens" if sizes else "no batch"
         rows.append(("--hybrid", chosen, ways.declined or "batch costs above"))
-    for device in target.devices:
+    for device in target.opened.devices:
         if crossover := device.mla.crossover:
             gpu = device.inner.kind == "gpu"
             why = "measured at each start" if gpu else "by kind of weight (docs/mla.md)"
@@ -196,7 +202,7 @@ def _search_threads(
         finally:
             loads.append(watch.others())
 
-    size_bytes = read_facts(config.model).size_bytes
+    size_bytes = target_facts(config).size_bytes
     with report.progress(f"tuning with {config.model.name}") as bar:
         result = search(
             topology,
@@ -226,13 +232,21 @@ def config_for(config: Config, topology: Topology, candidate: Candidate) -> Conf
 
     Raises NoSuchNode.
     """
-    config = replace(config, draft=None, spec=SpecConfig(use_profile=False), trace=None)
+    config = replace(config, spec=SpecConfig(use_profile=False), trace=None)
     if not topology.is_numa:
         n = candidate.n_threads
-        return replace(config, threads=n, threads_batch=n, numa=None)
+        on = Processors(processors_for(topology, n))
+        return replace(config, threads=n, threads_batch=n, numa=None, decode_on=on, batch_on=on)
     plan = make_numa_plan(topology, candidate)
     n, n_batch = plan.decode.n_threads, plan.batch.n_threads
-    return replace(config, threads=n, threads_batch=n_batch, numa=plan)
+    return replace(
+        config,
+        threads=n,
+        threads_batch=n_batch,
+        numa=plan,
+        decode_on=EVERYWHERE,
+        batch_on=EVERYWHERE,
+    )
 
 
 def measurer(config: Config, topology: Topology) -> Callable[[Candidate], Mapping[int, float]]:
@@ -245,8 +259,8 @@ def measurer(config: Config, topology: Topology) -> Callable[[Candidate], Mappin
         wanted = config_for(config, topology, candidate)
         try:
             with Session(wanted) as session:
-                if session.target.store is not None:
-                    session.target.store.huge_pages(wait=True)
+                if session.target.opened.weights.store is not None:
+                    session.target.opened.weights.store.huge_pages(wait=True)
                 return {n: _decode_s(session.target, n) for n in SIZES}
         except DoesNotFit as error:
             raise PlacementRefused(str(error)) from error

@@ -10,7 +10,6 @@ from offload.device import choose_device
 from offload.engine import Engine
 from offload.errors import DoesNotFit
 from offload.measuring import decode_s
-from offload.model_file import read_facts
 from offload.plan.placement import workload_of
 from offload.plan.sharing import UBATCHES
 from offload.plan.ubatch_search import SIZES, UbatchTrial, fastest_ubatch, next_ubatch
@@ -21,10 +20,11 @@ from specoffload.commands.profile import measuring_config
 from specoffload.config.resolution import Config
 from specoffload.kept import KeptFile, KeptUbatch, today
 from specoffload.opening.draft_model import real_text
+from specoffload.opening.header import target_facts
 from specoffload.opening.kept_plan import kept_for_plan, ubatch_settings
 from specoffload.session.session import SEQUENCE, Session
 
-Row = tuple[str, str, str]  # what was searched, what was chosen, and why
+UbatchRow = tuple[str, str, str]  # what was searched, what was chosen, and why
 
 _NAME = "--ubatch-size"
 _N_UBATCHES = 2  # full ubatches of a timed prompt, because the first one also fills slots
@@ -32,7 +32,7 @@ _N_PROMPTS = 3
 _ROOM = 8  # tokens of the context that stay free
 
 
-def tuned_ubatch(config: Config, *, time_limit_s: float) -> tuple[Config, Row]:
+def tuned_ubatch(config: Config, *, time_limit_s: float) -> tuple[Config, UbatchRow]:
     """Return the configuration with the fastest ubatch, found now or kept today, and the reason.
 
     Each trial is kept at once, so that an interrupted search goes on. Raises OffloadError.
@@ -47,7 +47,7 @@ def tuned_ubatch(config: Config, *, time_limit_s: float) -> tuple[Config, Row]:
     work = _workload(config)
     if not work.n_prompt:
         return config, (_NAME, "planned", "not searched: --plan-for decode has no prompts")
-    search = _Search(config, work, time.monotonic() + time_limit_s)
+    search = _UbatchSearch(config, work, time.monotonic() + time_limit_s)
     with report.steps(config.alias or config.model.name) as on_progress:
         why_not = search.run(
             lambda n: on_progress(f"prompts, {n or 'as planned, many'} tokens at once", 0.0)
@@ -61,17 +61,17 @@ def tuned_ubatch(config: Config, *, time_limit_s: float) -> tuple[Config, Row]:
 
 def _workload(config: Config) -> PlannedWork:
     mix = config.mix or kept_for_plan(config).mix
-    n_ctx = config.ctx_size or read_facts(config.model).n_ctx_train
+    n_ctx = config.ctx_size or target_facts(config).n_ctx_train
     return workload_of(n_ctx, mix)
 
 
-class _Search:
+class _UbatchSearch:
     """Tries one ubatch after the other, and keeps what it measures."""
 
     def __init__(self, config: Config, work: PlannedWork, ends_s: float) -> None:
         assert config.spec.kept_folder is not None
         self._config, self._work, self._ends_s = config, work, ends_s
-        self._file = KeptFile(config.spec.kept_folder, read_facts(config.model))
+        self._file = KeptFile(config.spec.kept_folder, target_facts(config))
         settings = ubatch_settings(config)
         found = self._file.load()[0].ubatch(settings)
         is_new = found is None or found.date != today()
@@ -133,7 +133,11 @@ class _Search:
         config = replace(measuring_config(self._config), tuned_ubatch=n or None)
         with Session(config, keeps_hits=False, prices=True) as session:
             target = session.target
-            if target.plan is None or not target.plan.streamed or target.reads_experts:
+            if (
+                target.opened.plan is None
+                or not target.opened.plan.streamed
+                or target.reads_experts
+            ):
                 return None
             used = target.layout.context.n_ubatch
             if used not in self.kept.trials:

@@ -11,7 +11,6 @@ from types import FrameType
 
 from offload.device import device_names
 from offload.model import ModelFacts
-from offload.model_file import read_facts
 from offload.remote.hello import WorkerFacts
 from offload.remote.secret import FLAG, VARIABLE, Secret
 from offload.schedule.division import DeviceCosts
@@ -23,10 +22,15 @@ from specoffload.config.resolution import Config
 from specoffload.config.rpc_secret import read_secret
 from specoffload.ctrl_c import EXIT_CODE
 from specoffload.errors import UsageError
-from specoffload.kept import KeptFile
+from specoffload.kept import KeptFile, today
+from specoffload.kept_bounds import is_old
+from specoffload.opening.choices import StartChoices
+from specoffload.opening.header import target_facts
 from specoffload.opening.target import projector_of, wanted_of
 from specoffload.server.worker import Worker
-from specoffload.server.worker_gate import Gate
+from specoffload.server.worker_gate import WorkerGate
+
+_WAKE_S = 1.0  # least seconds between looks at signals
 
 
 def run_worker(config: Config, flags: WorkerFlags) -> None:
@@ -37,17 +41,19 @@ def run_worker(config: Config, flags: WorkerFlags) -> None:
             "start a worker for each, with a --listen port of its own"
         )
     secret = _secret(config, flags)
-    facts = read_facts(config.model)
+    facts = target_facts(config)
     toggle = config.hybrid.toggle
     file = _kept_file(config, facts)
     splits = toggle is not Toggle.OFF
+    wanted = wanted_of(config, StartChoices.as_asked(config), projector_of(config))
     options = WorkerOptions(
         facts.path,
         config.device,
-        replace(wanted_of(config, projector_of(config)), hybrid=splits, plan_for_splits=splits),
+        replace(wanted, hybrid=splits, plan_for_splits=splits),
         replace(config.streaming, splitter=stay if splits else None, warmup=False),
         n_threads=config.threads,
-        kept_splits=file.load()[0].split_costs() if splits and file is not None else (),
+        on=config.decode_on,
+        kept_splits=kept_splits(file, toggle),
         measures_splits=toggle is Toggle.AUTO,
     )
     known = WorkerFacts.of(facts)
@@ -56,13 +62,15 @@ def run_worker(config: Config, flags: WorkerFlags) -> None:
         if file is not None and (failed := file.update(lambda kept: kept.put_worker(costs))):
             report.line(failed)
 
-    worker = Worker(options, known, report.line, _Progress(), n_layers=facts.n_layers, keep=keep)
+    worker = Worker(
+        options, known, report.line, _ProgressLines(), n_layers=facts.n_layers, keep=keep
+    )
     with contextlib.closing(worker):
         device = worker.open_device()
         if device.error:
             raise UsageError(device.error)
         try:
-            gate = Gate(flags.listen.host, flags.listen.port, worker, flags.allow, secret)
+            gate = WorkerGate(flags.listen.host, flags.listen.port, worker, flags.allow, secret)
         except OSError as e:
             raise UsageError(f"--listen {flags.listen}: {_why(e)}") from e
         with gate:
@@ -92,7 +100,20 @@ def _kept_file(config: Config, facts: ModelFacts) -> KeptFile | None:
     return None if folder is None else KeptFile(folder, facts)
 
 
-class _Progress:
+def kept_splits(file: KeptFile | None, toggle: Toggle) -> tuple[DeviceCosts, ...]:
+    """Return the kept costs of split layers that a worker uses.
+
+    With --hybrid auto, the worker measures them again if they are old or contradict each other.
+    """
+    if file is None or toggle is Toggle.OFF:
+        return ()
+    kept = file.load()[0].split_costs()
+    if toggle is Toggle.ON:
+        return kept
+    return tuple(one for one in kept if not (is_old(one.date, today()) or one.costs.is_doubtful))
+
+
+class _ProgressLines:
     """Prints a line for each tenth of a step."""
 
     def __init__(self) -> None:
@@ -111,7 +132,7 @@ def _why(e: OSError) -> str:
     return e.strerror or str(e)
 
 
-def _serve(gate: Gate, flags: WorkerFlags, device: str, known: WorkerFacts) -> None:
+def _serve(gate: WorkerGate, flags: WorkerFlags, device: str, known: WorkerFacts) -> None:
     if not gate.is_loopback:
         who = ", ".join(map(str, flags.allow)) or "every machine that reaches it"
         lacks = "a password nor encryption"
@@ -134,7 +155,9 @@ def _serve(gate: Gate, flags: WorkerFlags, device: str, known: WorkerFacts) -> N
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     threading.Thread(target=gate.serve_forever, name="gate", daemon=True).start()
     try:
-        ended.wait()
+        # The kernel may give a signal to another thread, which does not end this one's wait.
+        while not ended.wait(_WAKE_S):
+            pass
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

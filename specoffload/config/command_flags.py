@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import get_args
 
-from offload.times.context import POOLINGS
+from offload.times.context_memory import POOLINGS
 from specoffload.chat.conversation import ReasoningFormat
+from specoffload.config.draft_making_flags import DRAFT_MAKING, DRAFT_MAKING_WORDS
 from specoffload.config.flag import (
     FALSE,
     FLOAT,
@@ -16,9 +17,9 @@ from specoffload.config.flag import (
     SWITCH,
     TEXT,
     TRUE,
-    Kind,
     Panel,
     Positional,
+    ValueKind,
     choice,
     flag,
 )
@@ -43,6 +44,7 @@ from specoffload.config.values import (
     ADDRESS,
     ANY_TEXT,
     CONTENTS,
+    CONVERSATIONS,
     COUNTS,
     DISK_ROOM,
     JSON_OBJECT,
@@ -55,6 +57,8 @@ from specoffload.config.values import (
     POLICIES,
     RAM,
     RATE,
+    RATES,
+    RUNS,
     VERBOSITY,
     WORKLOADS,
 )
@@ -67,8 +71,21 @@ def _only(*names: str) -> frozenset[str]:
 
 _RUN, _SERVE, _PLAN = _only("run"), _only("serve"), _only("plan")
 _BENCH, _PROFILE = _only("bench"), _only("profile")
+_MEASURES = _only("bench", "report")
 _CHATS = _only("run", "chat")
-_RESULTS = _only("run", "bench", "profile", "plan", "models", "trace", "doctor")
+_RESULTS = _only(
+    "run",
+    "bench",
+    "profile",
+    "report",
+    "plan",
+    "models",
+    "trace",
+    "doctor",
+    "draft prune",
+    "draft judge",
+    "draft distil",
+)
 
 
 _run = partial(flag, RunOptions, panel=Panel.COMMAND, commands=_RUN)
@@ -267,6 +284,14 @@ _SERVE_FLAGS = (
         "experts.",
     ),
     _serve(
+        "cache_idle_slots",
+        "--cache-idle-slots !--no-cache-idle-slots LLAMA_ARG_CACHE_IDLE_SLOTS", SWITCH,
+        "Move idle conversations from the KV cache to --cache-ram while other requests run.",
+        rare=True,
+        more="A request that runs alone without drafts moves them first. Beside others and with "
+        "drafts, each moves once its cells have cost as much time as moving it out and back.",
+    ),
+    _serve(
         "cache_disk", "--cache-disk", DISK_ROOM,
         "Keep prompts in files, which the next start finds. They may take up to SIZE, e.g. 50GiB.",
         default_words="off", rare=True,
@@ -370,20 +395,31 @@ _SERVE_FLAGS = (
 
 _bench = partial(flag, BenchOptions, panel=Panel.COMMAND, commands=_BENCH)
 
+_REPORT_FLAGS = (
+    flag(
+        CommandOptions, "report_file", "--output -o", PATH,
+        "File to write. It must not exist.", Panel.COMMAND, commands=_only("report"), first=True,
+    ),
+)  # fmt: skip
+
 _swept = partial(flag, SweepOptions, panel=Panel.COMMAND, commands=_BENCH)
 
 _BENCH_FLAGS = (
     _bench(
         "n_predict", "--n-predict -n --n-gen", INT, "Tokens to write after each prompt.", least=0,
-        swept=True,
+        swept=True, commands=_MEASURES,
     ),
-    _bench("repetitions", "--repetitions -r", INT, "Timed repetitions.", least=1),
+    _bench(
+        "repetitions", "--repetitions -r", INT, "Timed repetitions.", least=1, commands=_MEASURES,
+    ),
     _bench(
         "vs", "--vs", TEXT,
         "llama-server=PATH: compare with this program too, with several of its draft flags.",
+        commands=_MEASURES,
     ),
     _bench(
         "n_prompt", "--n-prompt -p", INT, "Tokens of the long prompt.", least=0, swept=True,
+        commands=_MEASURES,
         more="Like -n, -b, -ub, -fa, -ctk, -ctv, -t, -ngl and -ncmoe, it takes lists and ranges "
         "(64,512 or 64-512*2). Then every combination is measured, as by llama-bench, whose "
         "defaults `-p 512 -n 128` apply. 0 leaves a test out.",
@@ -430,10 +466,50 @@ _BENCH_FLAGS = (
         "([bench.md](bench.md#what-drafting-brings-here)).",
     ),
     _bench(
+        "strengths", "--route-cached", RATES,
+        "Compare only strengths of --route-cached on a text of -n tokens, e.g. 0,0.5,1.",
+        more="The text is that of -f, or a built-in one ([bench.md](bench.md#cached-routing)).",
+    ),
+    _bench(
         "texts", "--texts", TEXT,
         "http://HOST:PORT: compare only the texts of a running OpenAI server.",
         more="Conversations are played in sequence twice, and all at once "
         "([bench.md](bench.md#texts-of-a-server)).",
+    ),
+    _bench(
+        "conversations", "--file -f", CONVERSATIONS,
+        "File with questions for --texts, or with a text for --route-cached.",
+        rare=True,
+        default_words="the built-in ones",
+        more="Each line is a question. In a .jsonl file a line is a JSON string, or a list with "
+        "the questions of one conversation.",
+    ),
+    _bench(
+        "runs", "--runs", RUNS, "Runs of --texts. Each later one is compared with the first.",
+        rare=True, default_words="seq,seq,par",
+        more="seq holds the conversations one after the other, par all at once.",
+    ),
+    _bench(
+        "n_responses", "--responses", INT,
+        "With --texts: send one question N times to /v1/responses, and count equal answers.",
+        least=1, rare=True, default_words="none",
+        more="With --file, each conversation's first question is sent.",
+    ),
+    _bench(
+        "by_agent", "--agent", SWITCH,
+        "Compare only an agent's work: 20 tasks with tools, without drafts and with each drafter.",
+        more="Each way is a server of its own. Valid calls and solved tasks are counted "
+        "([bench.md](bench.md#an-agents-tasks)).",
+    ),
+    _bench(
+        "agent_urls", "--agent-url", TEXT,
+        "http://HOST:PORT: a running server for --agent. May be repeated.", rare=True, repeats=True,
+        more="No model is opened then. The first server is what the others are compared with.",
+    ),
+    _bench(
+        "tool_choice", "--tool-choice", choice(("auto", "required")),
+        "Whether answers in --agent may call tools, or have to.", rare=True,
+        more="`required` forces calls with valid arguments, also from a model that knows no tools.",
     ),
     _bench(
         "workloads", "--workloads", WORKLOADS, "Kinds of text for --policies.", rare=True,
@@ -475,7 +551,7 @@ _PROFILE_FLAGS = (
     ),
 )  # fmt: skip
 
-HARDWARE = Kind("FILE|NAME", str, MACHINE_NAMES)
+HARDWARE = ValueKind("FILE|NAME", str, MACHINE_NAMES)
 _plan = partial(flag, PlanOptions, panel=Panel.COMMAND, commands=_PLAN)
 _shown = partial(flag, Options, panel=Panel.DEBUGGING)
 _worker = partial(flag, WorkerFlags, panel=Panel.COMMAND, commands=_only("worker"))
@@ -565,8 +641,10 @@ COMMANDS = (
     *_RUN_FLAGS,
     *_CHAT_FLAGS,
     *_SERVE_FLAGS,
+    *_REPORT_FLAGS,
     *_BENCH_FLAGS,
     *_PROFILE_FLAGS,
+    *DRAFT_MAKING,
     *_OTHER_FLAGS,
 )
 
@@ -584,5 +662,6 @@ POSITIONALS = (
         "Folder of models to list, with its subfolders. Without it, the caches are listed.",
         _only("models"),
     ),
+    *DRAFT_MAKING_WORDS,
     Positional(CommandOptions, "trace_file", PATH, "FILE", "What --trace wrote.", _only("trace")),
 )  # fmt: skip

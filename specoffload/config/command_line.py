@@ -15,8 +15,16 @@ from specdec.options import SpecOptions
 from specdec.user_path import user_path
 from specoffload.config.command_flags import POSITIONALS
 from specoffload.config.environment import Environment
-from specoffload.config.flag import FALSE, OPENS, TRUE, Flag, swept_values
-from specoffload.config.foreign import ADDS_UP, FOREIGN, Answer, Becomes, Foreign, NoEffect, Refused
+from specoffload.config.flag import FALSE, OPENS, TRUE, Flag, Positional, swept_values
+from specoffload.config.foreign import (
+    ADDS_UP,
+    FOREIGN,
+    Becomes,
+    FlagEffect,
+    Foreign,
+    NoEffect,
+    Refused,
+)
 from specoffload.config.llama_bench_words import read_llama_bench
 from specoffload.config.options import (
     DraftOptions,
@@ -34,7 +42,7 @@ from specoffload.errors import UsageError
 _SIMILAR = 0.8  # least difflib ratio between a misspelt name and a suggested flag
 HELP = ("-h", "--help", "--usage")
 _T = TypeVar("_T")
-_Place = tuple[type, str]  # a section and its field
+OptionField = tuple[type, str]  # a section and its field
 
 
 @dataclass(frozen=True)
@@ -54,8 +62,8 @@ class CommandLine:
     """
 
     command: str
-    given: Mapping[_Place, Given]
-    remarks: tuple[str, ...] = ()
+    given: Mapping[OptionField, Given]
+    notes: tuple[str, ...] = ()
     ignored: tuple[tuple[str, str], ...] = ()  # (flag without effect, reason)
     environment: Environment = field(default_factory=Environment)
     words: tuple[str, ...] = ()  # the arguments as typed
@@ -103,7 +111,7 @@ class CommandLine:
             of_draft=self.of(DraftOptions),
             given=self._names(Options)
             | {of_draft(name): used for name, used in self._names(DraftOptions).items()},
-            remarks=(*self.remarks, *(ignored(name, why) for name, why in self.ignored)),
+            notes=(*self.notes, *(ignored(name, why) for name, why in self.ignored)),
         )
 
 
@@ -115,12 +123,12 @@ def read_command_line(
     Raises UsageError, which names the flag or variable as the user wrote it.
     """
     environment = environment or Environment()
-    reader = _Reader(command)
+    reader = _ValueReader(command)
     if command == "bench":
-        found = read_llama_bench(words)
-        reader.remarks += found.remarks
-        reader.ignored += found.ignored
-        reader.read(found.words)
+        arguments = read_llama_bench(words)
+        reader.notes += arguments.notes
+        reader.ignored += arguments.ignored
+        reader.read(arguments.words)
     else:
         reader.read(words)
     reader.place_words()
@@ -130,7 +138,7 @@ def read_command_line(
     return CommandLine(
         command,
         reader.given,
-        tuple(reader.remarks),
+        tuple(reader.notes),
         tuple(reader.ignored),
         environment,
         tuple(words),
@@ -151,12 +159,12 @@ _SOURCES = frozenset({(Options, "model"), (Options, "hf_repo")})
 _SEVERAL = frozenset((ServeOptions, name) for name in ("models", "models_dir", "models_preset"))
 
 
-def _options(*names: str) -> frozenset[_Place]:
+def _options(*names: str) -> frozenset[OptionField]:
     return frozenset((Options, name) for name in names)
 
 
 # Pairs of sets: options of one set decide the same as options of the other.
-_RIVALS: tuple[tuple[frozenset[_Place], frozenset[_Place]], ...] = (
+_RIVALS: tuple[tuple[frozenset[OptionField], frozenset[OptionField]], ...] = (
     (_options("model"), _options("hf_repo")),
     (_SOURCES, _SEVERAL),
     (_options("draft"), _options("hf_repo_draft")),
@@ -176,15 +184,15 @@ def _of_serve() -> list[Flag]:
     ]  # fmt: skip
 
 
-class _Reader:
+class _ValueReader:
     """Reads the arguments once, then the variables."""
 
     def __init__(self, command: str) -> None:
-        self.given: dict[_Place, Given] = {}
+        self.given: dict[OptionField, Given] = {}
         self.words: list[str] = []
-        self.remarks: list[str] = []
+        self.notes: list[str] = []
         self._overrides: list[str] = []  # values of -ot so far
-        # What `remarks` and `ignored` say about them.
+        # What `notes` and `ignored` say about them.
         self._about_overrides: tuple[list[str], list[tuple[str, str]]] = [], []
         self.ignored: list[tuple[str, str]] = []
         self._command = command
@@ -254,15 +262,15 @@ class _Reader:
         """
         said = f"{name}{joint}{flag.said(text)}"
         if flag.digits_mean and text.isdecimal():
-            self.remarks.append(f"{said} is read as {flag.digits_mean} {text}")
+            self.notes.append(f"{said} is read as {flag.digits_mean} {text}")
             flag = self._by_name[flag.digits_mean]
         read_as = dict(flag.reads_as).get(text)
         if read_as is not None:
-            self.remarks.append(f"{said} is read as {name}{joint}{read_as}")
+            self.notes.append(f"{said} is read as {name}{joint}{read_as}")
             text = read_as
         if flag.capped and text.isdecimal() and int(text) > (flag.most or 0):
             text = f"{flag.most:g}"
-            self.remarks.append(f"{said} is read as {text}, the largest possible")
+            self.notes.append(f"{said} is read as {text}, the largest possible")
         if flag.kind is RAM_SIZE and "," in text:
             rate = next((part for part in text.split(",") if "/" in part), "")
             self.ignored.append((f"{name} {rate}", "only plan reads the speed of RAM"))
@@ -301,10 +309,10 @@ class _Reader:
         before = self.given.get(place)
         if before is not None and self._weak:
             return
-        if flag.repeats:
-            kept = before.value if before is not None else ()
+        if flag.repeats or flag.joins:
+            kept, added = before.value if before is not None else (), value
             assert isinstance(kept, tuple)
-            value = (*kept, value)
+            value = (*kept, *(added if isinstance(added, tuple) and flag.joins else (added,)))
         self.given[place] = Given(value, name)
 
     # -- flags of other programs
@@ -331,20 +339,20 @@ class _Reader:
             answer = foreign.answered(value)
         except ValueError as e:
             raise UsageError(f"{name} {value}: {e}") from None
-        n_remarks, n_ignored = len(self.remarks), len(self.ignored)
+        n_notes, n_ignored = len(self.notes), len(self.ignored)
         self._take(answer, name, value)
         if adds_up:
-            self._about_overrides = self.remarks[n_remarks:], self.ignored[n_ignored:]
+            self._about_overrides = self.notes[n_notes:], self.ignored[n_ignored:]
 
     def _with_earlier(self, value: str) -> str:
         """Return all values of a flag that adds up, and forget what was said about earlier ones."""
-        remarks, ignored = self._about_overrides
-        self.remarks = [line for line in self.remarks if line not in remarks]
+        notes, ignored = self._about_overrides
+        self.notes = [line for line in self.notes if line not in notes]
         self.ignored = [about for about in self.ignored if about not in ignored]
         self._overrides.append(value)
         return ",".join(self._overrides)
 
-    def _take(self, answer: Answer, name: str, value: str) -> None:
+    def _take(self, answer: FlagEffect, name: str, value: str) -> None:
         said = f"{name} {value}".strip()
         match answer:
             case NoEffect(why):
@@ -352,7 +360,7 @@ class _Reader:
             case Refused(why):
                 raise UsageError(f"{said}: {why}")
             case Becomes(words):
-                self.remarks.append(f"{said} is read as {' '.join(words)}")
+                self.notes.append(f"{said} is read as {' '.join(words)}")
                 self.read(words, name)
 
     # -- positional arguments
@@ -364,9 +372,13 @@ class _Reader:
         """
         if not self.words:
             return
-        taken = next((p for p in POSITIONALS if self._command in p.commands), None)
+        positionals = [p for p in POSITIONALS if self._command in p.commands]
+        taken = positionals[0] if positionals else None
         if self._command == "serve" and len(self.words) > 1:
             self._place_models()
+            return
+        if positionals and positionals[-1].repeats:
+            self._place_each(positionals)
             return
         if taken is None or len(self.words) > 1:
             word = self.words[0 if taken is None else 1]
@@ -381,6 +393,24 @@ class _Reader:
                 f"{self.words[0]!r} and {other.name} {other.value} name two models: give one"
             )
         self.given[place] = Given(taken.kind.read(self.words[0]), self.words[0])
+
+    def _place_each(self, positionals: Sequence[Positional]) -> None:
+        """Set the options of several words, in order. The last one takes all that are left.
+
+        A model that a flag names is no longer among the words.
+        """
+        named = any((Options, name) in self.given for name in ("model", "hf_repo"))
+        left = [p for p in positionals if not (named and p.field == "model")]
+        for word in self.words:
+            taken = left[0] if left[0].repeats else left.pop(0)
+            place = (taken.section, taken.field)
+            value = taken.kind.read(word)
+            if taken.repeats:
+                before = self.given.get(place)
+                kept = before.value if before is not None else ()
+                assert isinstance(kept, tuple)
+                value = (*kept, value)
+            self.given[place] = Given(value, word)
 
     def _place_models(self) -> None:
         """Set the models of `serve` that requests choose from. Raises UsageError."""
@@ -430,9 +460,9 @@ class _Reader:
         self._weak = False
         unread = [n for n in sorted(filled) if n.startswith("LLAMA_ARG_") and n not in _VARIABLES]
         if unread:
-            self.remarks.append(f"environment variables ignored: {', '.join(unread)}")
+            self.notes.append(f"environment variables ignored: {', '.join(unread)}")
 
-    def _decided_by_flags(self, variables: Mapping[str, str]) -> set[_Place]:
+    def _decided_by_flags(self, variables: Mapping[str, str]) -> set[OptionField]:
         """Return the options whose variables are not read, because flags decide the same thing."""
         typed = set(self.given)
         decided = set(typed)
@@ -448,7 +478,7 @@ class _Reader:
         """Say that a variable turns the flag `names` off, if its value looks as if it did not."""
         long = next((name for name in names if name.startswith("--")), names[0])
         if text not in TRUE:
-            self.remarks.append(
+            self.notes.append(
                 f"{name}={text} turns {long} off, whatever its value, as in llama.cpp"
             )
 
@@ -465,12 +495,12 @@ class _Reader:
                 raise UsageError(f"{name}={text}: {e}") from None
         self._take_of_variable(answer, name, text)
 
-    def _take_of_variable(self, answer: Answer, name: str, text: str) -> None:
+    def _take_of_variable(self, answer: FlagEffect, name: str, text: str) -> None:
         if isinstance(answer, NoEffect | Refused):
-            self.ignored.append((name, answer.why))
+            self.ignored.append((name, answer.reason))
         elif isinstance(answer, Becomes):
             self.read(answer.words, name)
-            self.remarks.append(f"{name}={text} is read as {' '.join(answer.words)}")
+            self.notes.append(f"{name}={text} is read as {' '.join(answer.words)}")
 
     # -- the draft's own command line
 
@@ -479,7 +509,7 @@ class _Reader:
 
         Draft flags outside of it take precedence. Raises UsageError.
         """
-        inner = _Reader(self._command)
+        inner = _ValueReader(self._command)
         own = names_of(_draft_flags(self._flags))
         inner._by_name = {name: own.get(name, flag) for name, flag in self._by_name.items()}
         try:
@@ -488,14 +518,14 @@ class _Reader:
             raise UsageError(f"{given.name}: {e}") from None
         if inner.words:
             raise UsageError(f"{given.name}: {inner.words[0]!r} is not a flag")
-        for place, found in inner.given.items():
-            name = f"{given.name}: {found.name}"
-            if place == (Options, "n_gpu_layers") and found.value == 0:
+        for place, inside in inner.given.items():
+            name = f"{given.name}: {inside.name}"
+            if place == (Options, "n_gpu_layers") and inside.value == 0:
                 # A device that is named, in these words or outside, takes precedence.
                 if (DraftOptions, "device") not in inner.given:
                     self.given.setdefault((DraftOptions, "device"), Given("cpu", name))
             elif place[0] is DraftOptions:
-                self.given.setdefault(place, Given(found.value, name))
+                self.given.setdefault(place, Given(inside.value, name))
             else:
                 whole = place == (Options, "n_gpu_layers")
                 why = "the whole draft model stays on its device" if whole else "not for drafts"

@@ -17,7 +17,20 @@ from specdec.options import DrafterName, PolicyName
 from specdec.user_path import user_path
 
 # The commands that open a model, and `plan`, which shows how a model would be opened.
-OPENS = frozenset({"run", "chat", "serve", "bench", "profile", "plan", "tune all"})
+OPENS = frozenset(
+    (
+        "run",
+        "chat",
+        "serve",
+        "bench",
+        "profile",
+        "report",
+        "plan",
+        "tune all",
+        "draft judge",
+        "draft distil",
+    )
+)
 
 
 class Panel(StrEnum):
@@ -44,7 +57,7 @@ TITLES = {
 
 
 @dataclass(frozen=True)
-class Kind:
+class ValueKind:
     """A kind of value. `read` parses a text. Its ValueError says what the value must be.
 
     Values of an open kind are numbers, sizes and names that the program knows. They may be shown to
@@ -76,42 +89,43 @@ def _float(text: str) -> float:
     return value
 
 
-INT = Kind("N", whole, is_open=True)
-FLOAT = Kind("X", _float, is_open=True)
-TEXT = Kind("TEXT", str)
-SECRET = Kind("TEXT", str, is_secret=True)
-PATH = Kind("FILE", user_path)
-SWITCH = Kind("", str, is_open=True)  # takes no value
+INT = ValueKind("N", whole, is_open=True)
+FLOAT = ValueKind("X", _float, is_open=True)
+TEXT = ValueKind("TEXT", str)
+SECRET = ValueKind("TEXT", str, is_secret=True)
+PATH = ValueKind("FILE", user_path)
+SWITCH = ValueKind("", str, is_open=True)  # takes no value
 HIDDEN = "(hidden)"  # shown in place of a value that is not open
 
 TRUE = ("1", "true", "on", "enabled")  # llama.cpp's words for "on"
 FALSE = ("0", "false", "off", "disabled")
 
 
-def choice(values: Collection[object], aliases: dict[str, object] | None = None) -> Kind:
+def choice(values: Collection[object], aliases: dict[str, object] | None = None) -> ValueKind:
     """A kind whose value is one of `values`, by its text. `aliases` maps other texts to values."""
     known = {str(value): value for value in values}
     metavar = "|".join(known) if len(known) <= 4 else "NAME"
 
     def read(text: str) -> object:
-        found = known.get(text, (aliases or {}).get(text))
-        if found is None:
+        chosen = known.get(text, (aliases or {}).get(text))
+        if chosen is None:
             raise ValueError(f"must be one of {', '.join(known)}")
-        return found
+        return chosen
 
-    return Kind(metavar, read, tuple(known), is_open=True)
+    return ValueKind(metavar, read, tuple(known), is_open=True)
 
 
 @dataclass(frozen=True)
 class Positional:
-    """The one word without a flag that some commands accept."""
+    """A word without a flag that some commands accept. One that repeats is the command's last."""
 
     section: type
     field: str
-    kind: Kind
+    kind: ValueKind
     metavar: str
     help: str
     commands: frozenset[str]
+    repeats: bool = False  # True: each further word is added to those before
 
 
 class Need(Enum):
@@ -139,7 +153,7 @@ class Flag:
     section: type  # class of `options` with the field
     field: str
     names: tuple[str, ...]  # the first is the one that documents use
-    kind: Kind
+    kind: ValueKind
     help: str  # one line for --help
     panel: Panel
     more: str = ""  # text after `help` in docs/flags.md
@@ -157,7 +171,8 @@ class Flag:
     reads_as: tuple[tuple[str, str], ...] = ()  # (llama.cpp's name of a value, our name)
     digits_mean: str = ""  # name of the flag that is set instead by a value of digits alone
     repeats: bool = False  # True: each value is added to those before
-    capped: bool = False  # True: a number above `most` is lowered to it, with a remark
+    joins: bool = False  # True: each value is a tuple, and its parts are added to those before
+    capped: bool = False  # True: a number above `most` is lowered to it, with a note
     first: bool = False  # True: shown in the first group of the help
     rare: bool = False  # True: left out of the short help
     swept: bool = False  # True: `bench` takes lists and ranges, kept in SweepOptions under `field`
@@ -166,9 +181,9 @@ class Flag:
     @property
     def default(self) -> Any:
         """The default of the field that the flag sets."""
-        found = next(f for f in fields(self.section) if f.name == self.field)
-        assert found.default is not MISSING, (self.section, self.field)
-        return found.default
+        field = next(f for f in fields(self.section) if f.name == self.field)
+        assert field.default is not MISSING, (self.section, self.field)
+        return field.default
 
     @property
     def is_switch(self) -> bool:
@@ -259,23 +274,23 @@ def swept_values(flag: Flag, text: str) -> tuple[object, ...]:
         return (flag.read(text),)
     parts: list[str] = []
     for part in text.split(","):
-        found = _RANGE.fullmatch(part.strip())
-        parts += [part.strip()] if found is None else map(str, _numbers_of(found))
+        match = _RANGE.fullmatch(part.strip())
+        parts += [part.strip()] if match is None else map(str, _numbers_of(match))
     return tuple(flag.read(part) for part in parts)
 
 
-def _numbers_of(found: re.Match[str]) -> list[int]:
+def _numbers_of(match: re.Match[str]) -> list[int]:
     """The numbers of a range. Each is the one before it plus the step, or times the step."""
-    first, last, step = int(found[1]), int(found[2]), int(found[4] or 1)
+    first, last, step = int(match[1]), int(match[2]), int(match[4] or 1)
     numbers: list[int] = []
     n = first
     while n <= last and len(numbers) <= _MOST_SWEPT:
         numbers.append(n)
-        n = n * step if found[3] == "*" else n + step
+        n = n * step if match[3] == "*" else n + step
         if n <= numbers[-1]:
-            raise ValueError(f"{found[0]} never reaches {last}; a step must make numbers larger")
+            raise ValueError(f"{match[0]} never reaches {last}; a step must make numbers larger")
     if not numbers or len(numbers) > _MOST_SWEPT:
-        raise ValueError(f"{found[0]} must be a range of 1 to {_MOST_SWEPT} numbers")
+        raise ValueError(f"{match[0]} must be a range of 1 to {_MOST_SWEPT} numbers")
     return numbers
 
 
@@ -309,7 +324,7 @@ def full_meaning(flag: Flag) -> str:
 
 
 def flag(
-    section: type, field: str, spelling: str, kind: Kind, about: str, panel: Panel, **more: Any
+    section: type, field: str, spelling: str, kind: ValueKind, about: str, panel: Panel, **more: Any
 ) -> Flag:
     """A flag from its names, blank-separated: `--name -n !--off-name LLAMA_VARIABLE`."""
     words = spelling.split()

@@ -21,9 +21,9 @@ from specoffload.config.values import ALL_LAYERS
 
 @dataclass(frozen=True)
 class NoEffect:
-    """A flag that is accepted without effect. The reason, `why`, is reported at start."""
+    """A flag that is accepted without effect. The reason is reported at start."""
 
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Becomes:
 class Refused:
     """A flag that is an error, because ignoring it would change the result.
 
-    `why` gives the reason, and then what to do.
+    `reason` says why, and then what to do.
     """
 
-    why: str
+    reason: str
 
 
-Answer = NoEffect | Becomes | Refused | None  # None: accepted without a report
+FlagEffect = NoEffect | Becomes | Refused | None  # None: accepted without a report
 
 
 @dataclass(frozen=True)
@@ -60,21 +60,21 @@ class Foreign:
     n_values: int
     optional: tuple[str, ...]
     words: str
-    off_answer: Answer
+    off_answer: FlagEffect
 
     @property
     def off_variables(self) -> tuple[str, ...]:
         """Variables that mean what the negating names mean, whatever their value."""
         return negated(self.variables) if self.off else ()
 
-    def answered(self, value: str) -> Answer:
+    def answered(self, value: str) -> FlagEffect:
         """The answer to the flag with this value. Raises ValueError for an invalid value."""
         return _answer(self.words, value)
 
 
 def _read_table() -> tuple[Foreign, ...]:
     text = resources.files("specoffload.config").joinpath("foreign_flags.txt").read_text("utf-8")
-    found: list[Foreign] = []
+    rows: list[Foreign] = []
     words, off_words, flags = "", "", ""
     for line in [*text.splitlines(), "end"]:
         if line.startswith("#") or not line:
@@ -85,9 +85,9 @@ def _read_table() -> tuple[Foreign, ...]:
         if line.startswith("off "):
             off_words = line.removeprefix("off ")
             continue
-        found += [_foreign(flag, words, off_words) for flag in flags.split(",") if flag.strip()]
+        rows += [_foreign(flag, words, off_words) for flag in flags.split(",") if flag.strip()]
         words, off_words, flags = line, "", ""
-    return tuple(found)
+    return tuple(rows)
 
 
 def _foreign(flag: str, words: str, off_words: str) -> Foreign:
@@ -111,7 +111,7 @@ _COMPARISONS = {"<": operator.lt, "<=": operator.le, "=": operator.eq, ">=": ope
                 ">": operator.gt}  # fmt: skip
 
 
-def _answer(words: str, value: str) -> Answer:
+def _answer(words: str, value: str) -> FlagEffect:
     """The answer to a flag with this value. `words` is the flag's answer in foreign_flags.txt."""
     if words == "already":
         return None
@@ -161,7 +161,7 @@ _POSIX_CLASS = re.compile(r"\[:(\w+):\]")
 def _python_pattern(pattern: str) -> re.Pattern[str]:
     """Compile a pattern of llama.cpp's std::regex. Raises ValueError."""
     try:
-        read = _POSIX_CLASS.sub(lambda found: _POSIX_CLASSES[found[1]], pattern)
+        read = _POSIX_CLASS.sub(lambda match: _POSIX_CLASSES[match[1]], pattern)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # "[[" is a plain bracket in both
             return re.compile(read)
@@ -171,7 +171,7 @@ def _python_pattern(pattern: str) -> re.Pattern[str]:
         raise ValueError(f"{pattern!r} is no regular expression: {e}") from None
 
 
-def _override_tensor(value: str) -> Answer:
+def _override_tensor(value: str) -> FlagEffect:
     """The answer to `-ot REGEX=BUFFER,...`. The first pattern that matches a weight decides.
 
     Overrides that put the experts of all layers on the CPU, except those of layers that are named,
@@ -201,19 +201,19 @@ def _places(patterns: list[tuple[re.Pattern[str], str]], layer: int) -> str:
 
     A file has one of two sets of matrices: gate and up apart, or fused.
     """
-    found = []
+    by_kind = []
     for matrices in _EXPERTS:
         names = [f"blk.{layer}.{matrix}.weight" for matrix in matrices]
-        found.append({next((b for p, b in patterns if p.search(n)), "") for n in names})
-    if {"CPU"} in found:
+        by_kind.append({next((b for p, b in patterns if p.search(n)), "") for n in names})
+    if {"CPU"} in by_kind:
         return "CPU"
-    if any(len(places) == 1 and not places & {"", "CPU"} for places in found):
+    if any(len(places) == 1 and not places & {"", "CPU"} for places in by_kind):
         return "GPU"
-    return "" if all(places == {""} for places in found) else "other"
+    return "" if all(places == {""} for places in by_kind) else "other"
 
 
-def _load_mode(value: str) -> Answer:
-    modes: dict[str, Answer] = {
+def _load_mode(value: str) -> FlagEffect:
+    modes: dict[str, FlagEffect] = {
         "auto": None,
         "none": Becomes(("--no-mmap",)),
         "dio": Becomes(("--no-mmap",)),
@@ -226,20 +226,20 @@ def _load_mode(value: str) -> Answer:
     return modes[value]
 
 
-def _draft_layers(value: str) -> Answer:
+def _draft_layers(value: str) -> FlagEffect:
     if value == "0":
         return Becomes(("--device-draft", "cpu"))
     return NoEffect("the whole draft model stays on its device")
 
 
-def _sampler_letters(value: str) -> Answer:
+def _sampler_letters(value: str) -> FlagEffect:
     try:
         return Becomes(("--samplers", ";".join(sampler_letters(value))))
     except BadRequest as e:
         raise ValueError(str(e)) from None
 
 
-_BY_VALUE: dict[str, Callable[[str], Answer]] = {
+_BY_VALUE: dict[str, Callable[[str], FlagEffect]] = {
     "override_tensor": _override_tensor,
     "load_mode": _load_mode,
     "draft_layers": _draft_layers,

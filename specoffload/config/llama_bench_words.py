@@ -32,24 +32,24 @@ _MODELS = frozenset({"-m", "--model", "-hf", "-hfr", "--hf-repo"})
 
 
 @dataclass
-class Read:
+class BenchArguments:
     """Arguments as the other commands write them, and what is said about the changes."""
 
     words: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     ignored: list[tuple[str, str]] = field(default_factory=list)  # (arguments, reason)
 
 
-def read_llama_bench(words: Sequence[str]) -> Read:
+def read_llama_bench(words: Sequence[str]) -> BenchArguments:
     """Translate the arguments of `bench`. Raises UsageError for what cannot be measured here."""
-    found = Read()
+    arguments = BenchArguments()
     model = ""
     rest = list(words)
     while rest:
         word = rest.pop(0)
         name, equals, inline = word.partition("=")
         if word == "--":
-            found.words += [word, *rest]
+            arguments.words += [word, *rest]
             break
         value = inline if equals else (rest[0] if rest else "")
         if name in _MODELS:
@@ -62,22 +62,22 @@ def read_llama_bench(words: Sequence[str]) -> Read:
         if name in _SWITCHES and (name in _NEEDS_VALUE or equals or _is_list(value)):
             if not equals and rest:
                 rest.pop(0)
-            _read_switch(name, value, found)
+            _read_switch(name, value, arguments)
         elif name in _IDLE and value:
             if not equals:
                 rest.pop(0)
-            found.ignored.append((f"{name} {value}", _IDLE[name]))
+            arguments.ignored.append((f"{name} {value}", _IDLE[name]))
         elif name == "--progress" and not equals:
             continue  # always shown
         elif name == "-rpc":
-            found.words.append("=".join(["--rpc", inline]) if equals else "--rpc")
+            arguments.words.append("=".join(["--rpc", inline]) if equals else "--rpc")
         elif name in ("-ot", "--override-tensor") and ";" in value and not equals:
-            found.words += [word, rest.pop(0).replace(";", ",")]
+            arguments.words += [word, rest.pop(0).replace(";", ",")]
         elif name in ("-dev", "--device") and _names_devices(value) and not equals:
-            found.words += [word, rest.pop(0).replace("/", ",")]
+            arguments.words += [word, rest.pop(0).replace("/", ",")]
         else:
-            found.words.append(word)
-    return found
+            arguments.words.append(word)
+    return arguments
 
 
 def _is_list(text: str) -> bool:
@@ -89,7 +89,7 @@ def _names_devices(text: str) -> bool:
     return "/" in text and "=" not in text
 
 
-def _read_switch(name: str, value: str, found: Read) -> None:
+def _read_switch(name: str, value: str, arguments: BenchArguments) -> None:
     values = {part in TRUE for part in value.split(",")}
     if not _is_list(value):
         raise UsageError(f"{name} {value}: must be 0 or 1")
@@ -102,6 +102,6 @@ def _read_switch(name: str, value: str, found: Read) -> None:
     if is_on and name in ("-embd", "--embeddings"):
         raise UsageError(f"{name} {value}: bench times answers, not embeddings; leave it out")
     words = _SWITCHES[name][is_on]
-    found.words += words
+    arguments.words += words
     if words:
-        found.remarks.append(f"{name} {value} is read as {' '.join(words)}")
+        arguments.notes.append(f"{name} {value} is read as {' '.join(words)}")

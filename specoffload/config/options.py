@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from numa.place import Strategy
+from offload.kv_overrides import KvOverride
 from offload.plan.workload import TokenMix
 from offload.remote.address import DEFAULT_PATIENCE_S, Address
 from offload.times.min_batch import MinBatch
@@ -43,6 +44,14 @@ SplitMode = Literal["layer", "none"]
 
 
 @dataclass(frozen=True)
+class CpuRange:
+    """Processors from `first` to `last`, both included. `last` is None for the machine's last."""
+
+    first: int
+    last: int | None
+
+
+@dataclass(frozen=True)
 class DraftOptions:
     """The draft model's own settings; None takes the target's.
 
@@ -55,6 +64,12 @@ class DraftOptions:
     ctx_size: int | None = None
     threads: int | None = None
     threads_batch: int | None = None
+    cpu_mask: tuple[tuple[int, ...], ...] = ()
+    cpu_range: tuple[CpuRange, ...] = ()
+    cpu_strict: bool | None = None
+    cpu_mask_batch: tuple[tuple[int, ...], ...] = ()
+    cpu_range_batch: tuple[CpuRange, ...] = ()
+    cpu_strict_batch: bool | None = None
     device: str | None = None
     flash_attn: Toggle | None = None
     type_k: str | None = None
@@ -70,16 +85,16 @@ def of_draft(field: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opening:
+class OpeningOptions:
     """Options of opening a model that are used as they were given."""
 
     model: Path | None = None
     alias: str | None = None
-    draft: Path | None = None
     device: str = "auto"
     tensor_split: tuple[float, ...] = ()  # each device's share of the layers; (): planned
     ctx_size: int | None = None  # None: chosen (context_size.py); 0: the model's own length
     batch_size: int = 2048
+    kv_overrides: tuple[KvOverride, ...] = ()  # values in place of the file's metadata
     flash_attn: Toggle = Toggle.AUTO
     type_k: str = "f16"  # type of the KV cache's keys
     type_v: str | None = None  # None: f16, or `type_k` if the model has MLA
@@ -103,17 +118,18 @@ class Opening:
     image_min_tokens: int | None = None  # of an image; None: as the projector's file says
     image_max_tokens: int | None = None
     trace: Path | None = None
-    remarks: tuple[str, ...] = ()  # sentences about the command line; always shown
+    notes: tuple[str, ...] = ()  # sentences about the command line; always shown
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Opening):
+class Options(OpeningOptions):
     """All options of opening a model.
 
     `given` maps each field that was set to the flag or variable that set it. `without` names parts
     to leave out, for debugging.
     """
 
+    draft: Path | None = None  # a draft model, or an EAGLE-3 file
     hf_repo: str | None = None
     hf_file: str | None = None
     hf_repo_draft: str | None = None
@@ -128,6 +144,12 @@ class Options(Opening):
     ubatch_size: int | None = None
     threads: int | None = None
     threads_batch: int | None = None
+    cpu_mask: tuple[tuple[int, ...], ...] = ()  # the processors of each mask
+    cpu_range: tuple[CpuRange, ...] = ()
+    cpu_strict: bool | None = None  # None: off
+    cpu_mask_batch: tuple[tuple[int, ...], ...] = ()
+    cpu_range_batch: tuple[CpuRange, ...] = ()
+    cpu_strict_batch: bool | None = None  # None: as cpu_strict
     split_mode: SplitMode = "layer"
     main_gpu: int = 0
     vram_bytes: int | tuple[int, ...] | None = None  # one value for all devices, or one for each
@@ -136,6 +158,8 @@ class Options(Opening):
     plan_for: TokenMix | None = None  # None: the mix that earlier runs evaluated
     hybrid: Toggle | None = None  # None: auto, unless --min-batch is a number
     warmup: bool = True
+    route_cached: float = 0.0  # strength with which routers prefer cached experts; 0: off
+    route_keep: int = 2  # best experts of each token that stay the router's own
     numa: NumaChoice = "auto"
     use_profile: bool = True  # True: read and keep measured profiles
     without: frozenset[str] = frozenset()
@@ -205,6 +229,7 @@ class ServeOptions:
     metrics: bool = False
     parallel: int | None = None
     cache_ram_mib: int = 8192  # -1: no limit
+    cache_idle_slots: bool = True
     cache_disk: DiskRoom | None = None  # None: no prompts are kept on the disk
     slot_save_path: Path | None = None
     slot_similarity: float = 0.1  # least share of a prompt that a reused slot holds
@@ -241,6 +266,13 @@ class WorkloadName(StrEnum):
     MIXED = "mixed"
 
 
+class RunOrder(StrEnum):
+    """How a run of `bench --texts` holds its conversations: one after the other, or all at once."""
+
+    IN_SEQUENCE = "seq"
+    AT_ONCE = "par"
+
+
 @dataclass(frozen=True)
 class BenchOptions:
     """Options of `bench`."""
@@ -256,7 +288,16 @@ class BenchOptions:
     is_pp_shared: bool = False
     by_drafter: bool = False
     by_policy: bool = False
+    strengths: tuple[float, ...] = ()  # of routing that prefers cached experts, to compare
     texts: str | None = None  # address of a server whose texts are compared
+    conversations: tuple[tuple[str, ...], ...] = ()  # the questions of each; (): the built-in ones
+    runs: tuple[RunOrder, ...] = (RunOrder.IN_SEQUENCE, RunOrder.IN_SEQUENCE, RunOrder.AT_ONCE)
+    n_responses: int = 0  # equal requests to /v1/responses; 0: conversations are compared
+    by_agent: bool = False
+    agent_urls: tuple[
+        str, ...
+    ] = ()  # running servers to compare, the first of which is the baseline
+    tool_choice: Literal["auto", "required"] = "auto"
     only_policies: tuple[PolicyName, ...] = ()  # (): all
     workloads: tuple[WorkloadName, ...] = ()  # (): all
     blocks: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16)  # tokens
@@ -342,11 +383,40 @@ class WorkerFlags:
 
 
 @dataclass(frozen=True)
+class PruneOptions:
+    """Options of `draft prune`."""
+
+    draft: Path | None = None  # required
+    corpus: tuple[Path, ...] = ()
+    n_kept: int = 32768
+    output: Path = Path("kept.txt")
+
+
+@dataclass(frozen=True)
+class JudgeOptions:
+    """Options of `draft judge`."""
+
+    texts: tuple[Path, ...] = ()  # files and folders; (): the embedded prompts
+
+
+@dataclass(frozen=True)
+class DistilOptions:
+    """Options of `draft distil`."""
+
+    draft: Path | None = None  # required
+    texts: tuple[Path, ...] = ()
+    output: Path | None = None  # required
+    time_limit_s: float = 3600.0  # of continuing and training, in all runs together
+    learning_rate: float = 0.003
+
+
+@dataclass(frozen=True)
 class CommandOptions:
-    """Options of `trace`, `doctor`, `tune` and `tune numa`, and `--json` of all commands."""
+    """Options of `trace`, `report`, `doctor` and `tune`, and `--json` of all commands."""
 
     as_json: bool = False
     trace_file: Path | None = None
+    report_file: Path = Path("specoffload-report.json")
     models_folder: Path | None = None  # `models FOLDER`; None: the caches
     shows_nodes: bool = False  # `doctor --numa`
     minutes: float = 10.0  # limit of `tune`

@@ -8,6 +8,7 @@ from typing import Any
 
 from offload.plan.placement import Passes
 from offload.plan.sharing import UBATCHES
+from offload.schedule.cached_choice import RouteOptions
 from offload.stream.options import StreamingOptions
 from offload.times.min_batch import MinBatch
 from offload.trace.trace import NO_TRACE, Trace
@@ -20,12 +21,12 @@ class HybridChoice:
 
     `on` splits always, `auto` at the batch sizes where splitting was measured to be faster, `off`
     never. `asked` is True if the user chose it. The user is then told if no layer can be split.
-    `why` is the reason for `off` if the user did not choose it.
+    `reason` says why it is `off` if the user did not choose it.
     """
 
     toggle: Toggle = Toggle.OFF
     asked: bool = False
-    why: str = ""
+    reason: str = ""
 
 
 # Options that restrict what a plan chooses. None of them changes what is computed, or how much
@@ -92,7 +93,7 @@ def _choose_hybrid(options: Options) -> HybridChoice:
         return HybridChoice(options.hybrid, asked=True)
     if isinstance(options.min_batch, MinBatch):
         flag = options.given.get("min_batch", "--min-batch")
-        return HybridChoice(why=f"{flag} decides alone (--hybrid auto measures what is faster)")
+        return HybridChoice(reason=f"{flag} decides alone (--hybrid auto measures what is faster)")
     return HybridChoice(Toggle.AUTO)
 
 
@@ -119,7 +120,9 @@ def _passes(options: Options) -> Passes:
 def streaming_of(options: Options, without: frozenset[str]) -> StreamingOptions:
     """Return the switches of a run."""
     chosen = StreamingOptions(
-        warmup=options.warmup, trace=Trace() if options.trace is not None else NO_TRACE
+        warmup=options.warmup,
+        trace=Trace() if options.trace is not None else NO_TRACE,
+        route=RouteOptions(options.route_cached, options.route_keep),
     )
     return replace(chosen, **switched_off(StreamingOptions, without))
 

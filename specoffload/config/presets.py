@@ -69,7 +69,7 @@ class Preset:
     shown_words: tuple[str, ...] = ()
     shown: Mapping[str, str] = field(default_factory=dict)  # values that users may see, by key
     idle: tuple[str, ...] = ()
-    remarks: tuple[str, ...] = ()  # sentences on values that are not read as they are written
+    notes: tuple[str, ...] = ()  # sentences on values that are not read as they are written
 
     def over(self, other: Preset) -> Preset:
         """Return `other` with the settings of this preset, which take precedence."""
@@ -85,7 +85,7 @@ class Preset:
             (*other.shown_words, *self.shown_words),
             {**other.shown, **self.shown},
             (*other.idle, *self.idle),
-            (*other.remarks, *self.remarks),
+            (*other.notes, *self.notes),
         )
 
 
@@ -123,7 +123,7 @@ def read_presets(text: str, source: str) -> dict[str, Preset]:
         raise UsageError(
             f"{source}, line {(e.lineno or 1) - 1}: there are two sections [{e.section}]"
         ) from None
-    found: dict[str, Preset] = {}
+    presets: dict[str, Preset] = {}
     for section in parser.sections():
         values = dict(parser.items(section))
         name = canonical(section.strip(" \t"))
@@ -131,14 +131,14 @@ def read_presets(text: str, source: str) -> dict[str, Preset]:
             if not values.keys() - {"version"}:
                 continue
             name = UNNAMED
-        if name in found:
+        if name in presets:
             raise UsageError(f"{source}: two sections have the name [{name}]")
-        found[name] = _preset(name, values, source)
+        presets[name] = _preset(name, values, source)
         if name.lower() != section.strip(" \t").lower() and section != _BEFORE_SECTIONS:
             # The short name has only the last word of the tag, and users ask for the written one.
-            aliases = (*found[name].aliases, section.strip(" \t"))
-            found[name] = replace(found[name], aliases=aliases)
-    return found
+            aliases = (*presets[name].aliases, section.strip(" \t"))
+            presets[name] = replace(presets[name], aliases=aliases)
+    return presets
 
 
 _UNUSED = "\0\0"  # no section whose values all others inherit: [*] is ours
@@ -184,9 +184,9 @@ def _read_value(written: str, signs: str = ";#") -> tuple[str, str, str]:
     `signs`: those with which a comment may begin.
     """
     comment = ""
-    for found in _QUOTED_OR_COMMENT.finditer(written):
-        if found["comment"] and found["comment"] in signs:
-            written, comment = written[: found.start()].rstrip(" \t"), written[found.start() :]
+    for match in _QUOTED_OR_COMMENT.finditer(written):
+        if match["comment"] and match["comment"] in signs:
+            written, comment = written[: match.start()].rstrip(" \t"), written[match.start() :]
             break
     quote = written[:1]
     is_quoted = quote in ("'", '"') and len(written) > 1 and written.endswith(quote)
@@ -195,11 +195,11 @@ def _read_value(written: str, signs: str = ";#") -> tuple[str, str, str]:
     return written, comment, ""
 
 
-def remarks_on(presets: Mapping[str, Preset]) -> list[str]:
+def notes_on(presets: Mapping[str, Preset]) -> list[str]:
     """Return a sentence for each key of `presets` without effect, and for each changed value."""
-    found = sorted({key for preset in presets.values() for key in preset.idle})
-    idle = [f"{key}: no effect, because {_IDLE[key]}" for key in found]
-    return idle + [words for preset in presets.values() for words in preset.remarks]
+    keys = sorted({key for preset in presets.values() for key in preset.idle})
+    idle = [f"{key}: no effect, because {_IDLE[key]}" for key in keys]
+    return idle + [words for preset in presets.values() for words in preset.notes]
 
 
 def canonical(name: str) -> str:
@@ -207,8 +207,8 @@ def canonical(name: str) -> str:
     head, colon, tag = name.rpartition(":")
     if not colon:
         return name
-    found = _TAG.search(tag)
-    return f"{head}:{(found[1] if found else tag).upper()}"
+    match = _TAG.search(tag)
+    return f"{head}:{(match[1] if match else tag).upper()}"
 
 
 def _preset(section: str, written: Mapping[str, str], source: str) -> Preset:
@@ -216,7 +216,7 @@ def _preset(section: str, written: Mapping[str, str], source: str) -> Preset:
     shown_words: list[str] = []
     left_out: list[str] = []
     lists: dict[str, tuple[str, ...]] = {}
-    remarks: list[str] = []
+    notes: list[str] = []
     setters: dict[tuple[str, ...], str] = {}  # the key that set a flag, by the flag's names
     values = {key: _read_value(value)[0] for key, value in written.items()}
     shown = dict(values)
@@ -225,33 +225,33 @@ def _preset(section: str, written: Mapping[str, str], source: str) -> Preset:
             continue
         if (list_name := _LISTS.get(key)) is not None:
             lists[list_name] = tuple(filter(None, (part.strip() for part in value.split(","))))
-            remarks += _changes(section, key, written[key])
+            notes += _changes(section, key, written[key])
             continue
         known = _known(key)
         if known is None:
             raise UsageError(f"{source}: option {key!r} not recognized in preset {section!r}")
-        name, found = known
-        if (other := setters.setdefault(found.names or found.off, key)) != key:
+        name, flag = known
+        if (other := setters.setdefault(flag.names or flag.off, key)) != key:
             raise UsageError(
                 f"{source}: {other!r} and {key!r} in preset {section!r} set the same option: leave "
                 "one of them out"
             )
-        shown[key] = _shown(name, found, value)
-        if found.names and found.names[0] in _OF_SERVER:
+        shown[key] = _shown(name, flag, value)
+        if flag.names and flag.names[0] in _OF_SERVER:
             left_out.append(key)
             continue
-        if isinstance(found, Flag) and found.kind is SAMPLER_NAMES:
+        if isinstance(flag, Flag) and flag.kind is SAMPLER_NAMES:
             values[key] = value = _read_value(written[key], "#")[0]  # `;` is between the names
-        elif _is_plain(found):
+        elif _is_plain(flag):
             values[key] = value = re.split("[;#]", value, maxsplit=1)[0].rstrip(" \t")
         else:
-            remarks += _changes(section, key, written[key])
+            notes += _changes(section, key, written[key])
         try:
-            words += _words(name, found, value)
+            words += _words(name, flag, value)
         except ValueError as e:
             raise UsageError(f"{source}: {key} = {value} in preset {section!r}: {e}") from None
-        shown[key] = _shown(name, found, value)
-        shown_words += _words(name, found, shown[key])
+        shown[key] = _shown(name, flag, value)
+        shown_words += _words(name, flag, shown[key])
     try:
         stop_s = float(values["stop-timeout"]) if "stop-timeout" in values else None
     except ValueError:
@@ -274,18 +274,18 @@ def _preset(section: str, written: Mapping[str, str], source: str) -> Preset:
         tuple(shown_words),
         shown,
         tuple(key for key in values if key in _IDLE),
-        tuple(remarks),
+        tuple(notes),
     )
 
 
 _ON_OR_OFF = f"must be one of {', '.join((*TRUE, *FALSE))}"
 
 
-def _is_plain(found: Flag | Foreign) -> bool:
+def _is_plain(flag: Flag | Foreign) -> bool:
     """True for switches, numbers and names, in which `;` and `#` can only begin a comment."""
-    if isinstance(found, Foreign):
-        return not found.n_values
-    return found.kind.metavar in ("", "N", "X") or bool(found.kind.values)
+    if isinstance(flag, Foreign):
+        return not flag.n_values
+    return flag.kind.metavar in ("", "N", "X") or bool(flag.kind.values)
 
 
 def _changes(section: str, key: str, written: str) -> list[str]:
@@ -308,48 +308,48 @@ def _changes(section: str, key: str, written: str) -> list[str]:
 def _known(key: str) -> tuple[str, Flag | Foreign] | None:
     """Return the name that `key` stands for on a command line, and its flag; None if unknown."""
     for names in (flags_of("serve"), FOREIGN):
-        for found in names:
-            for name in (*found.names, *found.off):
+        for flag in names:
+            for name in (*flag.names, *flag.off):
                 if name.lstrip("-") == key:
-                    return name, found
-            if key in found.variables:
-                return found.names[0], found
+                    return name, flag
+            if key in flag.variables:
+                return flag.names[0], flag
     return None
 
 
-def _is_switch(found: Flag | Foreign) -> bool:
-    return found.is_switch if isinstance(found, Flag) else not (found.n_values or found.optional)
+def _is_switch(flag: Flag | Foreign) -> bool:
+    return flag.is_switch if isinstance(flag, Flag) else not (flag.n_values or flag.optional)
 
 
-def _shown(name: str, found: Flag | Foreign, value: str) -> str:
+def _shown(name: str, flag: Flag | Foreign, value: str) -> str:
     """Return a value as users of the server may see it."""
-    if _is_switch(found) or name in found.off:
+    if _is_switch(flag) or name in flag.off:
         return value if value in (*TRUE, *FALSE) else HIDDEN
-    if isinstance(found, Flag):
-        return found.shown(value)
-    return " ".join([HIDDEN] * max(1, found.n_values))
+    if isinstance(flag, Flag):
+        return flag.shown(value)
+    return " ".join([HIDDEN] * max(1, flag.n_values))
 
 
-def _words(name: str, found: Flag | Foreign, value: str) -> list[str]:
+def _words(name: str, flag: Flag | Foreign, value: str) -> list[str]:
     """Return the arguments that set a flag to `value`.
 
     A switch that has no name for "off" and is off is left out. Raises ValueError for a value that
     a switch cannot have, and for too few values.
     """
-    if not _is_switch(found) and name not in found.off:
-        n_values = 1 if isinstance(found, Flag) else found.n_values
+    if not _is_switch(flag) and name not in flag.off:
+        n_values = 1 if isinstance(flag, Flag) else flag.n_values
         if n_values > 1:
             parts = value.split(maxsplit=n_values - 1)
             if len(parts) < n_values:
                 raise ValueError(f"must be {n_values} values with blanks between them")
             return [name, *parts]
-        long = next((one for one in (name, *found.names) if one.startswith("--")), name)
+        long = next((one for one in (name, *flag.names) if one.startswith("--")), name)
         return [f"{long}={value}"] if long.startswith("--") else [long, value]
     if value not in (*TRUE, *FALSE):
         raise ValueError(_ON_OR_OFF)
-    if not _is_switch(found):  # such as no-webui of a flag that also takes a value
+    if not _is_switch(flag):  # such as no-webui of a flag that also takes a value
         return [name] if value in TRUE else []
-    is_on = (value in TRUE) != (name in found.off)
+    is_on = (value in TRUE) != (name in flag.off)
     if is_on:
-        return [*found.names[:1]]
-    return [found.off[0]] if found.off else []
+        return [*flag.names[:1]]
+    return [flag.off[0]] if flag.off else []

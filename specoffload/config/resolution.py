@@ -1,6 +1,7 @@
 """Resolves the command line, environment, stored tuning and machine into one frozen Config.
 
-Every automatic choice adds its reason to `Config.reasons`.
+Every automatic choice adds its reason to `Config.reasons`. What a start decides by the model's
+header and by the machine stands beside the configuration (`specoffload/opening/choices.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
 
+from numa.threads import EVERYWHERE, Processors
 from offload.device import device_names
 from offload.plan.placement import NCpuMoe, Passes
 from offload.plan.workload import TokenMix
@@ -22,7 +24,7 @@ from offload.remote.probe import reach
 from offload.remote.secret import Secret
 from offload.stream.options import StreamingOptions
 from offload.threads.numa_plan import NumaPlan
-from offload.times.context import OWN, OWN_REQUIRED
+from offload.times.context_memory import OWN, OWN_REQUIRED
 from offload.times.min_batch import NEVER, MinBatch
 from specdec.options import DrafterName
 from specdec.user_path import user_path
@@ -30,14 +32,15 @@ from specdec.whole_file import read_text
 from specoffload.chat.conversation import ChatSettings, ReasoningOptions
 from specoffload.chat.families import BUILT_IN
 from specoffload.config.environment import Environment, Host
-from specoffload.config.numa_choice import choose_threads
+from specoffload.config.numa_choice import Threads, choose_draft_threads, choose_threads
 from specoffload.config.options import (
     ChatOptions,
     DiskRoom,
     DraftOptions,
-    Opening,
+    OpeningOptions,
     Options,
     ServeOptions,
+    Toggle,
 )
 from specoffload.config.placing import (
     HybridChoice,
@@ -49,7 +52,6 @@ from specoffload.config.placing import (
 )
 from specoffload.config.rpc_secret import read_secret
 from specoffload.config.speculation import (
-    NO_DRAFTS,
     SpecConfig,
     ignored,
     inactive,
@@ -58,7 +60,6 @@ from specoffload.config.speculation import (
     uses_draft_model,
     why_without_rows,
     with_file,
-    without_rows,
 )
 from specoffload.errors import UsageError
 
@@ -72,13 +73,15 @@ _LEAST_TOKENS = 512  # least context per request if the user did not choose thei
 
 
 _MTP_KEY = b".nextn_predict_layers"
-# The key and its value: a string (type 8) of six bytes.
-_EAGLE_KEY = b"general.architecture" + struct.pack("<IQ", 8, 6) + b"eagle3"
+# The key of the architecture and its value: a string (type 8) of six bytes.
+_SIX_LETTERS = b"general.architecture" + struct.pack("<IQ", 8, 6)
+_EAGLE_KEY, _BLOCK_KEY = _SIX_LETTERS + b"eagle3", _SIX_LETTERS + b"dflash"
+_MARKOV = b"markov_w1.weight"  # a tensor of DSpark files, by which llama.cpp knows them
 _HEADER_BYTES = 64 << 20  # first bytes of a file in which the key is searched
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Opening):
+class Config(OpeningOptions):
     """Everything that opening a session needs."""
 
     model: Path
@@ -106,8 +109,12 @@ class Config(Opening):
     remote: RemoteOptions = RemoteOptions()
     rpc_secret: Secret | None = None  # proved to workers, which prove it, too
     numa: NumaPlan | None = None  # None: no thread is bound to a node
+    decode_on: Processors = EVERYWHERE  # processors of the threads, without `numa`
+    batch_on: Processors = EVERYWHERE
+    draft_threads: Threads | None = None  # None: the draft model has those of the target
     parallel: int = 1  # requests that run at once
     cache_ram_bytes: int | None = 0  # RAM for prompts of earlier requests; None: no limit
+    cache_idle_slots: bool = True  # idle conversations may leave the cells
     cache_disk: DiskRoom | None = None  # its folder is named; None: no prompts on the disk
     slot_save_path: Path | None = None
     slot_similarity: float = ServeOptions.slot_similarity
@@ -120,9 +127,11 @@ class Config(Opening):
         return self.model == demo_file("target.gguf")
 
     @property
-    def has_steps(self) -> bool:
-        """True if a draft model, an EAGLE-3 file or the model's own layers draft."""
-        return self.draft is not None or DrafterName.MTP in self.spec.options.drafters
+    def threads_of_draft(self) -> Threads:
+        """The threads of the draft model: by its own flags, else the target's."""
+        plan = None if self.numa is None else self.numa.for_draft()
+        own = self.draft_threads
+        return own or Threads(self.threads, self.threads_batch, plan, self.decode_on, self.batch_on)
 
     @property
     def uses_workers(self) -> bool:
@@ -139,21 +148,9 @@ class Config(Opening):
                 reach(worker)
 
     @property
-    def eagle(self) -> Path | None:
-        """The EAGLE-3 file, if `draft` is one that drafts."""
-        return self.draft if self.spec.options.from_rows is DrafterName.EAGLE3 else None
-
-    @property
     def without_drafts(self) -> Config:
         """The same configuration, but nothing drafts."""
-        options = replace(self.spec.options, drafters=NO_DRAFTS.drafters)
-        return replace(self, draft=None, spec=replace(self.spec, options=options))
-
-    @property
-    def without_rows(self) -> Config:
-        """The same configuration, but nothing drafts from the target's hidden rows."""
-        spec, draft = self.spec, None if self.eagle is not None else self.draft
-        return replace(self, draft=draft, spec=replace(spec, options=without_rows(spec.options)))
+        return replace(self, spec=self.spec.without_drafts)
 
 
 def demo_file(name: str) -> Path:
@@ -172,52 +169,56 @@ def resolve(options: Options, host: Host) -> Config:
 
     Raises UsageError or BadOption.
     """
-    reasons = [*options.remarks]
+    reasons = [*options.notes]
     without = options.without | host.environment.without
     options = _without(options, without, reasons)
     model, draft = _models(options, reasons)
     named = options.name("draft") if draft is not None else ""
-    is_eagle = draft is not None and _is_eagle(draft)
+    by_rows = None if draft is None else _row_drafter(draft)
     is_named = options.spec.drafters != ()
-    spec_options = with_file(options.spec, named, is_eagle=is_eagle, reasons=reasons)
+    spec_options = with_file(options.spec, named, by_rows, reasons)
     options = replace(options, spec=spec_options)
     threads = choose_threads(options, host, reasons)
-    complaint = _mtp_complaint(model) if may_use_own_layers(options.spec) else "unused"
+    reason = _mtp_reason(model) if may_use_own_layers(options.spec) else "unused"
     spec = resolve_speculation(
         options,
-        has_draft=draft is not None and DrafterName.EAGLE3 not in options.spec.drafters,
-        mtp_complaint=complaint,
+        draft,
+        no_mtp_reason=reason,
         environment=host.environment,
         is_named=is_named,
     )
     if DrafterName.MTP in options.spec.drafters and DrafterName.MTP not in spec.options.drafters:
-        words = why_without_rows(options.spec, complaint)
-        options = replace(options, remarks=(*options.remarks, words))
+        words = why_without_rows(options.spec, reason)
+        options = replace(options, notes=(*options.notes, words))
+    draft_threads = None
+    if draft is not None:
+        threads, draft_threads = choose_draft_threads(
+            options, spec.of_draft, host, threads, reasons
+        )
     options = _on_one_gpu(options, reasons)
     secret, warning = read_secret(options.rpc_secret_file, host.environment.rpc_secret)
     if warning:
-        options = replace(options, remarks=(*options.remarks, warning))
+        options = replace(options, notes=(*options.notes, warning))
     workers = tuple(replace(worker, secret=secret) for worker in options.workers)
     remote = RemoteOptions(workers, patience_s=options.rpc_timeout_s)
     device, remote = remote.of(options.device)
     if options.workers and not (remote.is_used or named_remotely(spec.of_draft.device)):
-        options = replace(options, remarks=(*options.remarks, _unused_workers(options)))
-        reasons.append(options.remarks[-1])
+        options = replace(options, notes=(*options.notes, _unused_workers(options)))
+        reasons.append(options.notes[-1])
     for unused in ("rpc_timeout_s", "rpc_secret_file"):
         if unused in options.given and not options.workers:
             said = ignored(options.name(unused), "no worker is used: --rpc names them")
-            options = replace(options, remarks=(*options.remarks, said))
+            options = replace(options, notes=(*options.notes, said))
             reasons.append(said)
+    _check_routing(options, reasons)
     idle = inactive((*reasons, *spec.reasons))
-    options = replace(options, remarks=tuple(dict.fromkeys((*options.remarks, *idle))))
+    options = replace(options, notes=tuple(dict.fromkeys((*options.notes, *idle))))
     placing, vram = PlacingFlags(options, without), options.vram_bytes
-    plain = {field.name: getattr(options, field.name) for field in fields(Opening)}
+    plain = {field.name: getattr(options, field.name) for field in fields(OpeningOptions)}
     if model == demo_file("target.gguf"):
         plain["alias"] = options.alias or DEMO_NAME
     return Config(
-        **plain
-        | left_to_the_plan(options, without)
-        | {"model": model, "draft": draft, "device": device},
+        **plain | left_to_the_plan(options, without) | {"model": model, "device": device},
         threads=threads.n_decode,
         threads_batch=threads.n_batch,
         spec=spec,
@@ -232,6 +233,9 @@ def resolve(options: Options, host: Host) -> Config:
         remote=remote,
         rpc_secret=secret,
         numa=threads.plan,
+        decode_on=threads.decode_on,
+        batch_on=threads.batch_on,
+        draft_threads=draft_threads,
     )
 
 
@@ -243,13 +247,28 @@ def _models(options: Options, reasons: list[str]) -> tuple[Path, Path | None]:
         model = demo_file("target.gguf")
         if draft is None and uses_draft_model(spec):
             draft = demo_file("draft.gguf")
-    if draft is not None and not uses_draft_model(spec) and DrafterName.EAGLE3 not in spec.drafters:
+    if draft is not None and not uses_draft_model(spec) and spec.from_file is None:
         by = spec.name("drafters")
         nothing = spec.drafters == (DrafterName.NONE,)
         why = f"nothing drafts with {by}" if nothing else f"{by} does not name draft"
         reasons.append(ignored(options.name("draft"), why))
         draft = None
     return model, draft
+
+
+def _check_routing(options: Options, reasons: list[str]) -> None:
+    """Name --route-keep if it has no effect. Raises UsageError for the exact setting."""
+    if not options.route_cached:
+        if "route_keep" in options.given:
+            reasons.append(ignored(options.name("route_keep"), "--route-cached is off"))
+        return
+    exact = options.flash_attn is Toggle.OFF and options.type_k == options.type_v == "f32"
+    if exact:
+        raise UsageError(
+            f"{options.name('route_cached')} {options.route_cached:g} changes texts, and "
+            "--flash-attn off with an f32 cache is the exact setting (docs/speculation.md): leave "
+            "one of them out"
+        )
 
 
 def _on_one_gpu(options: Options, reasons: list[str]) -> Options:
@@ -273,19 +292,23 @@ def _on_one_gpu(options: Options, reasons: list[str]) -> Options:
     return replace(options, device=names[nth], tensor_split=())
 
 
-def _mtp_complaint(model: Path) -> str:
+def _mtp_reason(model: Path) -> str:
     """Why the file has no layers of its own that draft; "" if its header seems to count some.
 
     Only the native library reads headers, and the server's API process must never load it. So this
     searches for the header's key. The process that opens the model then checks the layers
-    (`opening.drafters.with_usable_drafters`).
+    (`opening.drafters.usable_drafters`).
     """
     return "" if _header_has(model, _MTP_KEY) else "the file has no layers for it"
 
 
-def _is_eagle(draft: Path) -> bool:
-    """True if the file's architecture is that of EAGLE-3 files."""
-    return _header_has(draft, _EAGLE_KEY)
+def _row_drafter(draft: Path) -> DrafterName | None:
+    """The drafter of a file that drafts from its target's rows; None: it is a model of its own."""
+    if _header_has(draft, _EAGLE_KEY):
+        return DrafterName.EAGLE3
+    if _header_has(draft, _BLOCK_KEY):
+        return DrafterName.DSPARK if _header_has(draft, _MARKOV) else DrafterName.DFLASH
+    return None
 
 
 def _header_has(path: Path, words: bytes) -> bool:
@@ -363,8 +386,7 @@ def for_serving(
     """
     reasons, parallel = config.reasons, serve.parallel
     if parallel is None:
-        most = config.ctx_size // _LEAST_TOKENS if config.ctx_size else _USUAL_PARALLEL
-        parallel = max(1, min(_USUAL_PARALLEL, most))
+        parallel = usual_parallel(config.ctx_size)
         requests = "request runs" if parallel == 1 else "requests run"
         reasons = (*reasons, f"up to {parallel} {requests} at once and share the context (-np)")
     mib, on_disk = serve.cache_ram_mib, serve.cache_disk
@@ -376,6 +398,7 @@ def for_serving(
         config,
         parallel=parallel,
         cache_ram_bytes=None if mib < 0 else mib << 20,
+        cache_idle_slots=serve.cache_idle_slots,
         cache_disk=on_disk,
         slot_save_path=serve.slot_save_path,
         slot_similarity=serve.slot_similarity,
@@ -383,6 +406,12 @@ def for_serving(
         reasons=reasons,
         serves=True,
     )
+
+
+def usual_parallel(ctx_size: int | None) -> int:
+    """Return the default of --parallel for a context of that size. None: as the plan chooses."""
+    most = ctx_size // _LEAST_TOKENS if ctx_size else _USUAL_PARALLEL
+    return max(1, min(_USUAL_PARALLEL, most))
 
 
 def chat_settings(own: ChatOptions) -> ChatSettings:

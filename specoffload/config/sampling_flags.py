@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from offload.sampling.options import SAMPLERS
-from specoffload.config.flag import FLOAT, INT, SWITCH, TEXT, Flag, Kind, Panel, flag
+from specoffload.config.flag import FLOAT, INT, SWITCH, TEXT, Flag, Panel, ValueKind, flag
 from specoffload.config.values import (
     ANY_TEXT,
     BREAKER,
@@ -20,7 +20,7 @@ from specoffload.generation.generation import AskedOptions
 ANSWERS = frozenset({"run", "chat", "serve"})  # commands that generate text for a user
 
 
-def _sampling(field: str, spelling: str, kind: Kind, about: str, **more: object) -> Flag:
+def _sampling(field: str, spelling: str, kind: ValueKind, about: str, **more: object) -> Flag:
     """A sampling flag of `run`, `chat` and `serve`. Requests to `serve` may set another value."""
     more = {"commands": ANSWERS, "request": field, "rare": True} | more
     return flag(AskedOptions, field, spelling, kind, about, Panel.SAMPLING, **more)

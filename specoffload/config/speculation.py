@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -14,6 +14,7 @@ from specdec.options import (
     MOST_DRAFTED,
     OF_TEXT,
     PRICED,
+    ROW_FILES,
     AcceptRule,
     DrafterName,
     PolicyName,
@@ -42,7 +43,20 @@ _CONTEXT_NAMES = {
 
 # Settings of a draft model that only libllama reads.
 _LLAMA_ALONE = frozenset(
-    {"batch_size", "ubatch_size", "threads_batch", "flash_attn", "type_k", "type_v"}
+    {
+        "batch_size",
+        "ubatch_size",
+        "threads_batch",
+        "flash_attn",
+        "type_k",
+        "type_v",
+        "cpu_mask",
+        "cpu_range",
+        "cpu_strict",
+        "cpu_mask_batch",
+        "cpu_range_batch",
+        "cpu_strict_batch",
+    }
 )
 
 
@@ -50,11 +64,12 @@ _LLAMA_ALONE = frozenset(
 class SpecConfig:
     """A session's settings of speculation.
 
-    `batch_costs` is T(n) in the form of GGML_BATCH_COSTS, or None if it is measured. `costs_from`
-    names its source.
+    `draft` is the file of a draft model, or one that drafts from rows (`row_file`). `batch_costs`
+    is T(n) in the form of GGML_BATCH_COSTS, or None if it is measured, and `costs_from` its source.
     """
 
     options: SpecOptions = SpecOptions()
+    draft: Path | None = None
     use_profile: bool = True
     profile_dir: Path | None = None
     measure_s: float | None = None  # most seconds of a first start's measurement; None: chosen
@@ -73,6 +88,32 @@ class SpecConfig:
         """The options given for the draft's context, under the names of ContextOptions."""
         said = {name: getattr(self.of_draft, field) for field, name in _CONTEXT_NAMES.items()}
         return {name: value for name, value in said.items() if value is not None}
+
+    @property
+    def row_file(self) -> Path | None:
+        """The file that drafts from the target's rows, if `draft` is one that drafts."""
+        return None if self.options.from_file is None else self.draft
+
+    @property
+    def draft_model(self) -> Path | None:
+        """The file of the draft model, if there is one."""
+        return self.draft if self.row_file is None else None
+
+    @property
+    def has_steps(self) -> bool:
+        """True if a draft model, a file that drafts from rows, or the model's own layers draft."""
+        return self.draft is not None or DrafterName.MTP in self.options.drafters
+
+    @property
+    def without_drafts(self) -> SpecConfig:
+        """The same settings, but nothing drafts."""
+        options = replace(self.options, drafters=NO_DRAFTS.drafters)
+        return replace(self, draft=None, options=options)
+
+    @property
+    def without_rows(self) -> SpecConfig:
+        """The same settings, but nothing drafts from the target's hidden rows."""
+        return replace(self, draft=self.draft_model, options=without_rows(self.options))
 
     @property
     def needs_profile(self) -> bool:
@@ -94,26 +135,48 @@ def uses_draft_model(spec: SpecOptions) -> bool:
     return spec.drafters == () or DrafterName.DRAFT in spec.drafters
 
 
-def with_file(spec: SpecOptions, draft: str, *, is_eagle: bool, reasons: list[str]) -> SpecOptions:
+_FILE_WORDS = {
+    DrafterName.EAGLE3: "an EAGLE-3 file",
+    DrafterName.DFLASH: "a DFlash file",
+    DrafterName.DSPARK: "a DSpark file",
+}
+
+
+def with_file(
+    spec: SpecOptions, draft: str, by_rows: DrafterName | None, reasons: list[str]
+) -> SpecOptions:
     """Returns `spec` with the drafter for the file `draft`, which is "" if there is none.
 
-    If `is_eagle`, this drafter is `eagle3`. Raises UsageError for drafters that exclude each other.
+    `by_rows` is the drafter of a file that drafts from the target's rows; None: it is a model.
+    Raises UsageError for drafters that exclude each other.
     """
     named, flag = spec.drafters, spec.name("drafters")
-    if DrafterName.EAGLE3 in named:
-        if not draft:
-            raise UsageError(f"{flag} eagle3 needs an EAGLE-3 file: add --draft FILE.gguf")
-        for other, why in (
-            (DrafterName.DRAFT, "there is one file for both"),
-            (DrafterName.MTP, "one of them can follow the target's rows"),
-        ):
-            if other in named:
-                raise UsageError(f"{flag}: {other} and eagle3 exclude each other, as {why}")
-    elif is_eagle and uses_draft_model(spec):
-        reasons.append(f"{draft} names an EAGLE-3 file, which drafts as --spec-type eagle3")
-        left = tuple(name for name in named if name is not DrafterName.DRAFT)
-        return replace(spec, drafters=(*left, DrafterName.EAGLE3))
-    return spec
+    asked = [name for name in named if name in ROW_FILES]
+    if asked:
+        _check_row_drafters(named, asked, flag, draft)
+        if by_rows is None or by_rows is asked[0]:
+            return spec  # a file of another kind is refused when its header is read
+    elif by_rows is None or not uses_draft_model(spec):
+        return spec
+    reasons.append(f"{draft} names {_FILE_WORDS[by_rows]}, which drafts as --spec-type {by_rows}")
+    left = tuple(name for name in named if name not in (DrafterName.DRAFT, *ROW_FILES))
+    return replace(spec, drafters=(*left, by_rows))
+
+
+def _check_row_drafters(
+    named: Sequence[DrafterName], asked: Sequence[DrafterName], flag: str, draft: str
+) -> None:
+    """Raise UsageError if drafters `named` beside a row drafter exclude it, or it has no file."""
+    own = asked[0]
+    if not draft:
+        raise UsageError(f"{flag} {own} needs {_FILE_WORDS[own]}: add --draft FILE.gguf")
+    for other, why in (
+        (DrafterName.DRAFT, "there is one file for both"),
+        (DrafterName.MTP, "one of them can follow the target's rows"),
+        *((name, "there is one file for both") for name in asked[1:]),
+    ):
+        if other in named:
+            raise UsageError(f"{flag}: {other} and {own} exclude each other, as {why}")
 
 
 def may_use_own_layers(spec: SpecOptions) -> bool:
@@ -134,11 +197,11 @@ def without_rows(spec: SpecOptions) -> SpecOptions:
     return replace(spec, drafters=left or (DrafterName.NONE,))
 
 
-def why_without_rows(spec: SpecOptions, complaint: str) -> str:
+def why_without_rows(spec: SpecOptions, reason: str) -> str:
     """The sentence that reports why this drafter does not draft, and what drafts."""
     left = [name for name in spec.drafters if name is not spec.from_rows]
     does = f"{' and '.join(left)} draft{'s' * (len(left) == 1)} alone" if left else "nothing drafts"
-    return f"{spec.given.get('drafters', '--spec-type')} {spec.from_rows}: {complaint}, so {does}"
+    return f"{spec.given.get('drafters', '--spec-type')} {spec.from_rows}: {reason}, so {does}"
 
 
 class Ignored(str):
@@ -161,7 +224,7 @@ def measuring_only(options: Options, variables: Iterable[str] = (), *, why: str)
     """Returns `options` for a command that verifies no drafts, because of `why`.
 
     Flags of speculation without effect there, and the environment's `variables` on drafts, become
-    remarks.
+    notes.
     """
     spec = options.spec
     kept = ("drafters", "replacements")
@@ -171,32 +234,34 @@ def measuring_only(options: Options, variables: Iterable[str] = (), *, why: str)
         given={field: name for field, name in spec.given.items() if field in kept},
     )
     idle = [name for field, name in spec.given.items() if field not in kept]
-    return remark(replace(options, spec=quiet), (*idle, *variables), why)
+    return noted(replace(options, spec=quiet), (*idle, *variables), why)
 
 
-def remark(options: Options, names: Iterable[str], why: str) -> Options:
-    """Returns `options` with the remark that the flags `names` change nothing, because of `why`."""
-    return replace(options, remarks=(*options.remarks, *(ignored(name, why) for name in names)))
+def noted(options: Options, names: Iterable[str], why: str) -> Options:
+    """Returns `options` with the note that the flags `names` change nothing, because of `why`."""
+    return replace(options, notes=(*options.notes, *(ignored(name, why) for name in names)))
 
 
 def resolve_speculation(
     options: Options,
+    draft: Path | None,
     *,
-    has_draft: bool,
-    mtp_complaint: str,
+    no_mtp_reason: str,
     environment: Environment,
     is_named: bool,
 ) -> SpecConfig:
-    """Check the options of speculation. Flags without effect are dropped with a remark.
+    """Check the options of speculation. Flags without effect are dropped with a note.
 
-    If no drafter is named, the draft model and the model's own layers draft. So do drafters of the
-    text alone, unless `is_named` or the policy does not price drafts by measured costs.
-    `mtp_complaint` says why the own layers cannot draft, and is "" if they can. If nothing may be
-    measured, drafts have 4 tokens, unless the user chose a policy that needs no measurements.
-    Raises BadOption or UsageError for options that exclude each other.
+    `draft` is the file of a draft model, or one that drafts from rows. If no drafter is named, the
+    file and the model's own layers draft. So do drafters of the text alone, unless `is_named` or
+    the policy does not price drafts by measured costs. `no_mtp_reason` says why own layers cannot
+    draft, and is "" if they can. If nothing may be measured, drafts have 4 tokens, unless the user
+    chose a policy that needs no measurements. Raises BadOption or UsageError for options that
+    exclude each other.
     """
     reasons: list[str] = []
-    spec = _with_drafters(options.spec, has_draft, mtp_complaint, reasons)
+    has_draft = draft is not None and options.spec.from_file is None
+    spec = _with_drafters(options.spec, has_draft, no_mtp_reason, reasons)
     spec = _with_look_ahead(spec, environment, reasons)
     if not is_named and (options.use_profile or environment.batch_costs is not None):
         spec = _with_text(spec)
@@ -215,6 +280,7 @@ def resolve_speculation(
     _check(spec)
     return SpecConfig(
         options=spec,
+        draft=draft,
         use_profile=options.use_profile,
         profile_dir=environment.profile_folder,
         measure_s=environment.measure_s,
@@ -225,18 +291,18 @@ def resolve_speculation(
 
 
 def _with_drafters(
-    spec: SpecOptions, has_draft: bool, mtp_complaint: str, reasons: list[str]
+    spec: SpecOptions, has_draft: bool, no_mtp_reason: str, reasons: list[str]
 ) -> SpecOptions:
     if DrafterName.DRAFT in spec.drafters and not has_draft:
         raise UsageError(
             f"{spec.name('drafters')} draft needs a draft model: add --draft DRAFT.gguf"
         )
-    if DrafterName.MTP in spec.drafters and mtp_complaint:
-        reasons.append(why_without_rows(spec, mtp_complaint))
+    if DrafterName.MTP in spec.drafters and no_mtp_reason:
+        reasons.append(why_without_rows(spec, no_mtp_reason))
         return without_rows(spec)
     if spec.drafters:
         return spec
-    own = () if mtp_complaint else (DrafterName.MTP,)
+    own = () if no_mtp_reason else (DrafterName.MTP,)
     every = (*own, *((DrafterName.DRAFT,) if has_draft else ()))
     return replace(spec, drafters=every[-1:] if spec.accept is AcceptRule.REJECT else every)
 

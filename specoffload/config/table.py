@@ -13,7 +13,7 @@ from __future__ import annotations
 from functools import partial
 
 from numa.place import Strategy
-from offload.times.context import CACHE_TYPES, ROPE_SCALINGS
+from offload.times.context_memory import CACHE_TYPES, ROPE_SCALINGS
 from specdec.options import (
     BY_P,
     MOST_DRAFTED,
@@ -47,10 +47,14 @@ from specoffload.config.sampling_flags import SAMPLING
 from specoffload.config.values import (
     ADDRESSES,
     AUTO_INT,
+    CPU_MASK,
     CPU_MOE,
+    CPU_RANGE,
     DRAFTERS,
+    KV_OVERRIDES,
     LAYERS,
     MIN_BATCH,
+    ON_OFF,
     RAM_SIZE,
     RATES,
     REPLACEMENTS,
@@ -137,6 +141,15 @@ _MODEL = (
         more="The default is the largest context that fits memory and costs little of the speed "
         "of requests, but not more than the model's own ([server.md](server.md#slots)). "
         "A line at start says it. bench takes 4096.",
+    ),
+    _model(
+        "kv_overrides", "--override-kv", KV_OVERRIDES,
+        "Value in place of one in the model file's metadata. TYPE is int, float, bool or str.",
+        more="An example is qwen3moe.expert_used_count=int:4, with which each token uses 4 "
+        "experts. Several values are separated by commas, or have a flag each. Texts may become "
+        "worse, and nothing measures by how much. Measurements, saved slots and kept prompts of "
+        "other values are not used. A draft model keeps its file's values.",
+        joins=True, rare=True,
     ),
     _model(
         "batch_size", "--batch-size -b LLAMA_ARG_BATCH", INT, "Most tokens in one decode.", least=1,
@@ -236,6 +249,8 @@ _MODEL = (
 )  # fmt: skip
 
 _ASKS = OPENS - {"plan", "worker"}
+_ANYWHERE = "all, or the performance cores"
+_ANSWERS = frozenset({"run", "chat", "serve"})
 _NO_WORKERS = "it is for one machine"
 _offload = partial(flag, Options, panel=Panel.OFFLOAD)
 
@@ -331,6 +346,19 @@ _OFFLOAD = (
         default_words="auto; off with --min-batch N", commands=_AND_WORKER - {"bench"}, rare=True,
     ),
     _offload(
+        "route_cached", "--route-cached", FLOAT,
+        "Let routers prefer experts that are on the GPU, with this strength. 0 is off.",
+        least=0, most=1, commands=_ANSWERS, rare=True,
+        more="Answers are faster, and **texts differ** from the model's own, and depend on what "
+        "was asked before ([hybrid.md](hybrid.md#cached-routing)). Prompts of over 64 tokens are "
+        "computed as before.",
+    ),
+    _offload(
+        "route_keep", "--route-keep", INT,
+        "Best experts of each token that --route-cached leaves to the router.", least=0,
+        commands=_ANSWERS, rare=True,
+    ),
+    _offload(
         "warmup", "--warmup !--no-warmup", SWITCH,
         "Try the model at start, and give cached experts the GPU memory that a whole batch leaves.",
         more="Without this test, the memory for buffers is estimated from the file's header, and a "
@@ -363,11 +391,46 @@ _OFFLOAD = (
     ),
     _offload(
         "threads", "--threads -t LLAMA_ARG_THREADS", THREADS, "CPU threads for a decode.",
-        default_words="physical cores", first=True, commands=_AND_WORKER, swept=True,
+        default_words="physical or performance cores", first=True, commands=_AND_WORKER,
+        swept=True,
     ),
     _offload(
         "threads_batch", "--threads-batch -tb LLAMA_ARG_THREADS_BATCH", THREADS,
         "CPU threads for prompts.", default_words="as --threads", rare=True,
+    ),
+    _offload(
+        "cpu_mask", "--cpu-mask -C", CPU_MASK,
+        "Processors that threads run on, as a mask in hexadecimal.", rare=True,
+        commands=_AND_WORKER, repeats=True, default_words=_ANYWHERE,
+        more="The lowest bit is processor 0. --cpu-range adds to it, and so does a second mask. "
+        "Without --threads, each physical core of the mask has one thread "
+        "([numa.md](numa.md#chosen-processors)).",
+    ),
+    _offload(
+        "cpu_range", "--cpu-range -Cr", CPU_RANGE,
+        "Processors that threads run on, such as 0-7. Adds to --cpu-mask.", rare=True,
+        commands=_AND_WORKER, repeats=True, default_words=_ANYWHERE,
+    ),
+    _offload(
+        "cpu_strict", "--cpu-strict", ON_OFF, "Bind each thread to a processor of its own.",
+        rare=True, commands=_AND_WORKER, default_words="0",
+        more="Each core gets one thread before any core gets a second one. On a machine with "
+        "several memory nodes threads are always bound, unless --numa is none.",
+    ),
+    _offload(
+        "cpu_mask_batch", "--cpu-mask-batch -Cb", CPU_MASK,
+        "Processors for prompts and other batches, as a mask in hexadecimal.", rare=True,
+        repeats=True, default_words="as --cpu-mask",
+    ),
+    _offload(
+        "cpu_range_batch", "--cpu-range-batch -Crb", CPU_RANGE,
+        "Processors for prompts and other batches. Adds to --cpu-mask-batch.", rare=True,
+        repeats=True, default_words="as --cpu-range",
+    ),
+    _offload(
+        "cpu_strict_batch", "--cpu-strict-batch", ON_OFF,
+        "Bind each thread to a processor of its own in prompts and other batches.", rare=True,
+        default_words="as --cpu-strict",
     ),
     _offload(
         "numa", "--numa LLAMA_ARG_NUMA", choice(("auto", "none", *Strategy)),
@@ -398,6 +461,7 @@ _SPECULATION = (
         "draft",
         "--draft -md --model-draft --spec-draft-model LLAMA_ARG_SPEC_DRAFT_MODEL", PATH,
         "Draft model, kept whole on its device.", digits_mean="--draft-max", first=True,
+        more="A file of EAGLE-3, DFlash or DSpark drafts from the hidden rows of the target.",
     ),
     _opens(
         "hf_repo_draft",
@@ -411,6 +475,36 @@ _SPECULATION = (
     _draft(
         "threads_batch", "--threads-batch-draft -tbd --spec-draft-threads-batch", THREADS,
         "CPU threads of the draft model for prompts.", default_words="the target's",
+    ),
+    _draft(
+        "cpu_mask", "--cpu-mask-draft -Cd --spec-draft-cpu-mask", CPU_MASK,
+        "Processors of the draft model's threads, as a mask in hexadecimal.", repeats=True,
+        default_words="the target's",
+    ),
+    _draft(
+        "cpu_range", "--cpu-range-draft -Crd --spec-draft-cpu-range", CPU_RANGE,
+        "Processors of the draft model's threads. Adds to --cpu-mask-draft.", repeats=True,
+        default_words="the target's",
+    ),
+    _draft(
+        "cpu_strict", "--cpu-strict-draft --spec-draft-cpu-strict", ON_OFF,
+        "Bind each of the draft model's threads to a processor of its own.",
+        default_words="the target's",
+    ),
+    _draft(
+        "cpu_mask_batch", "--cpu-mask-batch-draft -Cbd --spec-draft-cpu-mask-batch", CPU_MASK,
+        "Processors of the draft model's threads for prompts, as a mask in hexadecimal.",
+        repeats=True, default_words="as --cpu-mask-draft",
+    ),
+    _draft(
+        "cpu_range_batch", "--cpu-range-batch-draft -Crbd --spec-draft-cpu-range-batch", CPU_RANGE,
+        "Processors of the draft model's threads for prompts. Adds to --cpu-mask-batch-draft.",
+        repeats=True, default_words="as --cpu-range-draft",
+    ),
+    _draft(
+        "cpu_strict_batch", "--cpu-strict-batch-draft --spec-draft-cpu-strict-batch", ON_OFF,
+        "Bind each of the draft model's threads to a processor of its own in prompts.",
+        default_words="as --cpu-strict-draft",
     ),
     _draft(
         "ctx_size", "--ctx-size-draft -cd", INT,
@@ -434,12 +528,12 @@ _SPECULATION = (
     _draft(
         "engine", "--draft-engine", choice(tuple(DraftEngine)),
         "Library that computes the draft model: torch, libllama, or the faster one.",
-        more="auto measures both once on a CUDA device and keeps the result. On other devices it "
-        "takes libllama ([draft.md](draft.md)).",
+        more="auto measures both on a CUDA device and keeps the result for 30 days. On other "
+        "devices it takes libllama ([draft.md](draft.md)).",
     ),
     _draft(
         "vocab", "--draft-vocab", PATH, "File with the token ids that a draft in torch may use.",
-        more="It has one id per line, as scripts/lab/run prune-vocab writes them "
+        more="It has one id per line, as `specoffload draft prune` writes them "
         "([draft.md](draft.md#a-pruned-vocabulary)).", default_words="all",
     ),
     _opens(
@@ -451,7 +545,7 @@ _SPECULATION = (
         "Drafters, separated by commas.",
         more=f"Names: {', '.join(DrafterName)} ([speculation.md](speculation.md)).",
         default_words="all that can draft: ngram-mod, suffix, mtp if the model has its layers, "
-        "draft with a draft model, eagle3 with an EAGLE-3 file",
+        "draft with a draft model, eagle3, dflash or dspark with such a file",
         off_value=(DrafterName.NONE,),
     ),
     _spec(
@@ -496,8 +590,11 @@ _SPECULATION = (
     ),
     _spec(
         "replacements", "--spec-replace", REPLACEMENTS,
-        "Translate drafts of a model with another vocabulary.", needs=(DrafterName.DRAFT,),
-        more="The target's text TARGET is DRAFT for the draft model. The list may be empty.",
+        "Exchange texts when drafts of a model with another vocabulary are translated.",
+        needs=(DrafterName.DRAFT,),
+        more="The target's text TARGET is DRAFT for the draft model. Such drafts are translated "
+        "without this flag, too ([speculation.md](speculation.md#drafters)). With it, even those "
+        "of a model with the same vocabulary are.",
         rare=True,
     ),
     _of_drafter(

@@ -182,11 +182,11 @@ def _positional(command: str) -> list[inspect.Parameter]:
     hidden = command in OPENS
     return [
         _parameter(
-            "word",
+            f"word_{i}",
             str,
             typer.Argument(metavar=p.metavar, help=p.help, show_default=False, hidden=hidden),
         )
-        for p in POSITIONALS
+        for i, p in enumerate(POSITIONALS)
         if command in p.commands
     ]
 

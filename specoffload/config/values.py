@@ -13,7 +13,9 @@ from enum import StrEnum
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import Any, Literal
 
+from numa.topology import GGML_MAX_CPUS
 from offload.errors import BadRequest
+from offload.kv_overrides import read_overrides
 from offload.plan.workload import DECODING, TokenMix
 from offload.remote.address import Address, parse_addresses
 from offload.sampling.options import sampler_names
@@ -22,8 +24,16 @@ from offload.units import parse_bytes, parse_rate
 from specdec.options import DRAFTER_ALIASES, DrafterName, PolicyName
 from specdec.user_path import user_path
 from specdec.whole_file import read_text
-from specoffload.config.flag import FALSE, TRUE, Kind, choice, whole
-from specoffload.config.options import DiskRoom, Ram, SplitMode, Toggle, WorkloadName
+from specoffload.config.flag import FALSE, TRUE, ValueKind, choice, whole
+from specoffload.config.options import (
+    CpuRange,
+    DiskRoom,
+    Ram,
+    RunOrder,
+    SplitMode,
+    Toggle,
+    WorkloadName,
+)
 
 NEVER = 1 << 30  # min-batch in tokens that no batch reaches
 ALL_LAYERS = 9999
@@ -109,10 +119,10 @@ def disk_room(text: str) -> DiskRoom:
 
 def ram_size(text: str) -> int:
     """The size in a value of --ram. A bandwidth may follow the size, but only `plan` uses it."""
-    found = ram(text)
-    if found.size_bytes is None:
+    there = ram(text)
+    if there.size_bytes is None:
         raise ValueError("has no size, e.g. 48GiB; only plan reads the speed of RAM")
-    return found.size_bytes
+    return there.size_bytes
 
 
 def drafters(text: str) -> tuple[DrafterName, ...]:
@@ -174,7 +184,8 @@ def split_mode(text: str) -> SplitMode:
     if text in modes:
         return modes[text]
     raise ValueError(
-        "must be layer or none: other modes divide single weights, but here weights stream whole"
+        "must be layer or none: other modes divide single weights, but here weights stream whole "
+        "(`specoffload plan` says what a further GPU brings)"
     )
 
 
@@ -188,16 +199,16 @@ def counts(text: str) -> tuple[int, ...]:
 
 def pair_of_counts(text: str) -> tuple[int, int]:
     """Two whole numbers as `512,128`."""
-    found = counts(text)
-    if len(found) != 2:
+    pair = counts(text)
+    if len(pair) != 2:
         raise ValueError("must be numbers of prompt tokens and of generated tokens, as in 512,128")
-    return found[0], found[1]
+    return pair[0], pair[1]
 
 
 def sizes(text: str) -> int | tuple[int, ...]:
     """One size for all devices, or one for each device as `24GiB,12GiB`."""
-    found = tuple(parse_bytes(part) for part in text.split(","))
-    return found[0] if len(found) == 1 else found
+    each = tuple(parse_bytes(part) for part in text.split(","))
+    return each[0] if len(each) == 1 else each
 
 
 def links(text: str) -> tuple[float, ...]:
@@ -255,6 +266,47 @@ def words(text: str) -> tuple[str, ...]:
         raise ValueError(f"cannot be split into words: {e}") from None
 
 
+def runs(text: str) -> tuple[RunOrder, ...]:
+    """At least two runs separated by commas, as `seq,seq,par`. The first one is the baseline."""
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        if part not in tuple(RunOrder):
+            raise ValueError(f"{part!r} is unknown; there are {', '.join(RunOrder)}")
+    if len(parts) < 2:
+        raise ValueError(
+            "must be two runs or more, as in seq,par: later ones are compared with the first"
+        )
+    return tuple(map(RunOrder, parts))
+
+
+def conversations(name: str) -> tuple[tuple[str, ...], ...]:
+    """The conversations in the file `name`, each a tuple of questions.
+
+    Each line is a conversation: a question, or in a .jsonl file a JSON string or a list of them.
+    """
+    is_json = user_path(name).suffix == ".jsonl"
+    talks = []
+    for number, line in enumerate(contents(name).splitlines(), 1):
+        if not line.strip():
+            continue
+        questions: object = line
+        if is_json:
+            try:
+                questions = json.loads(line)
+            except (ValueError, RecursionError):
+                questions = None
+        if isinstance(questions, str):
+            questions = [questions]
+        if not isinstance(questions, list) or not questions:
+            raise ValueError(f"line {number} must be a JSON string, or a list of strings")
+        if not all(isinstance(question, str) and question.strip() for question in questions):
+            raise ValueError(f"line {number} must have only questions that are texts, none empty")
+        talks.append(tuple(questions))
+    if not talks:
+        raise ValueError("has no question")
+    return tuple(talks)
+
+
 def contents(name: str) -> str:
     """The text in the file `name`."""
     try:
@@ -262,6 +314,37 @@ def contents(name: str) -> str:
     except (OSError, UnicodeDecodeError) as e:
         why = e.strerror if isinstance(e, OSError) else e
         raise ValueError(f"cannot be read as UTF-8 text ({why})") from None
+
+
+def cpu_mask(text: str) -> tuple[int, ...]:
+    """The processors of a mask in hexadecimal, as `0xf`. No bit set means no mask (llama.cpp)."""
+    digits = text.removeprefix("0x").removeprefix("0X")
+    if not re.fullmatch("[0-9a-fA-F]+", digits):
+        raise ValueError("must be a mask in hexadecimal, such as 0xff for the first 8 processors")
+    digits = digits.lstrip("0")
+    if 4 * len(digits) > GGML_MAX_CPUS:
+        raise ValueError(f"must have at most {GGML_MAX_CPUS} bits, as ggml's masks have")
+    bits = int(digits or "0", 16)
+    return tuple(cpu for cpu in range(bits.bit_length()) if bits >> cpu & 1)
+
+
+def cpu_range(text: str) -> CpuRange:
+    """A range of processors as `0-7`. Without a first or a last one, it is the machine's."""
+    match = re.fullmatch(r"([0-9]{0,9})-([0-9]{0,9})", text.strip())
+    if match is None:
+        raise ValueError("must be a range of processors such as 0-7")
+    first, last = int(match[1] or 0), int(match[2]) if match[2] else None
+    if max(first, last or 0) >= GGML_MAX_CPUS:
+        raise ValueError(f"must end below {GGML_MAX_CPUS}, the bits of ggml's masks")
+    if last is not None and last < first:
+        raise ValueError(f"must not end before it begins ({last} is below {first})")
+    return CpuRange(first, last)
+
+
+def is_on(text: str) -> bool:
+    if text not in (*TRUE, *FALSE):
+        raise ValueError("must be 0 or 1")
+    return text in TRUE
 
 
 def keys(text: str) -> str:
@@ -297,20 +380,20 @@ def breaker(text: str) -> str:
 
 def logit_bias(text: str) -> tuple[int, float]:
     """A token's id and its bias, as `15043+1`. `15043-inf` forbids the token."""
-    found = re.fullmatch(r"(\d+)([+-](?:\d+\.?\d*|\.\d+|inf))", text.strip())
-    if found is None or found[2] == "+inf":
+    match = re.fullmatch(r"(\d+)([+-](?:\d+\.?\d*|\.\d+|inf))", text.strip())
+    if match is None or match[2] == "+inf":
         raise ValueError("must be a token's id and its bias, as in 15043+1 or 15043-inf")
-    return int(found[1]), float(found[2])
+    return int(match[1]), float(match[2])
 
 
 def json_object(text: str) -> object:
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         raise ValueError("must be a JSON object") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ValueError("must be a JSON object")
-    return found
+    return value
 
 
 def verbosity(text: str) -> int:
@@ -319,43 +402,49 @@ def verbosity(text: str) -> int:
     return level if level >= _DEBUG_LEVEL else 0
 
 
-MIN_BATCH = Kind("N", min_batch, is_open=True)
-ANY_TEXT = Kind("TEXT", lambda text: text or None)  # None: no text
-CONTENTS = Kind("FILE", contents)
-TOKEN_MIX = Kind("auto|decode|P:G", token_mix, is_open=True)
-CPU_MOE = Kind("N", cpu_moe, is_open=True)
-AUTO_INT = Kind("N", lambda text: None if text == "auto" else whole(text), is_open=True)
-RATE = Kind("SIZE/s", parse_rate, is_open=True)
-ADDRESS = Kind("HOST:PORT", listening)
-NETWORK = Kind("ADDRESS", network)
-SIZES = Kind("SIZE,...", sizes, is_open=True)
-LINKS = Kind("SIZE/s,...", links, is_open=True)
-ADDRESSES = Kind("HOST:PORT,...", parse_addresses)
-RAM_SIZE = Kind("SIZE", ram_size, is_open=True)
-RAM = Kind("SIZE,SIZE/s", ram, is_open=True)
-DISK_ROOM = Kind("SIZE[,FOLDER]", disk_room)
-DRAFTERS = Kind("NAME,...", drafters, is_open=True)
-REPLACEMENTS = Kind("TARGET=DRAFT,...", replacements)
-RATES = Kind("P,...", numbers, is_open=True)
-SHARES = Kind("X,...", numbers, is_open=True)
-SPLIT_MODE = Kind("layer|none", split_mode, is_open=True)
-COUNTS = Kind("N,...", counts, is_open=True)
-POLICIES = Kind("NAME,...", several(PolicyName), is_open=True)
-WORKLOADS = Kind("NAME,...", several(WorkloadName), is_open=True)
-PAIR_OF_COUNTS = Kind("N,N", pair_of_counts, is_open=True)
-SEED = Kind("N", seed, is_open=True)
-SAMPLER_NAMES = Kind("NAME;...", samplers, is_open=True)
-BREAKER = Kind("TEXT", breaker)
-LOGIT_BIAS = Kind("ID+BIAS", logit_bias)
-KEYS = Kind("KEY,...", keys, is_secret=True)
-N_PREDICT = Kind("N", _or_none(lambda n: n < 0), is_open=True)  # None: to the end of the context
-REASONING_BUDGET = Kind("N", _or_none(lambda n: n == -1, least=-1), is_open=True)  # None: no limit
-PARALLEL = Kind("N", _or_none(lambda n: n == -1), is_open=True)  # None: chosen at start
-THREADS = Kind("N", _or_none(lambda n: n <= 0), is_open=True)  # None: chosen at start
-LAYERS = Kind("N", layers, is_open=True)
-WORDS = Kind("WORDS", words)
-JSON_OBJECT = Kind("JSON", json_object)
-VERBOSITY = Kind("N", verbosity, is_open=True)
+MIN_BATCH = ValueKind("N", min_batch, is_open=True)
+ANY_TEXT = ValueKind("TEXT", lambda text: text or None)  # None: no text
+CONTENTS = ValueKind("FILE", contents)
+TOKEN_MIX = ValueKind("auto|decode|P:G", token_mix, is_open=True)
+CPU_MOE = ValueKind("N", cpu_moe, is_open=True)
+AUTO_INT = ValueKind("N", lambda text: None if text == "auto" else whole(text), is_open=True)
+RATE = ValueKind("SIZE/s", parse_rate, is_open=True)
+ADDRESS = ValueKind("HOST:PORT", listening)
+NETWORK = ValueKind("ADDRESS", network)
+SIZES = ValueKind("SIZE,...", sizes, is_open=True)
+LINKS = ValueKind("SIZE/s,...", links, is_open=True)
+ADDRESSES = ValueKind("HOST:PORT,...", parse_addresses)
+RAM_SIZE = ValueKind("SIZE", ram_size, is_open=True)
+RAM = ValueKind("SIZE,SIZE/s", ram, is_open=True)
+DISK_ROOM = ValueKind("SIZE[,FOLDER]", disk_room)
+DRAFTERS = ValueKind("NAME,...", drafters, is_open=True)
+REPLACEMENTS = ValueKind("TARGET=DRAFT,...", replacements)
+RATES = ValueKind("P,...", numbers, is_open=True)
+SHARES = ValueKind("X,...", numbers, is_open=True)
+SPLIT_MODE = ValueKind("layer|none", split_mode, is_open=True)
+COUNTS = ValueKind("N,...", counts, is_open=True)
+POLICIES = ValueKind("NAME,...", several(PolicyName), is_open=True)
+WORKLOADS = ValueKind("NAME,...", several(WorkloadName), is_open=True)
+RUNS = ValueKind("RUN,...", runs, is_open=True)
+CONVERSATIONS = ValueKind("FILE", conversations)
+PAIR_OF_COUNTS = ValueKind("N,N", pair_of_counts, is_open=True)
+SEED = ValueKind("N", seed, is_open=True)
+SAMPLER_NAMES = ValueKind("NAME;...", samplers, is_open=True)
+BREAKER = ValueKind("TEXT", breaker)
+LOGIT_BIAS = ValueKind("ID+BIAS", logit_bias)
+KV_OVERRIDES = ValueKind("KEY=TYPE:VALUE,...", read_overrides, is_open=True)
+KEYS = ValueKind("KEY,...", keys, is_secret=True)
+N_PREDICT = ValueKind("N", _or_none(lambda n: n < 0), is_open=True)  # None: to the context's end
+REASONING_BUDGET = ValueKind("N", _or_none(lambda n: n == -1, least=-1), is_open=True)  # None: any
+PARALLEL = ValueKind("N", _or_none(lambda n: n == -1), is_open=True)  # None: chosen at start
+CPU_MASK = ValueKind("MASK", cpu_mask, is_open=True)
+CPU_RANGE = ValueKind("LO-HI", cpu_range, is_open=True)
+ON_OFF = ValueKind("0|1", is_on, is_open=True)
+THREADS = ValueKind("N", _or_none(lambda n: n <= 0), is_open=True)  # None: chosen at start
+LAYERS = ValueKind("N", layers, is_open=True)
+WORDS = ValueKind("WORDS", words)
+JSON_OBJECT = ValueKind("JSON", json_object)
+VERBOSITY = ValueKind("N", verbosity, is_open=True)
 TOGGLE = choice(
     tuple(Toggle),
     {

@@ -5,7 +5,6 @@ It has a generation's options, the pieces of its answer, and facts about the mod
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -48,6 +47,8 @@ class GenerateOptions(SamplingOptions):
     draft_max: int | None = None
     draft_min: int | None = None
     draft_p_min: float | None = None
+    n_indent: int = 0  # least blanks or tabs of each line after the first; a shorter one ends it
+    t_max_predict_ms: int = -1  # after this time the answer ends with its line; -1: no limit
     time_limit_s: float | None = None  # seconds, from getting a slot, after which the answer ends
     timings_per_token: bool = False  # True: each piece has the statistics so far
     prompt_logprobs: int | None = None  # number of likeliest tokens given with each prompt token
@@ -65,7 +66,7 @@ class AskedOptions(GenerateOptions):
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """A streamed part of the answer. `text` never ends inside a character or a stop sequence."""
 
     text: str
@@ -107,8 +108,6 @@ class SlotResult:
 
 
 SlotAction = Literal["save", "restore", "erase"]
-
-OnProgress = Callable[[str, float], None]  # gets a step's name and the fraction that is done
 
 
 def ignore(step: str, done: float) -> None:

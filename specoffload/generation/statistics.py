@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from offload.trace.trace import ROUND, TOKEN, Trace
 
 if TYPE_CHECKING:  # these import numpy, and all processes of the server import this file
-    from specdec.decoding.loop import Step
+    from specdec.decoding.loop import StepReport
     from specdec.types import Round
 
 
@@ -30,6 +30,12 @@ class GenerationStats:
     n_accepted: int = 0
     n_could_accept: int = 0  # drafted, unverified tokens that equal the text that followed
     streamed_bytes: int = 0
+    # Uses of an expert by a token, where routers prefer cached experts (--route-cached). With other
+    # requests beside this one, theirs count too.
+    n_choices: int = 0
+    n_choices_kept: int = 0  # those that the router would have made, too
+    n_choices_cached: int = 0  # those of experts that were in slots before
+    n_own_cached: int = 0  # the router's own choices of such experts
     n_draft_steps: int = 0  # decodes of the draft model
     draft_s: float = 0.0
     verify_s: float = 0.0
@@ -45,6 +51,9 @@ class GenerationStats:
     n_cached_tokens: int = 0  # prompt tokens that were cached, and not evaluated again
     n_from_disk: int = 0  # those of the cached tokens that were read from the disk
     n_kept_tokens: int = 0  # prompt tokens up to the last place that the client wants kept
+    copied_back_s: float = 0.0  # copying cached tokens back from RAM, before `prefill_s`
+    n_idle_cells: int = 0  # most cells that a decode passed, and that no running request needed
+    idle_cells_s: float = 0.0  # time of attention over such cells, by the machine model
 
     @property
     def reasons(self) -> list[tuple[str, int, str]]:
@@ -81,6 +90,11 @@ class EngineCounts:
     streamed_bytes: int = 0
     n_checkpoints: int = 0  # checkpoints of a recurrent memory
     n_restores: int = 0
+    idle_cells_s: float = 0.0
+    n_choices: int = 0  # this and the next three: as in GenerationStats
+    n_choices_kept: int = 0
+    n_choices_cached: int = 0
+    n_own_cached: int = 0
 
 
 NO_COUNTS = EngineCounts()
@@ -114,6 +128,14 @@ class Tally:
         self._sums.n_prompt_tokens, self._sums.n_cached_tokens = n_prompt_tokens, n_cached_tokens
         self._sums.n_from_disk, self._sums.n_kept_tokens = n_from_disk, n_kept_tokens
         self._first_s = now_s
+
+    def copied_back(self, seconds: float) -> None:
+        """Record how long cached tokens were copied from RAM."""
+        self._sums.copied_back_s = seconds
+
+    def passes(self, n_idle_cells: int) -> None:
+        """Record a decode that passes over cells that no running request needs."""
+        self._sums.n_idle_cells = max(self._sums.n_idle_cells, n_idle_cells)
 
     def count(self, round_: Round, n_kept: int) -> None:
         """Add a round. The answer has the first `n_kept` of its tokens."""
@@ -174,6 +196,11 @@ class Tally:
             streamed_bytes=after.streamed_bytes - before.streamed_bytes,
             n_checkpoints=after.n_checkpoints - before.n_checkpoints,
             n_restores=after.n_restores - before.n_restores,
+            idle_cells_s=after.idle_cells_s - before.idle_cells_s,
+            n_choices=after.n_choices - before.n_choices,
+            n_choices_kept=after.n_choices_kept - before.n_choices_kept,
+            n_choices_cached=after.n_choices_cached - before.n_choices_cached,
+            n_own_cached=after.n_own_cached - before.n_own_cached,
             acceptance_per_position=tuple(a / d for d, a in self._per_position),
             draft_lengths=tuple(sorted(self._lengths.items())),
             accepted_by_source=tuple(sorted(self._sources.items())),
@@ -205,13 +232,14 @@ class StepTrace:
         """`text_of` gives the bytes of one token."""
         self._trace, self._text_of = trace, text_of
 
-    def add(self, start_s: float, end_s: float, step: Step) -> None:
-        """Record a step: one slice with its parts, and the tokens of each slot. Times are seconds
-        of time.perf_counter. Tokens of a round get equal shares of its time, since they arrive
-        together."""
-        rounds = [round_ for _, round_ in step.rounds]
-        name = " and ".join(["round"] * bool(rounds) + ["prompt"] * bool(step.read))
-        n_requests = len({id(member) for member in (*step.read, *(m for m, _ in step.rounds))})
+    def add(self, report: StepReport) -> None:
+        """Record a step: one slice with its parts, and the tokens of each slot.
+
+        Tokens of a round get equal shares of its time, since they arrive together.
+        """
+        start_s, end_s, rounds = report.began_s, report.ended_s, [each for _, each in report.rounds]
+        name = " and ".join(["round"] * bool(rounds) + ["prompt"] * bool(report.read))
+        n_requests = len({id(member) for member in (*report.read, *(m for m, _ in report.rounds))})
         self._trace.sample("requests", start_s, running=n_requests)
         self._trace.add(
             ROUND, name or "step", start_s, end_s,
@@ -222,7 +250,7 @@ class StepTrace:
         )  # fmt: skip
         if rounds:
             self._add_parts(start_s, end_s, rounds[0])
-        for member, round_ in step.rounds:
+        for member, round_ in report.rounds:
             self._add_tokens(start_s, end_s, member.sequence, round_)
 
     def _add_parts(self, start_s: float, end_s: float, round_: Round) -> None:

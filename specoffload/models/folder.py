@@ -39,14 +39,14 @@ class FolderModel(NamedTuple):
     aliases: tuple[str, ...] = ()
 
 
-class Found(NamedTuple):
+class FolderModels(NamedTuple):
     """The models of a folder, and why other .gguf files are none, by their paths in the folder."""
 
     models: list[FolderModel]
     left_out: dict[str, str]
 
 
-def models_of(folder: Path) -> Found:
+def models_of(folder: Path) -> FolderModels:
     """Return the models of a folder and of the folders in it, by name.
 
     A folder with one model gives it its name. With several, each is named FOLDER:QUANTISATION, or
@@ -59,12 +59,12 @@ def models_of(folder: Path) -> Found:
     left_out: dict[str, str] = {}
     try:
         inner = sorted(path for path in folder.iterdir() if path.is_dir())
-        found = _in_folder(folder, "", left_out)
+        models = _in_folder(folder, "", left_out)
         for path in inner:
-            found += _in_folder(path, path.name, left_out)
+            models += _in_folder(path, path.name, left_out)
     except OSError as e:
         raise UsageError(f"--models-dir {e.filename or folder}: {e.strerror}") from e
-    return Found(sorted(_with_own_names(found, folder)), left_out)
+    return FolderModels(sorted(_with_own_names(models, folder)), left_out)
 
 
 def _in_folder(folder: Path, within: str, left_out: dict[str, str]) -> list[FolderModel]:
@@ -80,18 +80,18 @@ def _in_folder(folder: Path, within: str, left_out: dict[str, str]) -> list[Fold
         if why[path] and path not in drafts and not is_rest:
             left_out[f"{within}/{path.name}".removeprefix("/")] = why[path]
     names = [path.name for path in companions]
-    found = []
+    entries = []
     for name, own in zip(firsts, _names(firsts, within), strict=True):
         beside = choose_projector(names, name) if within else None
-        found.append(
+        entries.append(
             FolderModel(
                 own, folder / name, next(iter(drafts), None), folder / beside if beside else None
             )
         )
-    if within and len(found) > 1:
+    if within and len(entries) > 1:
         usual = usual_of(firsts)
-        found = [m._replace(aliases=(within,)) if m.model.name == usual else m for m in found]
-    return found
+        entries = [m._replace(aliases=(within,)) if m.model.name == usual else m for m in entries]
+    return entries
 
 
 def _why_by_name(path: Path) -> str:
@@ -117,9 +117,9 @@ def _names(files: Sequence[str], within: str) -> list[str]:
     return [f"{within}/{stem_of(file)}" for file in files]
 
 
-def _with_own_names(found: Sequence[FolderModel], folder: Path) -> list[FolderModel]:
+def _with_own_names(models: Sequence[FolderModel], folder: Path) -> list[FolderModel]:
     """Give models whose names are equal the paths of their files as names."""
-    taken = Counter(name for model in found for name in (model.name, *model.aliases))
+    taken = Counter(name for model in models for name in (model.name, *model.aliases))
     return [
         model._replace(
             name=model.name
@@ -127,5 +127,5 @@ def _with_own_names(found: Sequence[FolderModel], folder: Path) -> list[FolderMo
             else str(model.model.relative_to(folder)).removesuffix(".gguf"),
             aliases=tuple(alias for alias in model.aliases if taken[alias] == 1),
         )
-        for model in found
+        for model in models
     ]

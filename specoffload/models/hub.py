@@ -21,7 +21,7 @@ from offload.model_file import read_facts
 from specoffload import report
 from specoffload.errors import FetchFailed, SpecOffloadError, UsageError
 from specoffload.models.hub_errors import PORTAL, check_variables, in_one_sentence
-from specoffload.models.names import HubName, choose, choose_file, choose_projector
+from specoffload.models.names import HubName, choose, choose_file
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelInfo
@@ -97,21 +97,30 @@ def _whole(path: Path) -> Path:
     return path
 
 
-def projector_beside(
-    name: HubName, *, offline: bool = False, token: str | None = None
+def file_beside(
+    name: HubName,
+    choose: Callable[[Sequence[str], str], str | None],
+    what: str,
+    *,
+    offline: bool = False,
+    token: str | None = None,
 ) -> HubName | None:
-    """The projector in the model's repository, or None if it has none.
+    """The file that `choose` takes for the model `name` from its repository, or None.
 
-    A projector that was fetched before is found without a network. If the hub fails and the model
+    `choose` gets the repository's files, and the model among them or "". `what` names the file in
+    a note. One that was fetched before is found without a network. If the hub fails and the model
     was fetched before, the answer is None, and a note says why. Otherwise raises FetchFailed and
     UsageError as `fetch` does.
     """
     from huggingface_hub import constants
 
+    def chosen(files: list[str]) -> HubName | None:
+        file = choose(files, _model_in(name, files))
+        return None if file is None else HubName(name.repo, file=file, revision=name.revision)
+
     _, files = hub_snapshot(_folder(name.repo), name.revision)
-    with suppress(UsageError):  # the model was never fetched
-        if found := choose_projector(files, _chosen(name, files)[0]):
-            return HubName(name.repo, file=found, revision=name.revision)
+    if beside := chosen(files):
+        return beside
     if offline or constants.HF_HUB_OFFLINE:
         return None
     is_cached = cached_model(name) is not None
@@ -121,11 +130,16 @@ def projector_beside(
     except SpecOffloadError as e:
         if not is_cached:
             raise
-        report.note(f"{e}; no projector was looked for there")
+        report.note(f"{e}; no {what} was looked for there")
         return None
-    listed = [f.rfilename for f in info.siblings or () if f.rfilename.isprintable()]
-    found = choose_projector(listed, _chosen(name, listed)[0])
-    return None if found is None else HubName(name.repo, file=found, revision=name.revision)
+    return chosen([f.rfilename for f in info.siblings or () if f.rfilename.isprintable()])
+
+
+def _model_in(name: HubName, files: list[str]) -> str:
+    """The file of the model `name` among a repository's files, or "" if there is none."""
+    with suppress(UsageError):
+        return _chosen(name, files)[0]
+    return ""
 
 
 def cached_model(name: HubName) -> Path | None:
@@ -492,10 +506,10 @@ def _append(
 def _check(partial: Path, sha256: str, file: str) -> None:
     """Raises FetchFailed and deletes the file if its SHA-256 differs from the hub's."""
     with partial.open("rb") as there:
-        found = hashlib.file_digest(there, "sha256").hexdigest()
-    if found != sha256:
+        digest = hashlib.file_digest(there, "sha256").hexdigest()
+    if digest != sha256:
         partial.unlink()
         raise FetchFailed(
-            f"the download of {file} is damaged (SHA-256 {found[:12]}…, expected "
+            f"the download of {file} is damaged (SHA-256 {digest[:12]}…, expected "
             f"{sha256[:12]}…): it was removed, start again"
         )

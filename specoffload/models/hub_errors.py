@@ -143,10 +143,10 @@ def token_source(token: str | None) -> str:
 
     if token is not None:
         return "the token of --hf-token"
-    if not (found := get_token()):
+    if not (there := get_token()):
         return ""
     with suppress(OSError, UnicodeDecodeError):
-        if Path(constants.HF_TOKEN_PATH).read_text(encoding="utf-8").strip() == found:
+        if Path(constants.HF_TOKEN_PATH).read_text(encoding="utf-8").strip() == there:
             return f"the token in {constants.HF_TOKEN_PATH}"
     return "the token in HF_TOKEN"
 
@@ -178,8 +178,8 @@ _PRIVATE = " (a private one needs HF_TOKEN)"
 def _suggestion(name: HubName, token: str | None) -> str:
     """The end of an error message: the most similar name on the hub, or ""."""
     owner, _, model = name.repo.partition("/")
-    found = [*_ids(token, search=model), *_ids(token, author=owner)]
-    near = difflib.get_close_matches(name.repo, found, 1, cutoff=0.3) or found[:1]
+    ids = [*_ids(token, search=model), *_ids(token, author=owner)]
+    near = difflib.get_close_matches(name.repo, ids, 1, cutoff=0.3) or ids[:1]
     return f"; did you mean {near[0]}?" if near else ""
 
 

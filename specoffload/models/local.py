@@ -15,16 +15,18 @@ from pathlib import Path
 
 from offload.errors import BadModel
 from offload.model_file import is_whole
+from specdec.options import ROW_FILES
 from specdec.whole_file import is_folder
 from specoffload import report
 from specoffload.config.environment import Environment
 from specoffload.config.options import Options
 from specoffload.errors import UsageError
-from specoffload.models.hub import fetch, hub_snapshot, projector_beside
+from specoffload.models.hub import cached_model, fetch, file_beside, hub_snapshot
 from specoffload.models.names import (
     HubName,
     OllamaName,
     choose_projector,
+    choose_row_file,
     is_address,
     is_first_part,
     is_model,
@@ -66,6 +68,8 @@ def located(options: Options, environment: Environment, *, header_only: bool = F
             return model_in(path), None
         elif not path.exists() and (len(path.parts) == 1 or not path.parent.is_dir()):
             name = read_name(str(path))
+        if field == "draft" and isinstance(name, HubName) and not name.file:
+            name = _row_file_of(name, options) or name
         if isinstance(name, OllamaName):
             return find_ollama(name, environment.ollama_folders), name
         if name is None:
@@ -83,6 +87,8 @@ def located(options: Options, environment: Environment, *, header_only: bool = F
 
     draft, _ = found("draft", "hf_repo_draft", None)  # first, because it is small
     model, name = found("model", "hf_repo", options.hf_file)
+    if draft is None and options.spec.from_file is not None and isinstance(name, HubName):
+        draft = _row_file_beside(name, options, header_only=header_only)
     if options.hf_file is not None and options.hf_repo is None:
         raise UsageError(f"{options.name('hf_file')} {options.hf_file} needs -hf user/repo")
     given = dict(options.given)
@@ -93,6 +99,32 @@ def located(options: Options, environment: Environment, *, header_only: bool = F
     alias = options.alias or (str(called).rpartition("/")[2] if called else None)
     options = replace(options, model=model, draft=draft, given=given, alias=alias)
     return _with_projector(options, name, header_only=header_only)
+
+
+def _row_file_of(name: HubName, options: Options) -> HubName | None:
+    """The file of `name` that drafts from a target's rows, if such a one is meant, or None.
+
+    Without `--spec-type` it is meant if the repository has one, and no model of it was fetched.
+    """
+    named = options.spec.drafters
+    kinds = [kind for kind in named if kind in ROW_FILES] if named else ROW_FILES
+    if not kinds or (not named and cached_model(name) is not None):
+        return None
+
+    def choose(files: Sequence[str], model: str) -> str | None:
+        return choose_row_file(files, model, name.quant, kinds)
+
+    return file_beside(name, choose, "draft", offline=options.offline, token=options.hf_token)
+
+
+def _row_file_beside(name: HubName, options: Options, *, header_only: bool) -> Path | None:
+    """Fetch the file in the model's own repository that the named drafter needs, if it has one."""
+    beside = _row_file_of(replace(name, file=""), options)
+    if beside is None:
+        return None
+    path = fetch(beside, offline=options.offline, token=options.hf_token, header_only=header_only)
+    report.detail(f"{beside}: {path}")
+    return path
 
 
 def _with_projector(
@@ -114,7 +146,13 @@ def _with_projector(
                 "yourself, and name them with --mmproj"
             )
     elif options.mmproj_auto and isinstance(name, HubName):
-        projector = projector_beside(name, offline=options.offline, token=options.hf_token)
+        projector = file_beside(
+            name,
+            lambda files, model: choose_projector(files, model) if model else None,
+            "projector",
+            offline=options.offline,
+            token=options.hf_token,
+        )
     elif options.mmproj_auto and options.model is not None and name is None:
         folder = options.model.parent
         files = sorted(path.name for path in folder.glob("*.gguf"))
@@ -131,7 +169,7 @@ def _with_projector(
     if options.mmproj_auto:
         flag = options.name("mmproj_auto")
         words = f"{flag} has no effect: no projector lies beside the model, or several models do"
-        return replace(options, remarks=(*options.remarks, words))
+        return replace(options, notes=(*options.notes, words))
     return options
 
 

@@ -8,7 +8,7 @@ between dashes, dots and slashes. A name without one means Q4_K_M, else Q8_0, el
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -78,8 +78,8 @@ def read_hub_name(text: str, file: str = "") -> HubName | None:
         rest = re.split("[?#]", rest, maxsplit=1)[0].rstrip("/")
     if page := _PAGE.fullmatch(rest):
         return _read_page(page, file) if is_address else None
-    if found := _NAME.fullmatch(rest):
-        return HubName(found[1], found[2] or "", file)
+    if match := _NAME.fullmatch(rest):
+        return HubName(match[1], match[2] or "", file)
     return None
 
 
@@ -109,10 +109,10 @@ def read_name(text: str) -> HubName | OllamaName | None:
     ollama = _OLLAMA.fullmatch(text)
     if ollama:
         return OllamaName(ollama[1], ollama[2] or OLLAMA_TAG)
-    found = read_hub_name(text)
-    if found is not None and not found.file and text.endswith(".gguf"):
+    hub_name = read_hub_name(text)
+    if hub_name is not None and not hub_name.file and text.endswith(".gguf"):
         return None
-    return found
+    return hub_name
 
 
 def may_name_model(word: str) -> bool:
@@ -149,8 +149,8 @@ def choose(files: Sequence[str], quant: str, whose: str) -> tuple[str, ...]:
     if not models:
         raise UsageError(f"{whose} has no GGUF model{_others(files)}")
     firsts = [file for file in models if is_first_part(file)]
-    if found := _with_quant(firsts, quant) if quant else usual_of(firsts):
-        return parts_of(found, models, whose)
+    if first := _with_quant(firsts, quant) if quant else usual_of(firsts):
+        return parts_of(first, models, whose)
     if quant:
         raise UsageError(f"{whose} has no {quant}; it has {', '.join(quants(models))}")
     raise UsageError(f"{whose} lacks the first part of every model")
@@ -159,8 +159,8 @@ def choose(files: Sequence[str], quant: str, whose: str) -> tuple[str, ...]:
 def usual_of(files: Sequence[str]) -> str | None:
     """The file that is meant if no quantisation is named. None if there are no files."""
     for quant in DEFAULT_QUANTS:
-        if found := _with_quant(files, quant):
-            return found
+        if first := _with_quant(files, quant):
+            return first
     return files[0] if files else None
 
 
@@ -198,12 +198,14 @@ def _match(words: tuple[str, ...], wanted: tuple[str, ...], shared: int) -> int:
     """
     if words[shared:] == wanted and words[shared - 1] not in _PREFIXES:
         return 3
-    found = 0
+    how_well = 0
     for at in range(len(words) - len(wanted) + 1):
         if words[at : at + len(wanted)] == wanted:
             before = words[at - 1] if at else ""
-            found = max(found, 2 if before not in _PREFIXES else int(before in _MAY_BE_LEFT_OUT))
-    return found
+            how_well = max(
+                how_well, 2 if before not in _PREFIXES else int(before in _MAY_BE_LEFT_OUT)
+            )
+    return how_well
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -255,12 +257,12 @@ def parts_of(file: str, files: Sequence[str], whose: str) -> tuple[str, ...]:
 
 def quants(models: Sequence[str]) -> list[str]:
     """The names of the files' quantisations. A file that names none is listed by its own name."""
-    found = []
+    endings = []
     for file in models:
         stem = stem_of(file)
         named = re.search(r"[-.]((?:UD-)?[A-Za-z0-9_]+)$", stem)
-        found.append(named[1] if named and _QUANT.search(named[1]) else stem)
-    return sorted(dict.fromkeys(found))
+        endings.append(named[1] if named and _QUANT.search(named[1]) else stem)
+    return sorted(dict.fromkeys(endings))
 
 
 def name_of(repo: str, file: str, files: Sequence[str]) -> str | None:
@@ -298,26 +300,60 @@ _BITS = re.compile(r"(?:BF|F|Q)(\d+)", re.I)
 def choose_projector(files: Sequence[str], model: str) -> str | None:
     """The projector for the file `model` of the same repository or folder, or None.
 
-    As in llama.cpp (find_best_sibling in common/download.cpp), the nearest folder counts first, and
-    then the number of bits that is nearest to the model's.
+    It is chosen as llama.cpp does (find_best_sibling in common/download.cpp).
+    """
+    return _nearest([file for file in files if "mmproj" in file], model, "")
+
+
+# The files that draft from a target's hidden rows, in the order in which llama.cpp takes them.
+_ROW_FILES = {
+    "dspark": re.compile(r"(?<![a-z])dspark(?![a-z])", re.I),
+    "dflash": re.compile(r"(?<![a-z])dflash(?![a-z])", re.I),
+    "eagle3": re.compile(r"(?<![a-z])eagle[-_.]?3(?!\d)", re.I),
+}
+
+
+def choose_row_file(
+    files: Sequence[str], model: str, quant: str, kinds: Collection[str]
+) -> str | None:
+    """The EAGLE-3, DFlash or DSpark file of a repository, by its name, or None.
+
+    `kinds` has the values of `--spec-type` that are looked for. `model` is a model of the same
+    repository, "" if it has none, and `quant` a quantisation, or "".
+    """
+    for kind, named in _ROW_FILES.items():
+        if kind in kinds:
+            fitting = [file for file in files if named.search(file) and is_first_part(file)]
+            if file := _nearest(fitting, model, quant):
+                return file
+    return None
+
+
+def _nearest(files: Sequence[str], model: str, quant: str) -> str | None:
+    """The GGUF file that belongs to the file `model`, among files of one kind, or None.
+
+    The nearest folder counts first, then whether the file's name has `quant`, and then the number
+    of bits that is nearest to that of `quant`, or of the model without one.
     """
     *folders, name = model.split("/")
-    best: tuple[int, int] | None = None
-    found = None
+    bits = _bits(quant or name)
+    best: tuple[int, bool, int] | None = None
+    chosen = None
     for file in files:
-        *own, projector = file.split("/")
-        if not file.endswith(".gguf") or "mmproj" not in file or own != folders[: len(own)]:
+        *own, its_name = file.split("/")
+        if not file.endswith(".gguf") or own != folders[: len(own)]:
             continue
-        rank = (len(own), -abs(_bits(projector) - _bits(name)))
+        is_exact = bool(quant) and f"-{quant.lower()}." in its_name.lower()
+        rank = (len(own), is_exact, -abs(_bits(its_name) - bits))
         if best is None or rank > best:
-            best, found = rank, file
-    return found
+            best, chosen = rank, file
+    return chosen
 
 
 def _bits(name: str) -> int:
     """The number of bits that a file's name states, 0 if it states none."""
-    found = _BITS.search(name)
-    return int(found[1]) if found else 0
+    match = _BITS.search(name)
+    return int(match[1]) if match else 0
 
 
 def same_model(one: str, other: str) -> bool:

@@ -1,4 +1,4 @@
-"""Sets the context of a configuration whose user asked for none."""
+"""Chooses the context if the user asked for none."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from offload.device import choose_device
 from offload.errors import DoesNotFit
+from offload.header_check import tokenizer_reason
 from offload.model import ModelFacts, is_experts
 from offload.model_file import read_facts
 from offload.notes import Note, NoteKind
 from offload.open_check import check_opens
 from offload.plan.context_choice import LEAST_CTX, RequestSeconds, choose_context
+from offload.plan.sharing import UBATCHES
 from offload.plan.workload import TokenMix
-from offload.times.context import context_memory, mtp_context_bytes, trained_context
+from offload.times.context_memory import context_memory, mtp_context_bytes, trained_context
 from offload.times.decodes import cpu_s
 from offload.times.disk import DiskUse
 from offload.times.hits import Sharing
@@ -22,12 +25,13 @@ from offload.times.prompts import prefill_s
 from offload.times.work import model_work
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
-from specoffload.opening.drafters import with_usable_drafters
+from specoffload.opening.choices import shared_ram_notes
+from specoffload.opening.drafters import usable_drafters
+from specoffload.opening.header import override_reason, target_facts
 from specoffload.opening.kept_plan import disk_rate
 from specoffload.opening.planner import Planner
 from specoffload.opening.planning import Planned
 from specoffload.opening.target import projector_of, rope_of, wanted_of
-from specoffload.opening.tokenizer import tokenizer_complaint
 
 # Mix of the request by which contexts are compared if no mix is known. It has more prompt tokens
 # than the usual mix of plans, because long contexts are for long prompts.
@@ -37,7 +41,7 @@ _LAYERS_IN_RAM = 1.5  # layers of experts that have room beside a context, as ot
 _MOST_OF_RAM = 1 / 4  # most share that a context takes of the memory that the weights leave
 
 
-def context_complaint(config: Config, facts: ModelFacts) -> str:
+def context_reason(config: Config, facts: ModelFacts) -> str:
     """Say that --ctx-size exceeds what the model was trained for, or ""."""
     trained = trained_context(facts, rope_of(config))
     if config.ctx_size is None or config.ctx_size <= trained:
@@ -48,46 +52,65 @@ def context_complaint(config: Config, facts: ModelFacts) -> str:
     )
 
 
-def sized(config: Config, planner: Planner) -> Config:
-    """Return `config` with a context size, and the reason if it had none.
+@dataclass(frozen=True)
+class ContextSize:
+    """The size of the context, and why it was chosen; "" if the user asked for it.
 
-    The context is chosen for the devices of the planner's machine and of its workers, or for its
-    RAM if the context is there.
+    `n_ctx` is 0 for the model's own length.
+    """
+
+    n_ctx: int
+    reason: str = ""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (Note(NoteKind.CONTEXT, self.reason),) if self.reason else ()
+
+
+def chosen_context(config: Config, planner: Planner) -> ContextSize:
+    """Return the context that the user asked for, or choose one.
+
+    It is chosen for the devices of the planner's machine and of its workers, or for its RAM if the
+    context is there.
     """
     if config.ctx_size is not None:
-        return config
+        return ContextSize(config.ctx_size)
     request_s = _on_devices(planner)
     if planner.in_ram:
-        request_s = _InRam(config, planner.facts, planner.ram_bytes).request_s
-    return _sized(config, planner.facts, request_s)
+        request_s = _InRam(config, planner).request_s
+    trained = trained_context(planner.facts, rope_of(config))
+    choice = choose_context(trained, request_s, for_agents=config.serves)
+    return ContextSize(choice.n_ctx, choice.reason)
 
 
-def planned_with_context(config: Config, own: PlanOptions) -> tuple[Config, Planned]:
-    """Return `config` with a context size as `sized` does, and the plan for it.
+def planned_with_context(config: Config, own: PlanOptions) -> Planned:
+    """Return the plan with the context that a start chooses.
 
     The plan is the layout that a start executes on this machine, or on the one that `own`
     describes. Raises BadModel, DoesNotFit or UsageError, or WorkerUnavailable for a worker that
     cannot be reached.
     """
-    return _planned(*planner_of(config, own))
+    planner = planner_of(config, own)
+    return planner.planned(chosen_context(config, planner).n_ctx)
 
 
-def planner_of(config: Config, own: PlanOptions) -> tuple[Config, Planner]:
-    """Return `config` with drafters that can draft, and a planner for the machine of `own`."""
+def planner_of(config: Config, own: PlanOptions) -> Planner:
+    """Return a planner for the machine of `own`, with the drafters that can draft."""
     config.check_unused_workers()
-    check_opens(read_facts(config.model))
-    if config.draft is not None:
-        check_opens(read_facts(config.draft), is_draft=True)
-    n_told, config = len(config.spec.reasons), with_usable_drafters(config)
-    facts = read_facts(config.model)
-    own_complaints = (tokenizer_complaint(facts.header.metadata), context_complaint(config, facts))
-    complaints = (*filter(None, own_complaints), *config.spec.reasons[n_told:])
-    return config, Planner(config, own, complaints)
-
-
-def _planned(config: Config, planner: Planner) -> tuple[Config, Planned]:
-    config = sized(config, planner)
-    return config, planner.planned(config.ctx_size)
+    facts = target_facts(config)
+    check_opens(facts)
+    if config.spec.draft is not None:
+        check_opens(read_facts(config.spec.draft), is_draft=True)
+    spec = usable_drafters(facts, config.spec)
+    own_reasons = (
+        tokenizer_reason(facts.header.metadata),
+        override_reason(facts),
+        context_reason(config, facts),
+    )
+    reasons = (*filter(None, own_reasons), *spec.reasons[len(config.spec.reasons) :])
+    if own.hardware is None:
+        shared_ram_notes(choose_device(config.device), config)  # logs flags without effect
+    return Planner(config, spec, own, reasons)
 
 
 @dataclass(frozen=True)
@@ -102,41 +125,34 @@ class ContextCost:
 class Contexts:
     """Why a context was chosen, and what it and others cost. Empty if the user asked for one."""
 
-    why: str = ""
+    reason: str = ""
     costs: tuple[ContextCost, ...] = ()
 
 
-def planned_contexts(config: Config, planner: Planner) -> tuple[Config, Planned, Contexts]:
+def planned_contexts(config: Config, planner: Planner) -> tuple[Planned, Contexts]:
     """Return what `planned_with_context` does, and what other contexts would cost.
 
     These are the contexts of `SHOWN_CTX` that the model was trained for, and the chosen one.
     """
-    with_size, planned = _planned(config, planner)
+    size = chosen_context(config, planner)
+    planned = planner.planned(size.n_ctx)
     if config.ctx_size is not None:
-        return with_size, planned, Contexts()
+        return planned, Contexts()
     trained = trained_context(planner.facts, rope_of(config))
     sizes = sorted({*(n for n in SHOWN_CTX if n <= trained), planned.context.n_ctx})
     costs = []
     for n_ctx in sizes:
-        its: Planned | None = None
+        with_context: Planned | None = None
         with suppress(DoesNotFit):
-            its = planner.planned(n_ctx)
+            with_context = planner.planned(n_ctx)
         # On the CPU, a context and the dense weights have to be in RAM.
-        is_left = its is None or its.room is None or bool(its.room.available_bytes)
-        costs.append(ContextCost(n_ctx, its if is_left else None))
-    return with_size, planned, Contexts(with_size.reasons[0], tuple(costs))
-
-
-def _sized(
-    config: Config, facts: ModelFacts, request_s: Callable[[int], RequestSeconds | None]
-) -> Config:
-    trained = trained_context(facts, rope_of(config))
-    choice = choose_context(trained, request_s, for_agents=config.serves)
-    why = Note(NoteKind.CONTEXT, choice.why)
-    kv_offload = config.kv_offload is not False  # a chosen context is one that the GPU has room for
-    return replace(
-        config, ctx_size=choice.n_ctx, kv_offload=kv_offload, reasons=(why, *config.reasons)
-    )
+        is_left = (
+            with_context is None
+            or with_context.room is None
+            or bool(with_context.room.available_bytes)
+        )
+        costs.append(ContextCost(n_ctx, with_context if is_left else None))
+    return planned, Contexts(size.reason, tuple(costs))
 
 
 def _on_devices(planner: Planner) -> Callable[[int], RequestSeconds | None]:
@@ -158,16 +174,23 @@ def request_seconds(planned: Planned) -> RequestSeconds:
     It is the same request for every context, in the proportion that the plan is made for. Its hits
     are at their low end.
     """
-    usual = (planned.request.mix or _USUAL).workload(LEAST_CTX)
+    mix = planned.request.mix or _USUAL
+    usual = mix.workload(LEAST_CTX)
     prompt_s = usual.n_prompt / planned.expected["prefill_tps"]
     in_ram_s = 0.0
-    for part in planned.parts or (planned,):
+    for part in planned.parts:
         ring = Sharing(part.work.n_experts)
         if usual.n_prompt:
             n_ubatch = part.plan.n_ubatch
             in_ram_s += float(prefill_s(part.machine, part.work, ring, usual.n_prompt, n_ubatch))
         in_ram_s += usual.n_generated * float(cpu_s(part.machine, part.work, ring, 1))
-    return RequestSeconds(prompt_s + usual.n_generated / planned.least_decode_tps, in_ram_s)
+    long = mix.workload(UBATCHES[-1])  # shorter prompts would hide what a smaller ubatch costs
+    return RequestSeconds(
+        prompt_s + usual.n_generated / planned.least_decode_tps,
+        in_ram_s,
+        long.n_prompt / planned.prompt_tps(max(1, long.n_prompt)),
+        long.n_generated / planned.least_decode_tps,
+    )
 
 
 class _InRam:
@@ -176,15 +199,16 @@ class _InRam:
     The time of prompts counts as the same with every context, because they need no slots.
     """
 
-    def __init__(self, config: Config, facts: ModelFacts, available_bytes: int) -> None:
-        self._config, self._facts = config, facts
-        self._available_bytes = available_bytes
+    def __init__(self, config: Config, planner: Planner) -> None:
+        self._config, self._planner = config, planner
+        self._facts = facts = planner.facts
+        self._available_bytes = planner.ram_bytes
         self._work = model_work(facts)
         self._expert_bytes = sum(e.size_bytes for e in facts.loaded if is_experts(e))
 
     def request_s(self, n_ctx: int) -> RequestSeconds | None:
-        facts, config = self._facts, replace(self._config, ctx_size=n_ctx)
-        wanted = wanted_of(config, projector_of(config))
+        facts, config = self._facts, self._config
+        wanted = wanted_of(config, self._planner.choices(n_ctx), projector_of(config))
         context = replace(wanted.context, kv_offload=True)  # all of it is in RAM
         taken_bytes = context_memory(facts, context).total_bytes + wanted.reserve_bytes
         taken_bytes += mtp_context_bytes(facts, context) if wanted.mtp else 0

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,10 +20,10 @@ from offload.ggml.library.log import spare_cells
 from offload.ggml.native_build import library_build
 from offload.model import ModelFacts
 from offload.model_file import model_hash, read_facts
-from offload.plan.row_draft import eagle_bytes
+from offload.plan.row_file import row_file_bytes
 from offload.plan.weights import device_bytes
 from offload.remote.address import named_remotely
-from offload.times.context import (
+from offload.times.context_memory import (
     DEFAULT_UBATCH,
     ContextOptions,
     context_memory,
@@ -34,14 +33,17 @@ from offload.torch_draft.plan import TorchDraftOptions, lay_out, read_shape
 from specdec.options import MOST_DRAFTED, AcceptRule
 from specoffload.config.options import DraftEngine
 from specoffload.config.resolution import Config
-from specoffload.kept import Kept, KeptFile
+from specoffload.config.speculation import SpecConfig
+from specoffload.kept import Kept, KeptEngines, KeptFile, today
+from specoffload.kept_bounds import is_old
 from specoffload.opening.draft_model import (
     DraftModel,
-    check_same_vocabulary,
     measure_step,
+    missing_torch,
     read_kept,
     real_text,
 )
+from specoffload.opening.header import target_facts
 
 _DEFAULT_CTX = 4096  # assumed context in tokens before the draft model is open
 # Largest ubatch of a draft model in tokens, unless a flag sets the draft's. A larger ubatch saves
@@ -72,33 +74,34 @@ class OpenedDraft:
     notes: tuple[str, ...] = ()
 
 
-def draft_bytes(config: Config) -> int:
-    """Bytes of device memory for the weights and context of the draft model or EAGLE-3 file, or 0.
+def draft_bytes(config: Config, spec: SpecConfig, n_ctx: int | None) -> int:
+    """Bytes of device memory for the draft's weights and context, or 0.
 
-    Returns the larger number if both engines may be chosen.
+    `n_ctx` is the target's context, None or 0 if it is not known yet. Returns the larger number if
+    both engines may be chosen.
     """
-    if config.draft is None or named_remotely(config.spec.of_draft.device):
+    if spec.draft is None or named_remotely(spec.of_draft.device):
         return 0
-    facts = read_facts(config.draft)
-    if config.eagle is not None:
-        return eagle_bytes(facts, _context_of_target(config))
-    n_ctx = config.ctx_size or _DEFAULT_CTX
+    facts = read_facts(spec.draft)
+    if spec.row_file is not None:
+        return row_file_bytes(facts, _context_of_target(config, n_ctx))
+    n_ctx = n_ctx or _DEFAULT_CTX
     context = _context_of_draft(
-        config, ContextOptions(n_ctx=_llama_ctx(config, n_ctx), n_sequences=config.parallel)
+        config, spec, ContextOptions(n_ctx=_llama_ctx(config, n_ctx), n_sequences=config.parallel)
     )
     by_llama = device_bytes(facts) + context_memory(facts, context).total_bytes
-    may_be_torch = config.spec.of_draft.engine is not DraftEngine.LLAMA
-    if not may_be_torch or importlib.util.find_spec("torch") is None:
+    may_be_torch = spec.of_draft.engine is not DraftEngine.LLAMA
+    if not may_be_torch or missing_torch("gpu-draft"):
         return by_llama
     try:
-        return max(by_llama, _torch_bytes(config, facts, n_ctx))
+        return max(by_llama, _torch_bytes(config, spec, facts, n_ctx))
     except BadModel:
         return by_llama
 
 
-def _context_of_target(config: Config) -> ContextOptions:
+def _context_of_target(config: Config, n_ctx: int | None) -> ContextOptions:
     return ContextOptions(
-        n_ctx=config.ctx_size or read_facts(config.model).n_ctx_train,
+        n_ctx=n_ctx or target_facts(config).n_ctx_train,
         n_ubatch=config.ubatch_size or DEFAULT_UBATCH,
         n_sequences=config.parallel,
         flash_attn=config.flash_attn,
@@ -107,9 +110,9 @@ def _context_of_target(config: Config) -> ContextOptions:
     )
 
 
-def _torch_bytes(config: Config, facts: ModelFacts, n_ctx: int) -> int:
+def _torch_bytes(config: Config, spec: SpecConfig, facts: ModelFacts, n_ctx: int) -> int:
     shape = read_shape(facts)
-    samples = config.spec.options.accept is AcceptRule.REJECT
+    samples = spec.options.accept is AcceptRule.REJECT
     options = TorchDraftOptions(
         n_ctx=n_ctx or shape.n_ctx_train,
         n_sequences=config.parallel,
@@ -123,7 +126,7 @@ def _llama_ctx(config: Config, n_ctx: int) -> int:
     return n_ctx + MOST_DRAFTED * (config.parallel - 1)
 
 
-def _context_of_draft(config: Config, context: ContextOptions) -> ContextOptions:
+def _context_of_draft(config: Config, spec: SpecConfig, context: ContextOptions) -> ContextOptions:
     """The options of the draft's context, from those of the target's."""
     context = replace(
         context,
@@ -132,36 +135,33 @@ def _context_of_draft(config: Config, context: ContextOptions) -> ContextOptions
         type_k="f16",
         type_v="f16",
     )
-    return replace(context, **config.spec.draft_options)
+    context = replace(context, **spec.draft_options)
+    own = config.draft_threads
+    if own is None:
+        return context
+    return replace(context, n_threads=own.n_decode, n_threads_batch=own.n_batch)
 
 
-def open_draft(config: Config, target: Engine) -> OpenedDraft | None:
+def open_draft(config: Config, spec: SpecConfig, target: Engine) -> OpenedDraft | None:
     """Open the draft model, all of it resident. Returns None if there is none.
 
     The engine is the one that `--draft-engine` names, else the faster one, or libllama if torch
-    cannot compute the draft. Raises OffloadError, UsageError if torch is asked for together with
-    options that it lacks, or VocabularyMismatch for a draft of another family.
+    cannot compute the draft. Raises OffloadError, or UsageError if torch is asked for together with
+    options that it lacks.
     """
-    if config.draft is None or config.eagle is not None:
+    if spec.draft_model is None:
         return None
-    opened = _opened(config, config.draft, target)
-    said = () if opened.choice is None else (opened.choice.words,)
-    opened = replace(opened, notes=(*said, *_unread_vocabulary(config, opened.model)))
-    try:
-        if config.spec.options.replacements is None:
-            check_same_vocabulary(target, opened.model)
-    except BaseException:
-        opened.model.close()
-        raise
-    return opened
+    opened = _opened(config, spec, spec.draft_model, target)
+    notes = () if opened.choice is None else (opened.choice.words,)
+    return replace(opened, notes=(*notes, *_unread_vocabulary(spec, opened.model)))
 
 
-def _unread_vocabulary(config: Config, model: DraftModel) -> tuple[str, ...]:
+def _unread_vocabulary(spec: SpecConfig, model: DraftModel) -> tuple[str, ...]:
     """A line if libllama computes the draft and a pruned vocabulary was named for torch.
 
     With --draft-engine llama, the configuration has told this already.
     """
-    of_draft = config.spec.of_draft
+    of_draft = spec.of_draft
     is_asked = of_draft.vocab is not None and of_draft.engine is not DraftEngine.LLAMA
     if not (is_asked and isinstance(model, Engine)):
         return ()
@@ -171,88 +171,91 @@ def _unread_vocabulary(config: Config, model: DraftModel) -> tuple[str, ...]:
     )
 
 
-def _opened(config: Config, path: Path, target: Engine) -> OpenedDraft:
-    engine = config.spec.of_draft.engine
+def _opened(config: Config, spec: SpecConfig, path: Path, target: Engine) -> OpenedDraft:
+    engine = spec.of_draft.engine
     if engine is DraftEngine.LLAMA:
-        return OpenedDraft(_open_llama(config, path, target))
-    if named_remotely(device := config.spec.of_draft.device):
+        return OpenedDraft(_open_llama(config, spec, path, target))
+    if named_remotely(device := spec.of_draft.device):
         if engine is DraftEngine.TORCH:
             raise DeviceUnavailable(
                 f"--draft-engine torch: torch cannot use {device}, a device of another machine; "
                 "use --draft-engine llama"
             )
-        return _llama_because(f"{device} is a device of another machine", config, path, target)
-    place = _place(config, target)
+        return _llama_because(
+            f"{device} is a device of another machine", config, spec, path, target
+        )
+    place = _place(spec, target)
     if engine is DraftEngine.AUTO and not place.on_gpu:
-        return _llama_because("the draft is on no GPU", config, path, target)
+        return _llama_because("the draft is on no GPU", config, spec, path, target)
     try:
-        options = _torch_options(config, path, target, place)
+        options = _torch_options(config, spec, path, target, place)
         if engine is DraftEngine.TORCH:
             where = f"torch on {options.device}, {options.dtype}"
             return OpenedDraft(_open_torch(path, options), EngineChoice(where, "asked for"))
-        return faster_engine(config, path, target, options)
+        return faster_engine(config, spec, path, target, options)
     except _NOT_IN_TORCH as e:
         if engine is DraftEngine.TORCH:
             raise
-        return _llama_because(str(e), config, path, target)
+        return _llama_because(str(e), config, spec, path, target)
 
 
-def _llama_because(why: str, config: Config, path: Path, target: Engine) -> OpenedDraft:
-    return OpenedDraft(_open_llama(config, path, target), EngineChoice("libllama", why))
+def _llama_because(
+    why: str, config: Config, spec: SpecConfig, path: Path, target: Engine
+) -> OpenedDraft:
+    return OpenedDraft(_open_llama(config, spec, path, target), EngineChoice("libllama", why))
 
 
-def _open_llama(config: Config, path: Path, target: Engine) -> Engine:
-    spec, place = config.spec, target.draft_choice or target.choice
+def _open_llama(config: Config, spec: SpecConfig, path: Path, target: Engine) -> Engine:
+    place = target.start.draft_choice or target.start.choice
     facts = read_facts(path)
     context = replace(target.layout.context, n_ctx=_llama_ctx(config, target.n_ctx))
     if facts.recurrent_layers or forgetting_window(facts):
         context = replace(context, n_tree_leaves=0)
-    device, remote = target.options.remote.of(
+    device, remote = target.start.options.remote.of(
         spec.of_draft.device or (place.name if place.on_gpu else "cpu"), "--device-draft"
     )
     wanted = replace(
-        target.options.wanted,
-        context=_context_of_draft(config, context),
+        target.start.options.wanted,
+        context=_context_of_draft(config, spec, context),
         tensor_split=(),
         wrapped=False,
         stream_experts=False,
         mtp=False,
     )
+    threads = config.threads_of_draft
     options = replace(
-        target.options,
+        target.start.options,
         device=device,
         remote=remote,
         wanted=replace(wanted, order=remote.order),
         projector=None,
         pooling=None,
         measure_layouts=None,  # a draft decodes more than it prefills, for which repacked is faster
-        # Threads are not bound if the user set the draft's number of threads.
-        numa=None
-        if config.numa is None or "n_threads" in spec.draft_options
-        else config.numa.for_draft(),
+        numa=threads.plan,
+        decode_on=threads.decode_on,
+        batch_on=threads.batch_on,
     )
     # The texts of all requests fit the target's context; the other cells are for drafted tokens.
     with spare_cells(target.n_ctx, facts.n_ctx_train):
         return open_engine(path, options)
 
 
-def _place(config: Config, target: Engine) -> DeviceChoice:
+def _place(spec: SpecConfig, target: Engine) -> DeviceChoice:
     """Return the draft's device: the flag's, else the plan's choice, else the target's."""
-    device = config.spec.of_draft.device
+    device = spec.of_draft.device
     if device is None:
-        return target.draft_choice or target.choice
+        return target.start.draft_choice or target.start.choice
     return choose_device(device)
 
 
 def _torch_options(
-    config: Config, path: Path, target: Engine, place: DeviceChoice
+    config: Config, spec: SpecConfig, path: Path, target: Engine, place: DeviceChoice
 ) -> TorchDraftOptions:
     """The options of the draft in torch, which is not imported here.
 
     Raises DeviceUnavailable if torch is missing or does not support the device, and BadModel for
     a draft that it cannot compute.
     """
-    spec = config.spec
     of_draft = spec.of_draft
     device = torch_name(place.name, on_gpu=place.on_gpu)
     facts = read_facts(path)
@@ -278,22 +281,27 @@ def _open_torch(path: Path, options: TorchDraftOptions) -> DraftModel:
 
 
 def faster_engine(
-    config: Config, path: Path, target: Engine, options: TorchDraftOptions
+    config: Config, spec: SpecConfig, path: Path, target: Engine, options: TorchDraftOptions
 ) -> OpenedDraft:
-    """Open the draft model in the faster engine, by a kept measurement or a new one."""
-    if config.spec.kept_folder is None:
+    """Open the draft model in the faster engine, by a kept measurement or a new one.
+
+    A kept measurement that is old is made again.
+    """
+    if spec.kept_folder is None:
         why = "nothing is measured without a profile; --draft-engine torch takes torch unmeasured"
-        return _llama_because(why, config, path, target)
-    file = KeptFile(config.spec.kept_folder, target.facts)
+        return _llama_because(why, config, spec, path, target)
+    file = KeptFile(spec.kept_folder, target.facts)
     key = f"{model_hash(read_facts(path))} {options.device}: {_settings(options, target)}"
-    times_s, how = file.load()[0].engines.get(key, {}), "as measured before"
-    if times_s.keys() != {"torch", "libllama"} or min(times_s.values()) <= 0.0:
-        measured = times_s = _measured(config, path, target, options)
+    found = file.load()[0].engines.get(key, KeptEngines())
+    times_s, how = found.seconds, f"measured on {found.date}"
+    if times_s.keys() != {"torch", "libllama"} or is_old(found.date, today()):
+        times_s = _measured(config, spec, path, target, options)
+        measured = KeptEngines(times_s, today())
 
         def change(kept: Kept) -> None:
             kept.engines[key] = measured
 
-        how = file.update(change) or "measured for the first time"
+        how = file.update(change) or "measured now"
     faster = min(times_s, key=lambda name: times_s[name])
     words = (
         f"a token takes {times_s['torch'] * 1e3:.2f} ms in torch and "
@@ -302,7 +310,7 @@ def faster_engine(
     choice = EngineChoice(faster, f"{words}; {how}")
     if faster == "torch":
         return OpenedDraft(_open_torch(path, options), choice)
-    return OpenedDraft(_open_llama(config, path, target), choice)
+    return OpenedDraft(_open_llama(config, spec, path, target), choice)
 
 
 def _settings(options: TorchDraftOptions, target: Engine) -> str:
@@ -320,14 +328,14 @@ def _settings(options: TorchDraftOptions, target: Engine) -> str:
 
 
 def _measured(
-    config: Config, path: Path, target: Engine, options: TorchDraftOptions
+    config: Config, spec: SpecConfig, path: Path, target: Engine, options: TorchDraftOptions
 ) -> dict[str, float]:
     """Measure the seconds per token in each engine.
 
     Only one engine is open at a time, so that the device holds the draft model only once.
     """
     check_device(options.device)
-    with _open_llama(config, path, target) as llama:
+    with _open_llama(config, spec, path, target) as llama:
         text = real_text(llama)
         llama_s = measure_step(llama.sequences, text)
     with _open_torch(path, options) as torch:
@@ -345,11 +353,8 @@ def torch_name(ggml_device: str, *, on_gpu: bool) -> str:
 
     Raises DeviceUnavailable if torch is not installed, or has no devices of that kind.
     """
-    if importlib.util.find_spec("torch") is None:
-        raise DeviceUnavailable(
-            "the torch draft needs torch, which is not installed: pip install "
-            "'specoffload[gpu-draft]'"
-        )
+    if why := missing_torch("gpu-draft"):
+        raise DeviceUnavailable(f"the draft cannot be computed in torch: {why}")
     if not on_gpu:
         return "cpu"
     name, number = backend_of(ggml_device).torch, number_of(ggml_device)

@@ -1,10 +1,11 @@
-"""A session's draft model, in either engine: its vocabulary, and the measured time of its token.
+"""A session's draft model, in either engine, and the measured time of its token.
 
 This module does not import torch.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -14,9 +15,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from offload.engine import Engine
 from offload.measuring import Clock
 from offload.model_file import model_hash
+from offload.sequences.block_draft import BlockDraft
 from offload.sequences.row_draft import RowDraft
-from offload.sequences.text import share_of_tokens, vocabulary_difference
-from specdec.errors import VocabularyMismatch
 from specdec.types import BlockModel, Target
 from specdec.whole_file import read_text
 from specoffload.config.resolution import demo_prompts
@@ -30,9 +30,15 @@ DraftModel: TypeAlias = "Engine | TorchEngine"
 SEQUENCE = 0
 DRAFT_DEPTHS = (16, 512)  # context lengths in tokens at which a draft's token is timed
 _N_STEPS = 16  # number of timed tokens, after as many for warm-up
-_MAX_SIZE_DIFFERENCE = 128  # tokens by which vocabularies may differ, as in llama.cpp's server
 _DRAFT = 4  # tokens of a timed draft by the model's own layers
 _BLOCK, _N_BLOCKS = 8, 3  # tokens of a timed block, and number of timed blocks
+
+
+def missing_torch(extra: str) -> str:
+    """Return a clause if torch is not installed, with the `extra` of ours that has it; else ""."""
+    if importlib.util.find_spec("torch") is not None:
+        return ""
+    return f"torch is not installed (pip install 'specoffload[{extra}]')"
 
 
 def real_text(engine: DraftModel) -> list[int]:
@@ -84,17 +90,20 @@ def measure_step(
 def measure_layers(
     layers: RowDraft, text: Sequence[int], clock: Clock = perf_counter, depth: int = 0
 ) -> float:
-    """Seconds of one drafted token after `depth` tokens, in drafts of usual length.
+    """Seconds of one draft step after `depth` tokens, in drafts of usual length.
 
-    The first token of each draft also takes in the target's rows, as if half of the draft before
-    had been accepted. The result is the median of the drafts' means.
+    A step drafts one token, or a whole block. The first step of each draft also takes in the
+    target's rows, as if half of the draft before had been accepted. The result is the median of
+    the drafts' means.
     """
-    n_steps = min(_DRAFT, layers.most_drafted or _DRAFT)
+    n_steps = n_usual = min(_DRAFT, layers.most_drafted or _DRAFT)
+    if isinstance(layers, BlockDraft):
+        n_steps = 1
     layers.begin(SEQUENCE, text[:depth])
     length = depth
     drafts_s = []
     for _ in range(2 * _N_BLOCKS):
-        length += 1 + n_steps // 2
+        length += 1 + n_usual // 2
         layers.follow(SEQUENCE, text[:length])
         history = list(text[: length + 1])
         took_s = 0.0
@@ -132,32 +141,6 @@ def draft_key(draft: DraftModel) -> str:
     return " ".join(words)
 
 
-# -- vocabularies ----------------------------------------------------------------------------------
-
-
-def check_same_vocabulary(target: Engine, draft: DraftModel) -> None:
-    """Raises VocabularyMismatch, which names the first difference between the vocabularies.
-
-    It also says how to translate drafts, and the share of the draft's tokens that the target has.
-    """
-    difference = abs(target.n_vocab - draft.n_vocab)
-    if difference > _MAX_SIZE_DIFFERENCE:
-        raise VocabularyMismatch(
-            f"{draft.facts.path.name} has {draft.n_vocab} tokens and the target {target.n_vocab}; "
-            f"at most {_MAX_SIZE_DIFFERENCE} may differ: {_remedy(target, draft)}"
-        )
-    if words := vocabulary_difference(target.model, draft.model, draft.facts.path.name):
-        raise VocabularyMismatch(f"{words}: {_remedy(target, draft)}")
-
-
-def _remedy(target: Engine, draft: DraftModel) -> str:
-    share = share_of_tokens(target.model, draft.model)
-    return (
-        "choose a draft of the same family, or let its drafts be translated through text with "
-        f'--spec-replace "" ({100 * share:.0f} % of its tokens are tokens of the target, too)'
-    )
-
-
 def read_kept(path: Path) -> tuple[int, ...]:
     """The token ids of a pruned vocabulary: one per line, text after a # is ignored.
 
@@ -177,6 +160,6 @@ def read_kept(path: Path) -> tuple[int, ...]:
         kept.append(int(text))
     if not kept:
         raise UsageError(
-            f"--draft-vocab {path}: holds no token id; scripts/lab/run prune-vocab writes a file"
+            f"--draft-vocab {path}: holds no token id; specoffload draft prune writes a file"
         )
     return tuple(sorted(set(kept)))

@@ -54,21 +54,21 @@ def _words(planned: Planned, ratios: Mapping[str, float]) -> str:
     return f"prompts {prompt_words(planned)} tokens/s, answers {speed_words(planned)}{gains}"
 
 
-def flag_cost(config: Config, planner: Planner) -> FlagCost | None:
+def flag_cost(config: Config, planner: Planner, n_ctx: int) -> FlagCost | None:
     """Return the fewest flags without which prompts or answers are over 5 % faster, if there are.
 
-    The largest gain must exceed the largest loss of another speed. `config` has a context. If the
+    The largest gain must exceed the largest loss of another speed. `n_ctx` is the context. If the
     plan without all flags that restrict plans is no faster, it is the only one that is made.
     Otherwise each flag is tried once: it stays if the others alone bring as much.
     """
     placing = config.placing
     if placing is None:
         return None
-    now = planner.planned(config.ctx_size)
+    now = planner.planned(n_ctx)
 
     def without(fields: Sequence[str]) -> Planned | None:
         with suppress(DoesNotFit):
-            return planner.with_changes(placing.changes_without(fields)).planned(config.ctx_size)
+            return planner.with_changes(placing.changes_without(fields)).planned(n_ctx)
         return None
 
     left_out, most = placing.fields, without(placing.fields)
@@ -91,14 +91,14 @@ def _is_faster(planned: Planned, now: Planned) -> bool:
 
 def _ratios(planned: Planned, other: Planned) -> dict[str, float]:
     """The speeds of a plan ÷ those of another plan: all that `plan` prints."""
-    its, theirs = _speeds(planned), _speeds(other)
-    return {name: its[name] / theirs[name] for name in its}
+    ours, theirs = _speeds(planned), _speeds(other)
+    return {name: ours[name] / theirs[name] for name in ours}
 
 
 def _speeds(planned: Planned) -> dict[str, float]:
     names = ("prefill_tps", "decode_tps", "full_context_decode_tps")
-    found = {name: planned.expected[name] for name in names}
-    return found | {
+    speeds = {name: planned.expected[name] for name in names}
+    return speeds | {
         "least_decode_tps": planned.least_decode_tps,
         "least_full_context_decode_tps": planned.least_full_context_decode_tps,
         # Without layers that draft, answers have the speed of plain decoding.

@@ -1,4 +1,4 @@
-"""A plan as it is shown: what the machine model expects of each device's part of a model."""
+"""A plan as it is shown: what the machine model expects of each device, and of all together."""
 
 from __future__ import annotations
 
@@ -8,27 +8,24 @@ from functools import cached_property, partial
 
 from offload.decode import SMALL_BATCH
 from offload.model import ModelFacts, is_experts
-from offload.plan.devices import joined
+from offload.plan.cell_times import CellTimes
+from offload.plan.devices import DevicePlan
 from offload.plan.found import Kind
-from offload.plan.host_tables import HostTables
 from offload.plan.layout import Layout
 from offload.plan.llama_cpp import LlamaCpp, LlamaSpeeds, llama_speeds
-from offload.plan.placement import (
-    Plan,
-    PlanRequest,
-    workload_of,
-)
+from offload.plan.placement import Plan, PlanRequest, workload_of
 from offload.plan.row_draft import MtpLayer
 from offload.plan.row_draft import expected_tps as mtp_tps
 from offload.plan.search import prompt_s
+from offload.plan.tables import HostTables
 from offload.routing.routing import SHARING_LEAST, SHARING_MOST, SHARING_USUAL, HitCurve
-from offload.store.store import Room
-from offload.times.context import ContextMemory, ContextOptions, context_memory
+from offload.store.store import HostRoom
+from offload.times.context_memory import ContextMemory, ContextOptions, context_memory
 from offload.times.decodes import LayerDivision, best_s, cpu_s, divided
 from offload.times.disk import DiskUse
 from offload.times.first_table import modelled, together
 from offload.times.hits import streamed_hits
-from offload.times.machine import Machine
+from offload.times.machine import CORE_FLOPS, Machine
 from offload.times.prompts import in_ubatches_s, prefill_s, with_prompt
 from offload.times.table import CostTable, Way
 from offload.times.work import ModelWork, even, model_work, with_context
@@ -37,38 +34,203 @@ ACCEPTED = 0.75  # assumed share of right tokens among those that MTP layers dra
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A plan, and the conditions that it was made for."""
+class ExpertUse:
+    """How texts are assumed to use experts, as far as that was not counted."""
 
-    facts: ModelFacts
-    plan: Plan
-    request: PlanRequest  # with the device memory and the ubatch of the plan
+    sharing_exponent: float = SHARING_USUAL  # n neighbours use n^this times the experts of one
+    equally: bool = False  # True: all experts are used equally often, whatever was counted
+
+    def work(self, facts: ModelFacts, request: PlanRequest, hits: HitCurve | None) -> ModelWork:
+        """Return the work of decodes for texts that use experts so."""
+        work = model_work(facts, hits, request.unions)
+        work = even(work) if self.equally else work
+        return replace(work, sharing_exponent=self.sharing_exponent)
+
+
+@dataclass(frozen=True)
+class PlannedDevice:
+    """One device's plan, and what the machine model expects of it."""
+
+    its: DevicePlan
+    context: ContextOptions
+    use: ExpertUse
+
+    @property
+    def name(self) -> str:
+        return self.its.name
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self.its.facts
+
+    @property
+    def plan(self) -> Plan:
+        return self.its.plan
+
+    @property
+    def request(self) -> PlanRequest:
+        return self.its.request
+
+    @property
+    def machine(self) -> Machine:
+        return self.its.request.machine
+
+    @property
+    def vram_bytes(self) -> int:
+        return self.its.request.budget_bytes or 0
+
+    @property
+    def is_remote(self) -> bool:
+        """True if activations cross its link, but no weights."""
+        return self.its.room.is_remote
+
+    @property
+    def on_cpu(self) -> bool:
+        """True if the CPU computes all, and reads all weights in place."""
+        return self.its.kind is Kind.CPU and not self.is_remote
+
+    @cached_property
+    def memory(self) -> ContextMemory:
+        return context_memory(self.facts, self.context)
+
+    @cached_property
+    def work(self) -> ModelWork:
+        hits = self.request.hits if self.request.plan_for_splits else None
+        return self.use.work(self.facts, self.request, hits)
+
+    def prompt_s(self, n_prompt: int, *, hybrid: bool) -> float:
+        """Return the expected seconds of a prompt."""
+        work = with_prompt(self.work, self.facts, self.context, n_prompt)
+        machine, sharing, n_ubatch = self.machine, self.plan.sharing, self.plan.n_ubatch
+        if not self.on_cpu:
+            return float(prefill_s(machine, work, sharing, n_prompt, n_ubatch, hybrid=hybrid))
+        return float(in_ubatches_s(partial(cpu_s, machine, work, sharing), n_prompt, n_ubatch))
+
+    def decode_s(self, n_tokens: int, *, with_full_context: bool, with_even_hits: bool) -> float:
+        """Return the expected seconds of a decode at the beginning of the context, or at its end.
+
+        `with_even_hits`: with the hits of experts that are used equally often.
+        """
+        work, sharing = self.work, self.plan.sharing
+        if with_full_context:
+            work = with_context(work, self.facts, self.context)
+        work = even(work) if with_even_hits else work
+        if self.on_cpu:
+            return float(cpu_s(self.machine, work, sharing, n_tokens))
+        hybrid = self.request.plan_for_splits
+        return float(best_s(self.machine, work, sharing, n_tokens, hybrid=hybrid))
+
+    def costs(self, n_most: int, *, shares_prompts: bool) -> CostTable:
+        """Return the seconds of decodes of up to `n_most` tokens, by way and size.
+
+        Sizes that the device declines to stream are left out.
+        """
+        plan, splits = self.plan, self.request.plan_for_splits
+        table = modelled(
+            self.machine, self.work, plan.sharing, n_most, splits=splits,
+            shares_prompts=shares_prompts,
+        )  # fmt: skip
+        pools = [pool for pool in plan.layout.pools if pool.n_experts]
+        entries = table.ways.get(Way.STREAMED)
+        if not plan.declined or entries is None:
+            return table
+        taken = {n: entry for n, entry in entries.items() if all(pool.holds(n) for pool in pools)}
+        ways = {way: its for way, its in table.ways.items() if way is not Way.STREAMED}
+        return replace(table, ways=ways | ({Way.STREAMED: taken} if taken else {}))
+
+
+@dataclass(frozen=True)
+class IdleCost:
+    """The cost of idle conversations to a request. All slots hold equal parts of a full context."""
+
+    n_slots: int  # other slots than the request's
+    n_cells: int  # cells that they hold together
+    decode_s: float  # seconds that their cells add to a token
+    n_prompt: int
+    prompt_s: float  # seconds that their cells add to a prompt of `n_prompt` tokens
+    size_bytes: int  # of their states
+    move_s: float  # seconds of moving them to RAM and back
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The layout that a start executes, and the machine model's figures for it."""
+
+    layout: Layout
     why_vram: str
-    complaints: tuple[str, ...] = ()  # why kept hits, or layers that should draft, are not used
-    room: Room | None = None  # host memory for streamed weights; None: they stay in the page cache
+    reasons: tuple[str, ...] = ()  # why kept hits, or layers that should draft, are not used
+    room: HostRoom | None = (
+        None  # host memory for streamed weights; None: they stay in the page cache
+    )
     hardware: str | None = None  # the name given as --hardware
-    name: str = "GPU"
-    is_remote: bool = False  # True: activations cross its link, but no weights
-    on_cpu: bool = False  # the CPU computes all, and reads all weights in place
-    # The plan of each device's part of the model; () if one device computes the whole model.
-    parts: tuple[Planned, ...] = ()
-    layout: Layout | None = None  # what a start executes; None for one device's part
-    sharing_exponent: float = SHARING_USUAL  # of neighbouring tokens, until unions are counted
-    uses_equally: bool = False  # True: all experts are used equally often, whatever was counted
+    use: ExpertUse = ExpertUse()
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self.layout.facts
+
+    @property
+    def context(self) -> ContextOptions:
+        return self.layout.context
+
+    @property
+    def plan(self) -> Plan:
+        return self.layout.whole_plan
+
+    @cached_property
+    def parts(self) -> tuple[PlannedDevice, ...]:
+        """The devices that compute layers."""
+        used = self.layout.division.used
+        return tuple(PlannedDevice(its, self.context, self.use) for its in used)
+
+    def idle_cost(self, n_parallel: int) -> IdleCost | None:
+        """Return the cost of idle conversations with `n_parallel` slots. None with one slot."""
+        context, n_prompt = self.context, workload_of(self.context.n_ctx).n_prompt
+        n_slots = n_parallel - 1
+        if n_slots < 1:
+            return None
+        times = CellTimes(self.layout, round(self.request.machine.cpu_flops / CORE_FLOPS))
+        n_cells = context.n_ctx // n_parallel
+        one = context_memory(self.facts, replace(context, n_ctx=n_cells, n_sequences=1, n_ubatch=1))
+        size_bytes = n_slots * (one.kv_bytes + one.host_kv_bytes + one.recurrent_bytes)
+        return IdleCost(
+            n_slots, n_slots * n_cells,
+            n_slots * times.attention_s(n_cells, 1),
+            n_prompt, n_slots * times.attention_s(n_cells, n_prompt),
+            size_bytes, 2.0 * size_bytes / times.copy_bytes_per_s,
+        )  # fmt: skip
+
+    @property
+    def is_divided(self) -> bool:
+        """True if several devices compute layers."""
+        return len(self.parts) > 1
+
+    @cached_property
+    def request(self) -> PlanRequest:
+        """The last device's request, with the memory of all devices together."""
+        requests = [part.request for part in self.parts]
+        if len(requests) == 1:
+            return requests[0]
+        return replace(
+            requests[-1],
+            budget_bytes=sum(part.vram_bytes for part in self.parts),
+            reserve_bytes=sum(request.reserve_bytes for request in requests),
+            projector_bytes=sum(request.projector_bytes for request in requests),
+        )
 
     @property
     def vram_bytes(self) -> int:
         return self.request.budget_bytes or 0
 
     @property
-    def is_simulated(self) -> bool:
-        """True if a simulated device computes, whose context and buffers are in RAM."""
-        return self.layout is not None and self.layout.devices[0].kind is Kind.SIM
+    def on_cpu(self) -> bool:
+        """True if the CPU computes all, and reads all weights in place."""
+        return self.parts[0].on_cpu
 
     @property
-    def context(self) -> ContextOptions:
-        assert self.request.context is not None
-        return self.request.context
+    def is_simulated(self) -> bool:
+        """True if a simulated device computes, whose context and buffers are in RAM."""
+        return self.layout.devices[0].kind is Kind.SIM
 
     @property
     def splits(self) -> bool:
@@ -77,23 +239,17 @@ class Planned:
 
     @cached_property
     def work(self) -> ModelWork:
-        return self._work(self.request.hits if self.splits else None)
-
-    def _work(self, hits: HitCurve | None) -> ModelWork:
-        work = model_work(self.facts, hits, self.request.unions)
-        work = even(work) if self.uses_equally else work
-        return replace(work, sharing_exponent=self.sharing_exponent)
+        hits = self.request.hits if self.splits else None
+        return self.use.work(self.facts, self.request, hits)
 
     def with_sharing(self, exponent: float) -> Planned:
         """Return the plan for n neighbours that use n^`exponent` times the experts of one token."""
-        parts = tuple(part.with_sharing(exponent) for part in self.parts)
-        return replace(self, sharing_exponent=exponent, parts=parts)
+        return replace(self, use=replace(self.use, sharing_exponent=exponent))
 
     @property
     def used_equally(self) -> Planned:
         """The plan for texts that use all experts equally often."""
-        parts = tuple(part.used_equally for part in self.parts)
-        return replace(self, uses_equally=True, parts=parts)
+        return replace(self, use=replace(self.use, equally=True))
 
     @cached_property
     def ends_of_sharing(self) -> tuple[Planned, Planned] | None:
@@ -107,8 +263,6 @@ class Planned:
 
     @cached_property
     def memory(self) -> ContextMemory:
-        if not self.parts:
-            return context_memory(self.facts, self.context)
         each = [astuple(part.memory) for part in self.parts]
         return ContextMemory(*map(sum, zip(*each, strict=True)))
 
@@ -122,28 +276,29 @@ class Planned:
 
         "decode_tps" is that at the beginning of the context. Prompts attend to their own tokens.
         """
-        n_prompt = workload_of(self.context.n_ctx).n_prompt
-        parts = self.parts or (self,)
-        each_s = [
-            p._prompt_s(n_prompt, hybrid=self.request.plan_for_splits and len(parts) == 1)
-            for p in parts
-        ]
-        n_ubatches = max(1, math.ceil(n_prompt / self.plan.n_ubatch))
-        seconds = prompt_s(each_s, parts, n_ubatches, overlaps=parts[-1].plan.computes_ubatches)
         found = {
             "decode_tps": 1 / self._decode_s(1),
             "full_context_decode_tps": 1 / self._decode_s(1, with_full_context=True),
-            "prefill_tps": n_prompt / seconds,
+            "prefill_tps": self.prompt_tps(workload_of(self.context.n_ctx).n_prompt),
         }
-        if self.disk is not None:
-            seconds = self.disk.prompt_s(n_prompt, self.plan.n_ubatch)
-            found["prefill_tps"] = min(found["prefill_tps"], n_prompt / max(seconds, 1e-9))
-        if self.table_token_s:  # rows of the next tokens are read while these are computed
-            found["prefill_tps"] = min(found["prefill_tps"], 1 / self.table_token_s)
         if self._mtp_tps is not None:
             ends = self.ends_of_sharing or (self, self)
             for name, its in zip(("", "least_", "most_"), (self, *ends), strict=True):
                 found[f"{name}mtp_decode_tps"] = its._mtp_tps or 0.0
+        return found
+
+    def prompt_tps(self, n_prompt: int) -> float:
+        """Return the expected tokens/s of a prompt with `n_prompt` tokens."""
+        parts, hybrid = self.parts, self.splits and not self.is_divided
+        each_s = [part.prompt_s(n_prompt, hybrid=hybrid) for part in parts]
+        n_ubatches = max(1, math.ceil(n_prompt / self.plan.n_ubatch))
+        seconds = prompt_s(each_s, parts, n_ubatches, overlaps=parts[-1].plan.computes_ubatches)
+        found = n_prompt / seconds
+        if self.disk is not None:
+            seconds = self.disk.prompt_s(n_prompt, self.plan.n_ubatch)
+            found = min(found, n_prompt / max(seconds, 1e-9))
+        if self.table_token_s:  # rows of the next tokens are read while these are computed
+            found = min(found, 1 / self.table_token_s)
         return found
 
     @cached_property
@@ -151,16 +306,8 @@ class Planned:
         """Tokens/s with drafts by the model's own layers; None if the plan loads none."""
         if self.plan.mtp is None:
             return None
-        last = self.parts[-1] if self.parts else self
-        layers = MtpLayer(last.machine, self.facts, self.plan.mtp)
+        layers = MtpLayer(self.machine, self.facts, self.plan.mtp)
         return mtp_tps(layers, self.work, self._decode_s, ACCEPTED)
-
-    def _prompt_s(self, n_prompt: int, *, hybrid: bool) -> float:
-        work = with_prompt(self.work, self.facts, self.context, n_prompt)
-        machine, sharing, n_ubatch = self.machine, self.plan.sharing, self.plan.n_ubatch
-        if not self.on_cpu:
-            return float(prefill_s(machine, work, sharing, n_prompt, n_ubatch, hybrid=hybrid))
-        return float(in_ubatches_s(partial(cpu_s, machine, work, sharing), n_prompt, n_ubatch))
 
     @cached_property
     def least_decode_tps(self) -> float:
@@ -186,6 +333,8 @@ class Planned:
     @property
     def _between_devices_s(self) -> float:
         """Seconds in which a decode goes from one device to the next."""
+        if not self.is_divided:
+            return 0.0
         return sum(
             p.machine.per_switch_s * (2 if p.is_remote else i > 0) for i, p in enumerate(self.parts)
         )
@@ -194,24 +343,20 @@ class Planned:
         self, n_tokens: int, *, with_full_context: bool = False, with_even_hits: bool = False
     ) -> float:
         """Seconds of a decode, with those for which it waits for the disk."""
-        seconds, disk = self._between_devices_s, self.disk
-        for p in self.parts or (self,):
-            work = p._work_at(with_full_context)
-            work = even(work) if with_even_hits else work
-            if self.on_cpu:
-                seconds += float(cpu_s(p.machine, work, p.plan.sharing, n_tokens))
-                continue
-            seconds += float(best_s(p.machine, work, p.plan.sharing, n_tokens, hybrid=self.splits))
+        disk = self.disk
+        each_s = (
+            part.decode_s(
+                n_tokens, with_full_context=with_full_context, with_even_hits=with_even_hits
+            )
+            for part in self.parts
+        )
+        seconds = sum(each_s, start=self._between_devices_s)
         seconds += n_tokens * self.table_token_s
         if disk is None:
             return seconds
         if with_even_hits:
             disk = replace(disk, work=even(disk.work))
         return float(disk.with_reads(seconds, n_tokens))
-
-    def _work_at(self, with_full_context: bool) -> ModelWork:
-        """The work of decodes at the end of the context, or at its beginning."""
-        return with_context(self.work, self.facts, self.context) if with_full_context else self.work
 
     def division(self, way: Way, n_tokens: int) -> LayerDivision:
         """Return where a batch finds the experts of a streamed layer, and who computes them."""
@@ -227,7 +372,7 @@ class Planned:
     @property
     def tables(self) -> HostTables | None:
         """The tables that are looked up, None if the model has none."""
-        return None if self.layout is None else self.layout.tables
+        return self.layout.tables
 
     @property
     def table_token_s(self) -> float:
@@ -265,7 +410,7 @@ class Planned:
             return None
         dense_bytes = sum(e.size_bytes for e in plan.streamed if not is_experts(e))
         memory_bytes = max(0, room.available_bytes - dense_bytes)
-        work = self._work(self.request.hits)
+        work = self.use.work(self.facts, self.request, self.request.hits)
         return DiskUse(work, plan.sharing, memory_bytes, self.request.machine.disk_bytes_per_s)
 
     @cached_property
@@ -277,7 +422,8 @@ class Planned:
         budget_bytes, on_disk = self.request.budget_bytes, self.tables and self.tables.on_disk
         if self.on_cpu:  # it has the same backend
             return None
-        if self.parts or self.is_remote or budget_bytes is None or self.disk is not None or on_disk:
+        elsewhere = self.is_divided or self.parts[0].is_remote
+        if elsewhere or budget_bytes is None or self.disk is not None or on_disk:
             return None
         n_prompt = workload_of(self.context.n_ctx).n_prompt
         llama = LlamaCpp(self.facts, budget_bytes, self.context)
@@ -290,92 +436,11 @@ class Planned:
         Ways that a start does not take for a size are left out.
         """
         n_most = max(SMALL_BATCH, self.plan.n_ubatch)
-        tables = [
-            _without_declined(
-                modelled(
-                    p.machine,
-                    p.work,
-                    p.plan.sharing,
-                    n_most,
-                    splits=self.splits,
-                    shares_prompts=not self.parts,
-                ),
-                p.plan,
-            )  # fmt: skip
-            for p in self.parts or (self,)
-        ]
-        table = together(tables)
+        shares_prompts = not self.is_divided
+        table = together([p.costs(n_most, shares_prompts=shares_prompts) for p in self.parts])
         if self.disk is None:
             return table
         # Experts on the disk are read by our device, so no batch is left to libllama's CPU backend.
         if Way.STREAMED in table.ways:
             del table.ways[Way.IN_PLACE]
         return self.disk.table(table)
-
-
-def _without_declined(table: CostTable, plan: Plan) -> CostTable:
-    """Return the costs without streaming for sizes that the plan's device declines."""
-    pools = [pool for pool in plan.layout.pools if pool.n_experts]
-    entries = table.ways.get(Way.STREAMED)
-    if not plan.declined or entries is None:
-        return table
-    taken = {n: entry for n, entry in entries.items() if all(pool.holds(n) for pool in pools)}
-    ways = {way: its for way, its in table.ways.items() if way is not Way.STREAMED}
-    return replace(table, ways=ways | ({Way.STREAMED: taken} if taken else {}))
-
-
-def shown(
-    layout: Layout, why_vram: str, complaints: tuple[str, ...], room: Room | None,
-    hardware: str | None,
-) -> Planned:  # fmt: skip
-    """Return the layout as it is shown, with the machine model's view of each device's part."""
-    division, context, reasons = layout.division, layout.context, layout.reasons
-    if layout.remote:
-        reasons = (f"{division.words}: layers are divided {', '.join(reasons)}",)
-    parts = tuple(
-        Planned(
-            part.facts,
-            part.plan,
-            replace(part.request, context=context),
-            why_vram,
-            room=room,
-            name=part.name,
-            is_remote=part.room.is_remote,
-        )
-        for part in division.parts
-    )
-    if len(parts) == 1:
-        plan = joined(division.parts, reasons)
-        return replace(parts[0], plan=plan, complaints=complaints, hardware=hardware, layout=layout)
-    request = replace(
-        parts[-1].request,
-        budget_bytes=sum(part.vram_bytes for part in parts),
-        reserve_bytes=sum(part.request.reserve_bytes for part in parts),
-        projector_bytes=sum(part.request.projector_bytes for part in parts),
-    )
-    plan = joined(division.parts, reasons)
-    return Planned(
-        layout.facts, plan, request, why_vram, complaints, room, hardware, parts=parts,
-        layout=layout,
-    )  # fmt: skip
-
-
-def shown_on_cpu(
-    layout: Layout, machine: Machine, complaints: tuple[str, ...], room: Room | None
-) -> Planned:
-    """Return a layout of libllama's CPU backend as it is shown: all weights are read in place."""
-    (cpu,) = layout.devices
-    machine = replace(
-        machine,
-        vram_bytes_per_s=machine.ram_bytes_per_s,
-        gpu_flops=machine.cpu_flops,
-        per_switch_s=0.0,
-    )
-    if room is not None:  # these come first
-        left_bytes = room.available_bytes - cpu.plan.reserve_bytes - cpu.plan.resident_bytes
-        room = replace(room, available_bytes=max(0, left_bytes))
-    request = replace(cpu.request, machine=machine)
-    return Planned(
-        layout.facts, cpu.plan, request, "", complaints, room, name="CPU", on_cpu=True,
-        layout=layout,
-    )  # fmt: skip

@@ -8,33 +8,39 @@ everything lies.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from offload.device import choose_device
 from offload.engine import Engine
-from offload.notes import Note, NoteKind
+from offload.header_check import tokenizer_reason
+from offload.notes import Note, NoteKind, OnProgress
+from offload.open_check import check_opens
 from offload.opening.start import Start
 from specoffload.config.resolution import Config
 from specoffload.config.speculation import ignored
-from specoffload.generation.generation import OnProgress, ignore
-from specoffload.opening.context_size import context_complaint, sized
-from specoffload.opening.drafters import with_usable_drafters, without_text
+from specoffload.generation.generation import ignore
+from specoffload.opening.choices import StartChoices, shared_ram_notes
+from specoffload.opening.context_size import chosen_context, context_reason
+from specoffload.opening.drafters import usable_drafters, without_text
 from specoffload.opening.flag_costs import flag_cost
+from specoffload.opening.header import override_reason, target_facts
 from specoffload.opening.kept_plan import KeptForPlan, with_imported_costs
 from specoffload.opening.planner import Planner
-from specoffload.opening.tokenizer import tokenizer_complaint
 
 log = logging.getLogger("specoffload.session")
 
 
 @dataclass(frozen=True)
 class SessionStart:
-    """A decision how a session starts, with its final configuration and the kept data.
+    """A decision how a session starts.
 
-    `target` is the decision how the target is opened.
+    `config` is what the user asked for. `choices` is what was decided beside it, and `target` how
+    the target is opened. `notes` are those of the configuration, and those on the choices.
     """
 
     config: Config
+    choices: StartChoices
+    notes: tuple[str, ...]
     kept: KeptForPlan
     target: Start
 
@@ -45,37 +51,44 @@ def session_start(config: Config, *, imports_costs: bool = True) -> SessionStart
     With `imports_costs`, drafts are priced by imported costs, if there are any for this model.
     """
     config.check_unused_workers()
-    if imports_costs:
-        config = with_imported_costs(config)
-    config = with_usable_drafters(config)
     choice = choose_device(config.device)
     on_cpu = not (choice.wrapped or config.uses_workers)
+    spec = with_imported_costs(config) if imports_costs else config.spec
+    spec = usable_drafters(target_facts(config), spec)
     if on_cpu:
-        config = without_text(config)
-    planner = Planner(config)
-    if words := tokenizer_complaint(planner.facts.header.metadata):
+        spec = without_text(spec)
+    device_notes = shared_ram_notes(choice, config)
+    planner = Planner(config, spec)
+    if words := tokenizer_reason(planner.facts.header.metadata):
         log.warning("%s: %s", planner.facts.path.name, words)
-    if words := context_complaint(config, planner.facts):
-        config = replace(config, reasons=(Note(NoteKind.FLAGS, words), *config.reasons))
-    config = sized(config, planner)
-    if on_cpu:
-        config = _without_gpu_flags(config, choice.reason)
-    cost = None if on_cpu else flag_cost(config, planner)
-    if cost is not None:
-        config = replace(config, reasons=(cost.note, *config.reasons))
-    return SessionStart(config, planner.kept, planner.start(config.ctx_size))
+    if overridden := override_reason(planner.facts):
+        check_opens(planner.facts)  # before the weights are read, which may take minutes
+    too_long = context_reason(config, planner.facts)
+    context = chosen_context(config, planner)
+    unused = _unused_on_cpu(config, choice.reason) if on_cpu else ()
+    cost = None if on_cpu else flag_cost(config, planner, context.n_ctx)
+    notes = (
+        *(() if cost is None else (cost.note,)),
+        *context.notes,
+        *(Note(NoteKind.FLAGS, words) for words in (overridden, too_long) if words),
+        *config.reasons,
+        *device_notes,
+        *unused,
+    )
+    choices = planner.choices(context.n_ctx)
+    return SessionStart(config, choices, notes, planner.kept, planner.start(context.n_ctx))
 
 
-def _without_gpu_flags(config: Config, reason: str) -> Config:
-    """Name the given flags that need a GPU, since the model is opened on the CPU alone.
+def _unused_on_cpu(config: Config, reason: str) -> tuple[str, ...]:
+    """Log and return a sentence for each given flag that needs a GPU.
 
-    Returns the configuration with these sentences among its reasons.
+    `reason` says why the model is opened on the CPU alone.
     """
     why = f"the CPU computes alone ({reason}), and nothing is copied to a GPU"
-    said = tuple(ignored(name, why) for name in config.gpu_flags)
-    for words in said:
+    unused = tuple(ignored(name, why) for name in config.gpu_flags)
+    for words in unused:
         log.warning("%s", words)
-    return replace(config, gpu_flags=(), reasons=(*config.reasons, *said))
+    return unused
 
 
 def open_target(start: SessionStart, on_progress: OnProgress = ignore) -> Engine:

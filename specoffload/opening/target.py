@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -10,12 +9,11 @@ from offload.device import choose_device, choose_devices
 from offload.engine import EngineOptions
 from offload.errors import BadModel
 from offload.images.place import projector_bytes, why_on_cpu
-from offload.model_file import read_facts
 from offload.options import ProjectorOptions
 from offload.plan.context_choice import LEAST_CTX
 from offload.plan.wanted import Wanted
 from offload.regular_file import check_regular
-from offload.times.context import (
+from offload.times.context_memory import (
     DEFAULT_UBATCH,
     ContextOptions,
     RopeOptions,
@@ -27,29 +25,29 @@ from offload.times.min_batch import MinBatch
 from specdec.options import AcceptRule, DrafterName, PolicyName
 from specoffload.config.options import DraftEngine, Toggle
 from specoffload.config.resolution import Config
+from specoffload.config.speculation import SpecConfig
 from specoffload.kept_machine import layouts_of
+from specoffload.opening.choices import StartChoices
 from specoffload.opening.draft import draft_bytes
+from specoffload.opening.header import target_facts
 from specoffload.opening.kept_plan import NOTHING_KEPT, KeptForPlan, disk_rate, link_rates
-
-log = logging.getLogger("specoffload.session")
 
 _MOST_SEQUENCES = 64  # most sequences of a context that can hold trees, requests included
 
 
-def tree_leaves(config: Config) -> int:
+def tree_leaves(config: Config, spec: SpecConfig) -> int:
     """Number of temporary sequences for trees of drafted tokens; 0 if all drafts are chains.
 
     Trees need a draft model in libllama, the policy `throughput`, acceptance by the target's own
     choice, and memory that keeps a cell of each token.
     """
-    spec = config.spec
     options = spec.options
-    by_model = config.draft is not None and config.eagle is None
     chosen = options.policy is PolicyName.THROUGHPUT and options.accept is AcceptRule.MATCH
     drafts = DrafterName.DRAFT in options.drafters and options.replacements is None
-    if not (by_model and chosen and drafts and spec.of_draft.engine is not DraftEngine.TORCH):
+    is_llama = spec.draft_model is not None and spec.of_draft.engine is not DraftEngine.TORCH
+    if not (is_llama and chosen and drafts):
         return 0
-    facts = read_facts(config.model)
+    facts = target_facts(config)
     if facts.recurrent_layers or (forgetting_window(facts) and not config.swa_full):
         return 0
     # libllama rounds a ubatch up to a multiple of the sequences, and ubatches are multiples of 64.
@@ -106,20 +104,28 @@ class There:
 
 
 def target_options(
-    config: Config, kept: KeptForPlan = NOTHING_KEPT, there: There | None = None
+    config: Config,
+    choices: StartChoices,
+    kept: KeptForPlan = NOTHING_KEPT,
+    there: There | None = None,
 ) -> EngineOptions:
     """The options of the target's engine; `there`: on another machine than this one."""
-    spec, folder, projector = config.spec, config.spec.kept_folder, projector_of(config)
+    spec, folder, projector = choices.spec, choices.spec.kept_folder, projector_of(config)
     return EngineOptions(
         device=config.device,
         remote=config.remote,
-        wanted=wanted_of(config, projector, kept, there),
-        streaming=replace(config.streaming, record_routing=folder is not None),
-        eagle=config.eagle,
+        wanted=wanted_of(config, choices, projector, kept, there),
+        streaming=replace(
+            config.streaming,
+            record_routing=folder is not None and not config.streaming.route.is_on,
+        ),
+        row_file=spec.row_file,
         projector=projector,
         pooling=config.pooling,
         numa=config.numa,
-        measure_links=None if there is not None and there.has_links else link_rates(config),
+        decode_on=config.decode_on,
+        batch_on=config.batch_on,
+        measure_links=None if there is not None and there.has_links else link_rates(folder),
         trial_folder=spec.profile_dir,
         measure_layouts=None if folder is None else partial(layouts_of, folder),
     )
@@ -145,20 +151,21 @@ def _projector_bytes(
 
 def wanted_of(
     config: Config,
+    choices: StartChoices,
     projector: ProjectorOptions | None,
     kept: KeptForPlan = NOTHING_KEPT,
     there: There | None = None,
 ) -> Wanted:
     """Return the request for the target's plan. `projector`: as `projector_of` returns it."""
-    spec = config.spec
+    spec = choices.spec
     tuned = None if config.ubatch_size else config.tuned_ubatch or kept.n_ubatch
     is_timed = there is None or there.is_typical  # kept times are of this machine
     vram = () if there is None else there.each_device_bytes
     of_device, of_host = _projector_bytes(config, projector, there)
     return Wanted(
-        context=_context_of(config),
+        context=_context_of(config, choices),
         tensor_split=config.tensor_split,
-        min_batch=config.min_batch or MinBatch(),
+        min_batch=choices.min_batch or MinBatch(),
         device_bytes=vram[0] if vram else config.device_bytes,
         each_device_bytes=(vram if len(vram) > 1 else ()) if vram else config.each_device_bytes,
         ram_bytes=config.ram_bytes if there is None else there.ram_bytes,
@@ -172,13 +179,13 @@ def wanted_of(
         most_ubatch=None if config.ubatch_size else config.most_ubatch,
         tuned_ubatch=tuned if is_timed and (there is None or there.is_this) else None,
         chooses_cache=config.kv_offload is None and config.ctx_size is not None,
-        hybrid=config.hybrid.toggle is not Toggle.OFF,
+        hybrid=choices.hybrid.toggle is not Toggle.OFF,
         plan_for_splits=config.plan_for_splits,
         lend=config.lend,
         prefetch=config.streaming.prefetch,
         mtp=DrafterName.MTP in spec.options.drafters,
         repack=config.repack,
-        reserve_bytes=draft_bytes(config) + of_device,
+        reserve_bytes=draft_bytes(config, spec, choices.n_ctx) + of_device,
         projector_bytes=of_device,
         host_projector_bytes=of_host,
         hits=kept.hits,
@@ -191,15 +198,15 @@ def wanted_of(
     )
 
 
-def _context_of(config: Config) -> ContextOptions:
-    spec = config.spec
+def _context_of(config: Config, choices: StartChoices) -> ContextOptions:
+    spec = choices.spec
     return ContextOptions(
-        n_ctx=LEAST_CTX if config.ctx_size is None else config.ctx_size,
+        n_ctx=LEAST_CTX if choices.n_ctx is None else choices.n_ctx,
         n_ubatch=config.ubatch_size or DEFAULT_UBATCH,
         n_batch=config.batch_size,
         n_sequences=config.parallel,
         n_outputs=max(1 + spec.longest, 64) + config.parallel - 1,
-        n_tree_leaves=tree_leaves(config),
+        n_tree_leaves=tree_leaves(config, spec),
         n_rs_seq=spec.n_rs_seq,
         n_threads=config.threads,
         n_threads_batch=config.threads_batch,
@@ -215,4 +222,4 @@ def _context_of(config: Config) -> ContextOptions:
 def _type_v(config: Config) -> str:
     if config.type_v is not None or config.type_k == "f16":
         return config.type_v or "f16"
-    return type_of_values(read_facts(config.model), config.type_k)
+    return type_of_values(target_facts(config), config.type_k)

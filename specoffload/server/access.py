@@ -30,6 +30,7 @@ from specoffload.server.api.body import has_body, ignored_header
 from specoffload.server.api.refusals import problem_response
 from specoffload.server.engine.messages import Event, Problem
 from specoffload.server.forwarded import forwarded_host
+from specoffload.server.public_addresses import IpAddress
 
 ANY_ORIGIN = "*"
 # Paths that need no key, as in llama-server (get_public_endpoints in tools/server/server-http.cpp).
@@ -55,8 +56,6 @@ _CLIENT = "specoffload.client"
 _KEY_NAME = "key "  # begins the names of clients that are known by their keys
 _HAS_KEY = "specoffload.has_key"
 _KEY = "specoffload.key"
-
-_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 # ---- keys
@@ -127,7 +126,7 @@ class Origin(NamedTuple):
     """The origin of a page (RFC 6454), or the server that a request names."""
 
     scheme: str
-    host: _Address | str  # an address, or a name in lower case
+    host: IpAddress | str  # an address, or a name in lower case
     port: int
 
     def __str__(self) -> str:
@@ -157,7 +156,7 @@ def _read_origin(text: str) -> Origin | None:
     return Origin(parts.scheme, host, _DEFAULT_PORTS[parts.scheme] if port is None else port)
 
 
-def _read_host(name: str) -> _Address | str | None:
+def _read_host(name: str) -> IpAddress | str | None:
     if "%" in name or not name.isascii():
         return None  # an address with a zone, which Python accepts and URLs never have
     try:
@@ -189,11 +188,11 @@ def read_origins(text: str | None) -> tuple[str, ...]:
     the origins by commas; `*` is any origin, and `moz-extension://*` any origin of that scheme.
     Raises UsageError for an invalid origin.
     """
-    found = []
+    origins = []
     for part in filter(None, (part.strip() for part in (text or "").split(","))):
         website = _read_origin(part.removesuffix("/"))
         if website is not None and website.port != 0:
-            found.append(str(website))
+            origins.append(str(website))
             continue
         scheme = _EVERY_HOST.fullmatch(part)
         if part == ANY_ORIGIN:
@@ -207,13 +206,13 @@ def read_origins(text: str | None) -> tuple[str, ...]:
                 f"--cors-origins {part}: an origin looks like https://chat.example.org, or "
                 "app://obsidian.md for a program, or moz-extension://* for all of a scheme"
             )
-        found.append(own)
-    return tuple(found)
+        origins.append(own)
+    return tuple(origins)
 
 
 def origin_pattern(origins: Iterable[str]) -> str | None:
     """Return a regular expression for the origins of schemes named as `moz-extension://*`."""
-    schemes = [found[1] for origin in origins if (found := _EVERY_HOST.fullmatch(origin))]
+    schemes = [match[1] for origin in origins if (match := _EVERY_HOST.fullmatch(origin))]
     return f"(?:{'|'.join(map(re.escape, schemes))})://[^/]+" if schemes else None
 
 
@@ -274,7 +273,7 @@ def refusal(
     )
 
 
-def _is_loopback(host: _Address | str) -> bool:
+def _is_loopback(host: IpAddress | str) -> bool:
     """Return True for 127.0.0.0/8 (also as mapped IPv6), ::1, localhost and names under it."""
     if isinstance(host, str):
         name = host.removesuffix(".")
@@ -396,14 +395,14 @@ def client_name(key: int | None, address: str | None) -> str:
     if key is not None:
         return f"{_KEY_NAME}{key}"
     try:
-        found = ipaddress.ip_address((address or "").partition("%")[0])
+        ip = ipaddress.ip_address((address or "").partition("%")[0])
     except ValueError:
         return (address or "")[:_MOST_NAME_CHARS]
-    if isinstance(found, ipaddress.IPv6Address):
-        if found.ipv4_mapped is not None:
-            return str(found.ipv4_mapped)
-        return str(ipaddress.ip_network((found, 64), strict=False))
-    return str(found)
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.ipv4_mapped is not None:
+            return str(ip.ipv4_mapped)
+        return str(ipaddress.ip_network((ip, 64), strict=False))
+    return str(ip)
 
 
 def owner_of(scope: Mapping[str, Any]) -> str:

@@ -80,21 +80,21 @@ async def fetched(url: str, limits: FetchLimits) -> bytes:
     try:
         async with asyncio.timeout(limits.seconds):
             for _ in range(limits.most_redirects + 1):
-                found = await _answer_of(place_of(url), limits)
-                if isinstance(found, bytes):
-                    return found
-                url = _joined(url, found)
+                answer = await _answer_of(place_of(url), limits)
+                if isinstance(answer, bytes):
+                    return answer
+                url = _joined(url, answer)
     except TimeoutError as e:
         raise BadRequest(f"fetching it takes over {limits.seconds:g} s") from e
     raise BadRequest(f"its address is redirected more than {limits.most_redirects} times")
 
 
-def _joined(url: str, found: str) -> str:
-    """Return the address to which `url` is redirected by `found`. Raises BadRequest."""
+def _joined(url: str, place: str) -> str:
+    """Return the address to which `url` is redirected by `place`. Raises BadRequest."""
     try:
-        return urljoin(url, found)
+        return urljoin(url, place)
     except ValueError as e:
-        raise BadRequest(f"{_short(found)} is no valid address ({e})") from e
+        raise BadRequest(f"{_short(place)} is no valid address ({e})") from e
 
 
 async def _answer_of(place: Place, limits: FetchLimits) -> bytes | str:
@@ -116,10 +116,10 @@ async def _connected(
     """Connect to the first address of the host that may be used and answers."""
     loop = asyncio.get_running_loop()
     try:
-        found = await loop.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+        infos = await loop.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as e:
         raise BadRequest(f"{place.host[:200]!r} has no address ({e})") from e
-    addresses = [sockaddr[0] for *_, sockaddr in found]
+    addresses = [sockaddr[0] for *_, sockaddr in infos]
     if limits.only_public:
         own = own_addresses()
         addresses = [address for address in addresses if is_public(ip_address(address), own)]

@@ -44,17 +44,17 @@ def read_forwarded(values: Iterable[str]) -> Forwarded | None:
     text = ",".join(values)
     if len(text) > _MOST_CHARS or ",".join(elements := _ELEMENT.findall(text)) != text:
         return None
-    found = []
+    proxies = []
     for element in elements:
         pairs = [_PAIR.fullmatch(part) for part in _PART.findall(element) if part.strip()]
         read = {pair[1].lower(): _unquoted(pair[2]) for pair in pairs if pair is not None}
         if len(read) < len(pairs):
             return None
-        found.append(read)
-    if not found:
+        proxies.append(read)
+    if not proxies:
         return None
-    addresses = tuple(pairs["for"] for pairs in found if "for" in pairs)
-    return Forwarded(addresses, found[0].get("proto", "").lower(), found[0].get("host", ""))
+    addresses = tuple(pairs["for"] for pairs in proxies if "for" in pairs)
+    return Forwarded(addresses, proxies[0].get("proto", "").lower(), proxies[0].get("host", ""))
 
 
 def _unquoted(value: str) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from offload.errors import BadRequest
-from offload.images.decoding import Bitmap, Found, decoder_command, decoder_input, found_in
+from offload.images.decoding import Bitmap, DecodedImage, decoder_command, decoder_input, found_in
 
 MOST_BYTES = 3 << 30  # that the images of all requests may take at once
 MOST_CLIENT_BYTES = 2 << 30  # of these, for one client
@@ -136,7 +136,7 @@ def _close(
         loop.call_soon_threadsafe(gate.free, client, held)
 
 
-async def image_sizes(files: Sequence[bytes], decoder: Path) -> list[Found]:
+async def image_sizes(files: Sequence[bytes], decoder: Path) -> list[DecodedImage]:
     """Return the images without their pixels, by the headers of their files."""
     return found_in(await _said(files, decoder, None), files)
 
@@ -147,7 +147,7 @@ async def image_pixels(
     decoder: Path,
     gate: DecodingGate,
     client: str,
-) -> tuple[list[Found], StoredImages]:
+) -> tuple[list[DecodedImage], StoredImages]:
     """Decode the files, whose sizes are known. Close the second result to free the memory.
 
     A cancelled call ends the decoder.
@@ -159,7 +159,7 @@ async def image_pixels(
     stored: StoredImages | None = None
     try:
         stored = StoredImages(gate, client, stored_bytes)
-        found = found_in(await _said(files, decoder, stored.descriptor), files, stored.path)
+        images = found_in(await _said(files, decoder, stored.descriptor), files, stored.path)
     except BaseException:
         if stored is not None:
             stored.close()
@@ -168,7 +168,7 @@ async def image_pixels(
         raise
     finally:
         gate.free(client, working)
-    return found, stored
+    return images, stored
 
 
 async def _said(files: Sequence[bytes], decoder: Path, descriptor: int | None) -> bytes:

@@ -147,7 +147,7 @@ class ServerLog:
         shown = root.handlers[0]
         shown.setFormatter(_Marked(self._settings, shown.formatter or logging.Formatter()))
         if self._settings.file is not None:
-            kept = _Kept(self.keep)
+            kept = _KeepingHandler(self.keep)
             kept.setLevel(shown.level)
             kept.setFormatter(shown.formatter)
             for each in shown.filters:
@@ -170,7 +170,7 @@ class _Marked(logging.Formatter):
         return self._settings.marked(self._inner.format(record), letter, record.created)
 
 
-class _Kept(logging.Handler):
+class _KeepingHandler(logging.Handler):
     def __init__(self, keep: Callable[[str], None]) -> None:
         super().__init__()
         self._keep = keep

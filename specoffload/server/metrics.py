@@ -109,6 +109,10 @@ _OF_ENGINE: Mapping[str, str] = {
     "layers_repeated": "Layers computed again, because an expert of an earlier layer was missing.",
     "n_repairs": "Times that the device computed layers again.",
     "n_nodes_ahead": "Nodes computed while the CPU still computed experts of the same layer.",
+    "routed_choices": "Uses of an expert by a token, where --route-cached is on.",
+    "routed_kept": "Those of them that the router would have chosen, too.",
+    "routed_hits": "Those of them whose expert was in a slot before.",
+    "routed_own_hits": "Uses that the router alone would have had of experts in slots.",
     "n_promoted": "Experts of split layers that were copied for later, while the link was idle.",
     "n_lent_copies": "Experts copied into the compute buffer, which caches them between prompts.",
     "n_lent_dropped": "Experts that left the compute buffer because a batch needed its memory.",
@@ -121,6 +125,7 @@ _OF_ENGINE: Mapping[str, str] = {
     "layers_out_of_order": "Layers of prompts whose experts were read in any slot that held them.",
     "split_trials": "Trials of another way to compute a batch size (--hybrid auto).",
     "split_changes": "Batch sizes that changed to another way after a trial.",
+    "split_timings": "Timings of split layers that were repeated between decodes.",
     "n_recorded": "Tokens of a layer whose experts were recorded, to predict hits.",
     "experts_needed": "Uses of an expert by a layer, if not all experts are in memory.",
     "experts_read": "Experts that a layer waited for because they were not in memory.",
@@ -133,6 +138,14 @@ _OF_ENGINE: Mapping[str, str] = {
     "disk_moved_bytes": "Bytes in memory pages that experts got from experts that were evicted.",
     "disk_wait_s": "Seconds in which computation waited for the disk.",
     "disk_busy_s": "Seconds in which experts were read.",
+    "idle_cells_read": "Cells of the KV cache that decodes passed, and no running request needed.",
+    "idle_cells_s": "Seconds of attention over them, by the machine model.",
+    "idle_moves": "Conversations that moved from the cells to RAM.",
+    "idle_move_bytes": "Bytes of their states.",
+    "idle_move_s": "Seconds of these moves.",
+    "idle_returns": "Conversations that came back from RAM.",
+    "idle_return_s": "Seconds of these copies.",
+    "idle_compactions": "Running requests that moved to lower cells.",
     "size_retries": "Decodes that timed a batch size again, because its time contradicted others.",
     "draft_batches": "Drafts of several answers in one batch.",
     "joint_steps": "Batches whose draft lengths were chosen together.",
@@ -152,7 +165,7 @@ _OF_DEVICE = (
 
 def _by_device(engine: Mapping[str, float]) -> list[Metric]:
     """Counters labelled by device. `engine`: counts, some with names like "copies of CUDA1"."""
-    found: list[Metric] = []
+    families: list[Metric] = []
     for name in _OF_DEVICE:
         words = f"{_OF_ENGINE[name][:-1]}, by device."
         family = CounterMetricFamily(f"{_INTERNAL}device_{name}", words, labels=["device"])
@@ -160,8 +173,8 @@ def _by_device(engine: Mapping[str, float]) -> list[Metric]:
             counted, _, device = key.partition(" of ")
             if device and counted == name:
                 family.add_metric([device], value)
-        found += [family] if family.samples else []
-    return found
+        families += [family] if family.samples else []
+    return families
 
 
 class _Histogram:
@@ -196,6 +209,7 @@ class Metrics:
         self._n_tokens_max = 0  # tokens of the longest prompt with its answer
         self._delays = _Histogram(_BOUNDS_S)
         self._histograms = {name: _Histogram(bounds) for name, _, bounds in _HISTOGRAMS}
+        self.of_engine: dict[str, float] = {}  # the last known counters of the engine process
         self.n_restarts = 0  # restarts of the engine process
         self.n_refused = 0  # requests that found the queue full
 
@@ -220,27 +234,14 @@ class Metrics:
         """Count the first token of a request, `after_s` seconds after its arrival."""
         self._histograms[_FIRST_TOKEN].add(after_s)
 
-    def page(
-        self,
-        engine: Mapping[str, float],
-        *,
-        n_running: int,
-        n_waiting: int,
-        n_parallel: int,
-        n_connections_closed: int,
-        model: str = "",
-    ) -> bytes:
-        """Return the text of /metrics.
-
-        `engine` has the counters of the engine process. `model` is the model's name, which vLLM's
-        dashboards choose by.
-        """
-        sums = self.sums
+    def families(
+        self, *, n_running: int, n_waiting: int, n_parallel: int, model: str = ""
+    ) -> list[Metric]:
+        """Return the metrics of a model, whose name is `model`. vLLM's dashboards choose by it."""
+        sums, engine = self.sums, self.of_engine
         counters = [(name, text, sums[name]) for name, text, _ in _SUMS] + [
             ("specoffload:engine_restarts", "Restarts of the engine process.", self.n_restarts),
             ("specoffload:requests_refused", "Requests that found the queue full.", self.n_refused),
-            ("specoffload:connections_closed", "Connections closed to make room.",
-             n_connections_closed),
             *((f"{_INTERNAL}{name}", text, engine[name])
               for name, text in _OF_ENGINE.items() if name in engine),
         ]  # fmt: skip
@@ -259,6 +260,10 @@ class Metrics:
              _ratio(accepted, sums[N_DRAFTED])),
             ("specoffload:hit_rate", "Share of uses that found their piece on the device.",
              _ratio(n_hits, n_hits + n_misses)),
+            ("specoffload:checkpoint_bytes", "RAM of the checkpoints of texts in slots.",
+             engine.get("checkpoint_bytes", 0)),
+            ("specoffload:stored_prompt_bytes", "RAM of the prompts in --cache-ram.",
+             engine.get("stored_prompt_bytes", 0)),
             ("specoffload:slots", "Requests that may run at once.", n_parallel),
         )  # fmt: skip
         families: list[Metric] = [CounterMetricFamily(n, t, value=v) for n, t, v in counters]
@@ -279,8 +284,19 @@ class Metrics:
             for key, count in sorted(self._by_label[name].items()):  # type: ignore[type-var]
                 family.add_metric([str(key)], count)
             families.append(family)
-        page: bytes = generate_latest(SimpleNamespace(collect=lambda: families))  # type: ignore[arg-type]
-        return page
+        return families
+
+
+def closed_connections(n_closed: int) -> Metric:
+    """Return the metric of the connections that the server closed."""
+    words = "Connections closed to make room."
+    return CounterMetricFamily("specoffload:connections_closed", words, value=n_closed)
+
+
+def page_of(families: Sequence[Metric]) -> bytes:
+    """Return the text of /metrics."""
+    page: bytes = generate_latest(SimpleNamespace(collect=lambda: families))  # type: ignore[arg-type]
+    return page
 
 
 def _ratio(a: float, b: float) -> float:

@@ -12,7 +12,7 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 
 import psutil
 
-Address = IPv4Address | IPv6Address
+IpAddress = IPv4Address | IPv6Address
 
 _NOT_PUBLIC_V4 = tuple(
     map(
@@ -54,7 +54,7 @@ _SIX_TO_FOUR = IPv6Network("2002::/16")  # RFC 3056: the IPv4 address follows th
 _ISATAP = (b"\0\0\x5e\xfe", b"\2\0\x5e\xfe")  # RFC 5214: then the IPv4 address
 
 
-def is_public(address: Address, own: Collection[Address] = ()) -> bool:
+def is_public(address: IpAddress, own: Collection[IpAddress] = ()) -> bool:
     """True if the address belongs to the public internet, and is none of `own`.
 
     `own`: the addresses of this machine (`own_addresses`), which may be public.
@@ -81,13 +81,13 @@ def _carried(address: IPv6Address) -> IPv4Address | None:
     return None
 
 
-def own_addresses() -> frozenset[Address]:
+def own_addresses() -> frozenset[IpAddress]:
     """Return the addresses of this machine's interfaces at this moment."""
-    found: set[Address] = set()
+    addresses: set[IpAddress] = set()
     for entries in psutil.net_if_addrs().values():
         for _, name, *_ in entries:
             try:
-                found.add(ip_address(name.partition("%")[0]))
+                addresses.add(ip_address(name.partition("%")[0]))
             except ValueError:
                 continue  # the address of a network card
-    return frozenset(found)
+    return frozenset(addresses)

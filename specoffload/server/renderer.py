@@ -132,7 +132,7 @@ def _checked(structure: Structure, connection: Connection) -> tuple[str, ...]:
 # ---- in the API process
 
 
-class _Worker:
+class _RenderProcess:
     """One rendering process, and the thread that talks to it.
 
     If a template takes too much time or memory, the request is refused. If the process ends or
@@ -186,8 +186,8 @@ class _Worker:
                         is_compiling = True
                         continue
                     self._hurry_again()
-                    found: _Reply = reply
-                    return found
+                    answer: _Reply = reply
+                    return answer
                 is_silent = True
             except (EOFError, OSError):
                 pass  # the process has ended
@@ -293,7 +293,7 @@ def _name(form: ChatFormat | None) -> str:
     return "of the model file" if form is None else form.name
 
 
-class _Wish(NamedTuple):
+class _RenderJob(NamedTuple):
     """What waits for a process: a conversation with its format, or a grammar."""
 
     form: ChatFormat | None
@@ -318,9 +318,9 @@ class Renderer:
         """
         self._limits = (time_limit_s, patience_s)
         self._is_closed = False
-        self._turns: Turns[_Wish] = Turns()
-        self._idle: list[_Worker] = []
-        self._workers: set[_Worker] = set()
+        self._turns: Turns[_RenderJob] = Turns()
+        self._idle: list[_RenderProcess] = []
+        self._workers: set[_RenderProcess] = set()
 
     def warm(self) -> None:
         """Start a process ahead of the next request. Returns at once."""
@@ -365,25 +365,25 @@ class Renderer:
         if self._is_closed:
             raise DeviceFailed("the server is shutting down")
         reply: asyncio.Future[_Reply] = asyncio.get_running_loop().create_future()
-        self._turns.enter(client, n_bytes, _Wish(form, asked, reply), time.monotonic())
+        self._turns.enter(client, n_bytes, _RenderJob(form, asked, reply), time.monotonic())
         self._dispatch()
-        found = await reply
-        if isinstance(found, str):
-            raise BadRequest(found)
-        return found
+        answer = await reply
+        if isinstance(answer, str):
+            raise BadRequest(answer)
+        return answer
 
     def _dispatch(self) -> None:
         """Give waiting conversations to processes, as long as there are any for them."""
         while len(self._turns) and (self._idle or self._turns.may_start):
-            found = self._turns.next(time.monotonic())
-            assert found is not None
-            client, wish = found
+            turn = self._turns.next(time.monotonic())
+            assert turn is not None
+            client, wish = turn
             if wish.reply.done():  # its client has left
                 self._turns.ended(client)
                 continue
             self._give(self._idle.pop() if self._idle else self._new_worker(), client, wish)
 
-    def _give(self, worker: _Worker, client: str, wish: _Wish) -> None:
+    def _give(self, worker: _RenderProcess, client: str, wish: _RenderJob) -> None:
         loop = wish.reply.get_loop()
 
         def later(what: Callable[[], None]) -> None:
@@ -395,13 +395,13 @@ class Renderer:
         )
         job.add_done_callback(lambda job: later(lambda: self._on_reply(worker, client, wish, job)))
 
-    def _new_worker(self) -> _Worker:
-        worker = _Worker(*self._limits)
+    def _new_worker(self) -> _RenderProcess:
+        worker = _RenderProcess(*self._limits)
         self._workers.add(worker)
         self._turns.n_quick += 1
         return worker
 
-    def _on_slow(self, worker: _Worker) -> None:
+    def _on_slow(self, worker: _RenderProcess) -> None:
         if not worker.is_slow:
             worker.is_slow = True
             self._turns.n_quick -= 1
@@ -410,7 +410,9 @@ class Renderer:
             if not self._idle and self._turns.may_start and not self._is_closed:
                 self.warm()  # so that the next request need not wait for a start
 
-    def _on_reply(self, worker: _Worker, client: str, wish: _Wish, job: Future[_Reply]) -> None:
+    def _on_reply(
+        self, worker: _RenderProcess, client: str, wish: _RenderJob, job: Future[_Reply]
+    ) -> None:
         self._turns.ended(client)
         if worker.is_slow:
             worker.is_slow = False

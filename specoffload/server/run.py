@@ -33,8 +33,10 @@ from specoffload.errors import UsageError
 from specoffload.generation.generation import GenerateOptions
 from specoffload.server.access import AccessRules, read_keys, read_origins
 from specoffload.server.api.app import create_app
+from specoffload.server.api.context import ServerContext
 from specoffload.server.api.images import MediaRules, new_marker
-from specoffload.server.api.shared import SharedParts
+from specoffload.server.api.models import Models
+from specoffload.server.api.one_model import OneModel
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.process import Factory
 from specoffload.server.forwarded import ForwardedHeaders
@@ -42,21 +44,15 @@ from specoffload.server.hangup import Terminal
 from specoffload.server.log import RequestLog, ServerLog
 from specoffload.server.prefix import BelowPrefix, SingleSlashes, read_prefix
 from specoffload.server.renderer import Renderer
-from specoffload.server.router.app import create_router
-from specoffload.server.router.model import Entry, RoutedEngine, Served
-from specoffload.server.router.pool import ModelPool
-from specoffload.server.router.sharing import Share, Sharing
-from specoffload.server.router.shelves import Shelves
 from specoffload.server.sockets import (
     BACKLOG,
-    Connection,
+    HttpConnection,
+    IdleConnections,
     OncePerWhile,
     SocketLimits,
-    Waiting,
     raise_descriptor_limit,
 )
 from specoffload.server.unix_socket import is_socket_path, listen_at, removed_at_end
-from specoffload.slots.prompt_shelf import PromptShelf
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _EXIT_CODES: dict[int, int] = {signal.SIGINT: 130, signal.SIGHUP: 129}
@@ -86,25 +82,22 @@ def serve(
     engine process dies while loading, or too often later.
     """
 
-    def parts(access: AccessRules, renderer: Renderer) -> tuple[FastAPI, EngineClient]:
+    def parts(renderer: Renderer) -> tuple[OneModel, EngineClient]:
         engine = EngineClient(
             factory, max_queue=options.max_queue, workers=workers, chat=chat, say=log.say
         )
-        app = create_app(
+        context = ServerContext(
             engine,
-            renderer=renderer,
-            chat=chat,
-            access=access,
-            defaults=defaults,
-            has_page=options.ui != "none",
-            has_metrics=options.metrics,
+            renderer,
+            defaults,
+            chat,
             strict_model=options.strict_model,
             media=media_rules(options),
             name=name,
         )
-        return app, engine
+        return OneModel(context, has_metrics=options.metrics), engine
 
-    return _serve(parts, options, log)
+    return serve_parts(parts, options, log)
 
 
 def media_rules(options: ServeOptions) -> MediaRules:
@@ -113,93 +106,13 @@ def media_rules(options: ServeOptions) -> MediaRules:
     return MediaRules(options.media_path, options.allow_media_urls, marker)
 
 
-class ModelParts(NamedTuple):
-    """The parts from which a model's engine and application are made."""
-
-    factory: Factory
-    chat: ChatSettings | None = None
-    defaults: GenerateOptions | None = None
-    workers: Sequence[Address] = ()
-
-
-def serve_models(
-    entries: Callable[[], Sequence[Entry]],
-    parts_of: Callable[[Entry, Share | None, PromptShelf | None], ModelParts],
-    plan: Callable[[Sequence[Entry]], Sharing],
-    check: Callable[[Entry], None],
-    options: ServeOptions,
-    *,
-    log: ServerLog,
+def serve_parts(
+    parts: Callable[[Renderer], tuple[Models, Engines]], options: ServeOptions, log: ServerLog
 ) -> int:
-    """Serve several models; returns as `serve` does. A model that fails does not end the server.
+    """Serve the models of `parts` by their engines; returns as `serve` does.
 
-    `entries` reads the list of models. `parts_of` is called in a thread when a model is first used,
-    with its share of the memory, and the shelf for its prompts. `plan` decides these shares.
-    `check` raises if a model cannot be opened even alone.
+    The server closes the renderer that `parts` gets.
     """
-    shelves = Shelves(None if options.cache_ram_mib < 0 else options.cache_ram_mib << 20)
-
-    def planned(entries: Sequence[Entry]) -> Sharing:
-        sharing = plan(entries)
-        shelves.limit_bytes = sharing.shelf_bytes
-        return sharing
-
-    def parts(access: AccessRules, renderer: Renderer) -> tuple[FastAPI, ModelPool]:
-        shared, media = SharedParts(), media_rules(options)
-
-        def make(entry: Entry, share: Share | None) -> Served:
-            shelf = shelves.of(entry)
-            own = parts_of(entry, share, None if shelf is None else shelf.file)
-            engine = RoutedEngine(
-                own.factory,
-                max_queue=options.max_queue,
-                workers=own.workers,
-                chat=own.chat,
-                say=lambda line: log.say(f"{entry.name}: {line}"),
-            )
-            engine.shelf = shelf
-            app = create_app(
-                engine,
-                renderer=renderer,
-                chat=own.chat,
-                defaults=own.defaults,
-                has_page=False,
-                has_metrics=options.metrics,
-                media=media,
-                shared=shared,
-            )
-            return Served(engine, app)
-
-        pool = ModelPool(
-            entries(),
-            make,
-            plan=planned,
-            check=check,
-            most=options.models_max,
-            idle_s=options.idle_s if options.idle_s >= 0 else None,
-            most_waiting=options.max_queue + 1,
-            say=log.say,
-        )
-        router = create_router(
-            pool,
-            entries=entries,
-            on_list=shelves.keep_only,
-            has_metrics=options.metrics,
-            access=access,
-            shared=shared,
-            has_page=options.ui != "none",
-            autoload=options.models_autoload,
-        )
-        return router, pool
-
-    return _serve(parts, options, log)
-
-
-def _serve(
-    parts: Callable[[AccessRules, Renderer], tuple[FastAPI, Engines]],
-    options: ServeOptions,
-    log: ServerLog,
-) -> int:
     terminal, say = Terminal(), log.say
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the server runs; the log was just opened
     keys = read_keys(options.api_key, options.api_key_file, say)
@@ -213,7 +126,8 @@ def _serve(
             words = "warning: other machines can reach this server, and no --api-key is set"
             say(Note(NoteKind.WARNING, words))
         renderer = Renderer()
-        app, engine = parts(access, renderer)
+        models, engine = parts(renderer)
+        app = create_app(models, access=access, has_page=options.ui != "none")
         stop = asyncio.Event()
         gc.freeze()  # later collections skip the objects that exist now
         with contextlib.closing(renderer):
@@ -344,7 +258,8 @@ async def serve_until(
 
     Raises the engine's failure. The engine process has ended when this returns or raises.
     """
-    app.state.connections = waiting = Waiting(limits or SocketLimits())  # /metrics counts them
+    # /metrics counts the connections.
+    app.state.connections = waiting = IdleConnections(limits or SocketLimits())
     for name in ("asyncio", "uvicorn.error", "specoffload.server"):
         logging.getLogger(name).addFilter(OncePerWhile())
     unsaid = () if report.is_verbose() else frozenset(prefix + path for path in _POLLED)
@@ -353,7 +268,7 @@ async def serve_until(
         RequestLog(SingleSlashes(below), say, unsaid=unsaid),
         proxy_headers=False,  # ForwardedHeaders reads them, and others
         loop="asyncio",
-        http=functools.partial(Connection, waiting=waiting, say=say),  # type: ignore[arg-type]
+        http=functools.partial(HttpConnection, waiting=waiting, say=say),  # type: ignore[arg-type]
         timeout_keep_alive=waiting.limits.keep_alive_s,
         backlog=waiting.limits.n_at_once,
         ws="none",

@@ -111,7 +111,7 @@ class OncePerWhile(logging.Filter):
         return True
 
 
-class Waiting:
+class IdleConnections:
     """Connections that may be closed to make room, the longest waiting first.
 
     They wait for the header of a request, or for the rest of a request that is answered already.
@@ -121,13 +121,13 @@ class Waiting:
     def __init__(self, limits: SocketLimits) -> None:
         self.limits = limits
         self.n_closed = 0
-        self._waiting: dict[Connection, None] = {}  # used as an ordered set
+        self._waiting: dict[HttpConnection, None] = {}  # used as an ordered set
 
-    def begin(self, connection: Connection) -> None:
+    def begin(self, connection: HttpConnection) -> None:
         self._waiting.pop(connection, None)
         self._waiting[connection] = None
 
-    def end(self, connection: Connection) -> None:
+    def end(self, connection: HttpConnection) -> None:
         self._waiting.pop(connection, None)
 
     def make_room(self, n_open: int) -> bool:
@@ -188,7 +188,7 @@ def _refusal_of(request: h11.Request) -> tuple[int, str] | None:
     return None
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """One HTTP connection within `SocketLimits`. All methods run on the event loop's thread."""
 
     def __init__(
@@ -198,7 +198,7 @@ class Connection(H11Protocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
-        waiting: Waiting,
+        waiting: IdleConnections,
         say: Callable[[str], None],
     ) -> None:
         """`say` gets the line of each request that the application does not answer."""

@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from offload.remote.hello import (
     HEARTBEAT_S,
     Admit,
-    Count,
+    AskCounters,
     LayersAsked,
     WorkerFacts,
     WorkerState,
@@ -30,7 +30,7 @@ from offload.remote.probe import GREETING, greeting_answer
 from offload.schedule.division import DeviceCosts
 from offload.stream.bell_use import BELLS, NoDoorbell
 from offload.worker.door import LOOPBACK
-from offload.worker.serving import Answer, Refusal, WorkerOptions, serve_layers
+from offload.worker.serving import GraphRefusal, ProcessMessage, WorkerOptions, serve_layers
 from specoffload.kept import today
 from specoffload.server.spawned import Spawned
 
@@ -47,7 +47,7 @@ class Computing:
         self,
         options: WorkerOptions,
         on_state: Callable[[WorkerState], None],
-        on_refusal: Callable[[Refusal], None] = lambda _: None,
+        on_refusal: Callable[[GraphRefusal], None] = lambda _: None,
         on_costs: Callable[[DeviceCosts], None] = lambda _: None,
     ) -> None:
         """Start the process. `on_state` is called with its states, on a thread of its own.
@@ -105,13 +105,13 @@ class Computing:
             if not self.state.is_ready or self.state.error:
                 return {}
             is_first, self._is_counting = not self._is_counting, True
-        if is_first and not self._send(Count()):
+        if is_first and not self._send(AskCounters()):
             return {}
         with self._changed:
             self._changed.wait_for(lambda: not self._is_counting or self.state.error, _COUNT_S)
             return {} if self.state.error else dict(self._counters)
 
-    def _send(self, question: Admit | Count) -> bool:
+    def _send(self, question: Admit | AskCounters) -> bool:
         """Send a question to the process. Returns False if it has just ended."""
         try:
             with self._sending:
@@ -170,12 +170,12 @@ class Computing:
             how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
             self._set(WorkerState(error=f"the computing process ended ({how})"))
 
-    def _set(self, answer: Answer) -> None:
-        if isinstance(answer, Refusal):
+    def _set(self, answer: ProcessMessage) -> None:
+        if isinstance(answer, GraphRefusal):
             self._on_refusal(answer)
             return
         if isinstance(answer, NoDoorbell):
-            BELLS.refuse(answer.why)  # for the next process; a note of it says why
+            BELLS.refuse(answer.reason)  # for the next process; a note of it says why
             return
         if isinstance(answer, DeviceCosts):
             self._on_costs(answer)
@@ -377,7 +377,7 @@ class Worker:
         self.say(f"error: {state.error}")
         self._disconnect()
 
-    def _on_refusal(self, refusal: Refusal) -> None:
+    def _on_refusal(self, refusal: GraphRefusal) -> None:
         """Say why the client's graph was refused, and close its connection."""
         if self._disconnect():  # only the first of a connection's graphs is reported
             self.say(f"error: a graph of {self._client} was refused: {refusal.reason}")

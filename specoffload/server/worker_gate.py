@@ -33,12 +33,12 @@ from offload.remote.deadline import DeadlineSocket, with_deadline
 from offload.remote.hello import WorkerState, WorkerStatus, read_asked
 from offload.remote.passing import keep_alive
 from offload.remote.probe import GREETING, greeting_answer
-from offload.remote.secret import MAGIC, NEEDED, Secret, complaint_of
+from offload.remote.secret import MAGIC, NEEDED, Secret, reason_of
 from specoffload.server.worker import Worker
 
 _Connected = TypeVar("_Connected")
 
-Network = IPv4Network | IPv6Network
+IpNetwork = IPv4Network | IPv6Network
 
 FIRST_BYTES_S = 10.0  # longest time for a whole request, or for a greeting and the first command
 _WRITE_S = 10.0  # longest time for a line of an answer
@@ -51,7 +51,7 @@ _VERSION = (abi.RPC_PROTO_MAJOR_VERSION, abi.RPC_PROTO_MINOR_VERSION, 0)
 _COMMAND = struct.Struct("<BQ")  # number of a command, size of its body
 
 
-class Gate(socketserver.ThreadingTCPServer):
+class WorkerGate(socketserver.ThreadingTCPServer):
     """Accepts the connections of allowed addresses, a bounded number at once."""
 
     daemon_threads = True
@@ -62,7 +62,7 @@ class Gate(socketserver.ThreadingTCPServer):
         host: str,
         port: int,
         worker: Worker,
-        allowed: Sequence[Network],
+        allowed: Sequence[IpNetwork],
         secret: Secret | None = None,
     ) -> None:
         """Listen. Empty `allowed` allows all addresses. Raises OSError for an unusable address.
@@ -73,7 +73,7 @@ class Gate(socketserver.ThreadingTCPServer):
         self._counting = threading.Lock()  # of the two mappings
         self._open: dict[socket.socket, str] = {}  # hosts of connections, the oldest first
         self._waiting: dict[socket.socket, str] = {}  # those that have not shown what they want
-        super().__init__((host, port), _Connection)
+        super().__init__((host, port), _GateConnection)
 
     @property
     def is_loopback(self) -> bool:
@@ -153,10 +153,10 @@ class Gate(socketserver.ThreadingTCPServer):
         """Drop connections that break off; the standard library would print a traceback."""
 
 
-class _Connection(BaseHTTPRequestHandler):
+class _GateConnection(BaseHTTPRequestHandler):
     """One connection, in either protocol."""
 
-    server: Gate
+    server: WorkerGate
     timeout = FIRST_BYTES_S
     _is_proven = False  # True: both sides have proved that they know the secret
 
@@ -164,7 +164,7 @@ class _Connection(BaseHTTPRequestHandler):
         connection: DeadlineSocket = self.request
         connection.end_in(FIRST_BYTES_S)
         if connection.recv(1, socket.MSG_PEEK) == MAGIC[:1]:
-            if why := complaint_of(connection, self.server.secret):
+            if why := reason_of(connection, self.server.secret):
                 self.server.worker.say(f"{self._client} was refused: {why}")
                 return
             self._is_proven = True

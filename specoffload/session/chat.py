@@ -15,7 +15,7 @@ from specoffload.chat.families import HARMONY_ANSWER, HARMONY_CALL, HARMONY_REAS
 from specoffload.chat.format import ChatFormat, ChatPrompt
 from specoffload.chat.grammar import after_reasoning
 from specoffload.chat.parser import AnswerForm
-from specoffload.generation.generation import GenerateOptions, ModelCard, Piece
+from specoffload.generation.generation import GenerateOptions, ModelCard, TextPiece
 from specoffload.session.images import PromptImages
 
 if TYPE_CHECKING:  # the API process has no engine
@@ -79,7 +79,7 @@ def answer_options(prompt: ChatPrompt, options: GenerateOptions) -> GenerateOpti
     calls or of a JSON answer. A grammar in `options` has priority. It begins after the reasoning.
     Stop sequences do not count within calls.
     """
-    found = replace(
+    answering = replace(
         options,
         end_texts=prompt.stops,
         reasoning_span=prompt.form.span,
@@ -90,10 +90,10 @@ def answer_options(prompt: ChatPrompt, options: GenerateOptions) -> GenerateOpti
         ),
     )
     if options.grammar is not None:
-        return _with_own_grammar(found, options.grammar, prompt.form)
+        return _with_own_grammar(answering, options.grammar, prompt.form)
     if prompt.grammar is None:
-        return found
-    return replace(found, grammar=prompt.grammar, json_schema=None)
+        return answering
+    return replace(answering, grammar=prompt.grammar, json_schema=None)
 
 
 def _with_own_grammar(options: GenerateOptions, gbnf: str, form: AnswerForm) -> GenerateOptions:
@@ -106,7 +106,7 @@ def _with_own_grammar(options: GenerateOptions, gbnf: str, form: AnswerForm) -> 
 
 def answer(
     session: Session, form: ChatFormat, conversation: Conversation, options: GenerateOptions
-) -> tuple[int, Iterator[Delta | Piece]]:
+) -> tuple[int, Iterator[Delta | TextPiece]]:
     """Returns the number of prompt tokens and an iterator over the answer's deltas.
 
     The iterator also yields pieces without text: one for each evaluated part of the prompt, and a
@@ -146,7 +146,7 @@ def _with_markers(conversation: Conversation) -> tuple[Conversation, PromptImage
     return replace(conversation, messages=tuple(messages)), images
 
 
-def _read(pieces: Iterator[Piece], prompt: ChatPrompt) -> Iterator[Delta | Piece]:
+def _read(pieces: Iterator[TextPiece], prompt: ChatPrompt) -> Iterator[Delta | TextPiece]:
     parser = prompt.parser()
     for piece in pieces:
         yield from parser.feed(piece.text)

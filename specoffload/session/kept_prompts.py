@@ -6,10 +6,9 @@ import logging
 
 from offload.engine import Engine
 from offload.ggml.native_build import library_build
-from offload.notes import Note
+from offload.notes import Note, OnProgress
 from offload.plan.host import PROMPTS
 from specoffload.config.resolution import Config
-from specoffload.generation.generation import OnProgress
 from specoffload.slots.batcher import Batcher
 from specoffload.slots.own_folder import foreign_writers
 from specoffload.slots.pool import PromptPlace
@@ -57,7 +56,7 @@ class KeptPrompts:
         """Move the prompts of the last session from the shelf to the batcher's store."""
         if self._shelf is None:
             return
-        with self._target.taking(PROMPTS):
+        with self._target.opened.taking(PROMPTS):
             shelved = self._shelf.take()
         if shelved:
             batcher.store.put_back(shelved)
@@ -89,9 +88,9 @@ def _made_by(target: Engine) -> dict[str, str]:
 
 def _drafting_layers(target: Engine) -> str:
     """The layers whose caches are saved with a prompt, as text."""
-    eagle = target.options.eagle
-    if target.row_draft is None:
+    file = target.start.options.row_file
+    if target.opened.row_draft is None:
         return "none"
-    if eagle is None:
+    if file is None:
         return "the model's own"
-    return f"{eagle.name}, {eagle.stat().st_size} bytes"
+    return f"{file.name}, {file.stat().st_size} bytes"

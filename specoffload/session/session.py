@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import numpy as np
@@ -19,19 +19,19 @@ from offload.errors import BadRequest, DoesNotFit, NotSupported
 from offload.ggml.sampler import grammar_for, grammar_tokens, is_compiled
 from offload.images.decoding import Bitmap
 from offload.images.mtmd import ImagePrompt
-from offload.notes import Note, kind_of
+from offload.notes import Note, NoteKind, OnProgress, kind_of
 from offload.plan.host import DRAFT_MODEL
 from offload.plan.workload import TokenMix
 from specoffload import report
 from specoffload.config.resolution import Config
+from specoffload.config.speculation import ignored
 from specoffload.generation.generation import (
     GenerateOptions,
     ModelCard,
-    OnProgress,
-    Piece,
     SlotAction,
     SlotInfo,
     SlotResult,
+    TextPiece,
     ignore,
 )
 from specoffload.kept import KeptFile
@@ -99,7 +99,7 @@ class Session:
             made_folder(config.slot_save_path, "--slot-save-path: no slots can be saved")
         measures = prices or thorough is not None  # these measure T(n)
         start = session_start(config, imports_costs=not measures)
-        self.config = config = start.config
+        self.config, self.choices = config, start.choices
         self.speculation: Speculation | None = None  # None: every token is decoded alone
         self._used: UsedExperts | None = None  # None: they are not counted
         trace = SessionTrace(config.streaming.trace, config.trace)
@@ -107,26 +107,33 @@ class Session:
             # Runs last, after the target is closed.
             opened.callback(_said, "the trace is not written", trace.write)
             self.target: Engine = opened.enter_context(open_target(start, on_progress))
-            if self.target.row_complaint:
-                config = self.config = without_asked_rows(config, self.target.row_complaint)
+            if reason := self.target.opened.no_rows_reason:
+                spec = without_asked_rows(start.choices.spec, reason)
+                self.choices = replace(start.choices, spec=spec)
+            spec = self.choices.spec
             opened.callback(_said, "the trace is incomplete", trace.end, self.target)
-            with self.target.taking(DRAFT_MODEL):
-                drafting = open_draft(config, self.target)
+            with self.target.opened.taking(DRAFT_MODEL):
+                drafting = open_draft(config, spec, self.target)
             self.draft: DraftModel | None = None if drafting is None else drafting.model
             if self.draft is not None:
                 opened.callback(self.draft.close)
             self.engine_choice = None if drafting is None else drafting.choice
             engine_lines = () if drafting is None else drafting.notes
             has_draft = self.draft is not None
-            drafts = drafts_anything(config.spec.options, has_draft=has_draft)
+            drafts = drafts_anything(spec.options, has_draft=has_draft)
             self.costs = SessionCosts(
-                config, self.target, self.draft, on_progress, on_news,
+                self.choices, self.target, self.draft, on_progress, on_news,
                 drafts=drafts or prices, thorough=thorough,
             )  # fmt: skip
-            opened.callback(_said, "learnt times are not kept", self.costs.close)
+            if not config.streaming.route.is_on:
+                # Times of other routing are not those of the model.
+                opened.callback(_said, "learnt times are not kept", self.costs.close)
             disk_lines: list[str] = []
-            if self.target.reads_experts and self.target.options.store.disk_bytes_per_s is None:
-                disk_lines = measure_disk(config.spec.kept_folder, self.target.facts.path)
+            if (
+                self.target.reads_experts
+                and self.target.start.options.store.disk_bytes_per_s is None
+            ):
+                disk_lines = measure_disk(spec.kept_folder, self.target.facts.path)
             prompt_bytes = self.target.memory_for_prompts(config.cache_ram_bytes)
             if prompt_bytes is not None and prompt_bytes != config.cache_ram_bytes:
                 disk_lines.append(
@@ -135,14 +142,16 @@ class Session:
                 )
             self._prompts = prompts = KeptPrompts(config, self.target, shelf)
             disk_lines += prompts.notes
-            if self.draft is not None and self.target.projector is not None:
+            if self.draft is not None and self.target.opened.projector is not None:
                 disk_lines.append(
                     "drafts: none in answers to prompts with images, because a draft model cannot "
                     "read them"
                 )
-            self._chosen = (*engine_lines, *start.kept.complaints, *self.costs.notes, *disk_lines)
+            self._chosen = (
+                *engine_lines, *start.kept.reasons, *self.costs.notes, *disk_lines, *start.notes,
+            )  # fmt: skip
             if drafts:
-                self.speculation = Speculation(config.spec, self.target, self.draft, self.costs)
+                self.speculation = Speculation(spec, self.target, self.draft, self.costs)
                 opened.callback(_said, "drafters are not kept", self.speculation.close)
             self.batcher = Batcher(
                 self.target,
@@ -153,22 +162,24 @@ class Session:
                 store_bytes=prompt_bytes,
                 similar=config.slot_similarity,
                 folder=prompts.folder,
+                clears_idle=config.cache_idle_slots,
             )
             keep = partial(prompts.keep, self.batcher, on_progress)
             opened.callback(_said, "prompts are not kept", keep)
             prompts.take_back(self.batcher)
             if self.speculation is not None and self.speculation.logs_rounds:
-                self.batcher.on_member_round.append(self.speculation.log_round)
+                self.batcher.on_step.append(self.speculation.log_step)
             if self.costs.learns:
                 self.batcher.on_step.append(self.costs.on_step)
-            if keeps_hits:
+            if keeps_hits and not config.streaming.route.is_on:
                 self._count_experts(opened)
+            self._chosen += self._prefer_cached()
             trace.begin(self.target, self.batcher, self.piece)
             self._closing = opened.pop_all()
 
     def _count_experts(self, opened: ExitStack) -> None:
         """Record the experts that routers choose from now on, and keep the counts."""
-        folder = self.config.spec.kept_folder
+        folder = self.choices.spec.kept_folder
         if folder is None or not self.target.facts.n_experts:
             return
         file, batcher = KeptFile(folder, self.target.facts), self.batcher
@@ -177,6 +188,19 @@ class Session:
         )
         opened.callback(_said, "counts of experts are not kept", self._used.keep)
         batcher.on_step.append(self._used.on_step)
+
+    def _prefer_cached(self) -> tuple[str, ...]:
+        """Turn --route-cached on, now that everything is measured. Returns a line on it."""
+        route = self.config.streaming.route
+        if not route.is_on:
+            return ()
+        if not self.target.prefer_cached():
+            return (ignored("--route-cached", "no experts are copied to a GPU"),)
+        words = (
+            f"routing prefers cached experts (strength {route.strength:g}): texts differ from the "
+            "model's own, and depend on what was asked before"
+        )
+        return (Note(NoteKind.FLAGS, words),)
 
     def use_idle_time(self) -> bool:
         """Copy one of the experts that earlier runs used most into a slot, or read some from disk.
@@ -250,7 +274,7 @@ class Session:
     @property
     def notes(self) -> tuple[str, ...]:
         """The start-up lines for the present state."""
-        return startup_lines(self.config, self.target, self.draft, self.speculation, self._chosen)
+        return startup_lines(self.choices, self.target, self.draft, self.speculation, self._chosen)
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         return self.target.tokenize(text, add_special=add_special, parse_special=parse_special)
@@ -295,7 +319,7 @@ class Session:
     @property
     def most_embedded(self) -> int | None:
         """Most tokens of a text that is embedded, or None for a model without embeddings."""
-        embedder = self.target.embedder
+        embedder = self.target.opened.embedder
         return None if embedder is None else embedder.n_most
 
     def embed(self, tokens: Sequence[int]) -> tuple[NDArray[np.float32], bool]:
@@ -303,7 +327,7 @@ class Session:
 
         Raises NotSupported for a model without embeddings, and DoesNotFit.
         """
-        embedder = self.target.embedder
+        embedder = self.target.opened.embedder
         if embedder is None:
             raise NotSupported(
                 "the model file names no pooling, so the model was not trained to make embeddings; "
@@ -321,16 +345,20 @@ class Session:
         if self.speculation is not None:
             drafting = asdict(self.speculation.counters)
         copying = asdict(self.target.counters()) | self.target.disk_counters()
-        found = copying | drafting | self.costs.counters()
+        counted = copying | drafting | self.costs.counters() | asdict(self.batcher.idle_counters)
+        counted["checkpoint_bytes"] = sum(slot.checkpoint_bytes for slot in self.batcher.slots)
+        counted["stored_prompt_bytes"] = self.batcher.store.size_bytes
         by_device = self.target.counters_by_device()
         if len(by_device) > 1:
             for device, counters in by_device.items():
-                found |= {f"{name} of {device}": n for name, n in asdict(counters).items()}
-        return found
+                counted |= {f"{name} of {device}": n for name, n in asdict(counters).items()}
+        return counted
 
     # -- generating ----------------------------------------------------------------------------
 
-    def generate(self, prompt: str | Sequence[int], options: GenerateOptions) -> Iterator[Piece]:
+    def generate(
+        self, prompt: str | Sequence[int], options: GenerateOptions
+    ) -> Iterator[TextPiece]:
         """Generate pieces of text. The last has a finish reason and the statistics.
 
         Raises BadRequest or DoesNotFit before the first piece. If the iterator is closed early, the

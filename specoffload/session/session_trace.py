@@ -26,7 +26,7 @@ class SessionTrace:
 
     def begin(self, target: Engine, batcher: Batcher, piece: Callable[[int], bytes]) -> None:
         """Begin after opening, so that the trace excludes the measurements made until then."""
-        if not self._trace:
+        if not self._trace.is_on:
             return
         target.settle()
         self._untraced_bytes = target.counters().streamed_bytes
@@ -35,7 +35,7 @@ class SessionTrace:
 
     def end(self, target: Engine) -> None:
         """Add the bytes copied in the traced time. Call it before the target is closed."""
-        if self._trace:
+        if self._trace.is_on:
             with suppress(DeviceFailed):  # closing goes on; the decode has reported the failure
                 target.settle()
             copied = target.counters().streamed_bytes - self._untraced_bytes
@@ -43,7 +43,7 @@ class SessionTrace:
 
     def write(self) -> None:
         trace = self._trace
-        if self._path is None or not trace:
+        if self._path is None or not trace.is_on:
             return
         trace.write(self._path)
         if trace.n_dropped:

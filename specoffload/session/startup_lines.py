@@ -10,7 +10,7 @@ from offload.measuring import streamed_kinds
 from offload.notes import Note, NoteKind, kind_of
 from offload.times.table import ranges
 from specoffload import report
-from specoffload.config.resolution import Config
+from specoffload.opening.choices import StartChoices
 from specoffload.opening.draft_model import DraftModel
 from specoffload.speculation.speculation import Speculation
 
@@ -18,7 +18,7 @@ _A_PROMPT = SMALL_BATCH + 1  # tokens of a batch whose ways are those of all lar
 
 
 def startup_lines(
-    config: Config,
+    choices: StartChoices,
     target: Engine,
     draft: DraftModel | None,
     speculation: Speculation | None,
@@ -26,20 +26,19 @@ def startup_lines(
 ) -> tuple[str, ...]:
     """All start-up lines, in the order in which they are shown.
 
-    `chosen` are the lines on what was measured or chosen at the start. `speculation` is None if
-    every token is decoded alone.
+    `chosen` are the lines on what was measured or chosen at the start, in their order.
+    `speculation` is None if every token is decoded alone.
     """
-    alone = (*config.spec.reasons, "every token is decoded alone")
+    alone = (*choices.spec.reasons, "every token is decoded alone")
     return (
-        *_device_lines(config, target),
+        *_device_lines(choices.n_ctx, target),
         *_weight_lines(target),
         *_draft_lines(target, draft),
         *(alone if speculation is None else speculation.notes),
         *(() if speculation is None else _rewinding_lines(target)),
-        *(why for device in target.devices for why in device.declined),
+        *(why for device in target.opened.devices for why in device.declined),
         *target.numa_notes,
         *chosen,
-        *config.reasons,
     )
 
 
@@ -54,29 +53,29 @@ def show_always_shown(lines: Iterable[str]) -> None:
         report.note(words)
 
 
-def _device_lines(config: Config, target: Engine) -> Sequence[str]:
-    places = [place for place, _ in target.choices]
+def _device_lines(n_ctx: int | None, target: Engine) -> Sequence[str]:
+    places = [place for place, _ in target.start.choices]
     lines: list[str] = [
         Note(NoteKind.DEVICE, f"device {place.name}: {place.description} ({place.reason})")
         for place in places
     ]
-    lines += target.notes
-    if config.ctx_size and config.ctx_size != target.n_ctx:
-        words = f"--ctx-size {config.ctx_size}: llama.cpp rounds it to {target.n_ctx} tokens"
+    lines += target.opened.notes
+    if n_ctx and n_ctx != target.n_ctx:
+        words = f"--ctx-size {n_ctx}: llama.cpp rounds it to {target.n_ctx} tokens"
         lines.append(words)
     return lines
 
 
 def _weight_lines(target: Engine) -> Sequence[str]:
-    plan = target.plan
-    report = None if target.store is None else target.store.report
+    plan = target.opened.plan
+    report = None if target.opened.weights.store is None else target.opened.weights.store.report
     read: list[str] = []
     if report is not None and report.weight_bytes:
         is_short = report.in_memory_bytes is not None
         read = [Note(NoteKind.MEMORY if is_short else NoteKind.OTHER, report.sentence())]
     if plan is None or not plan.streamed:
         where = "experts run on the CPU: --device cpu copies nothing to a GPU"
-        if target.remote is not None:
+        if target.opened.remote is not None:
             where = (
                 "experts run where their layers are: on the workers of --rpc, or on the CPU here"
             )
@@ -98,7 +97,7 @@ def _weight_lines(target: Engine) -> Sequence[str]:
 
 def _who_computes(target: Engine) -> str:
     """Say which batches the GPU computes, which both share, and which the CPU computes alone."""
-    kinds, ways = streamed_kinds(target), target.ways.now
+    kinds, ways = streamed_kinds(target), target.opened.weights.ways.now
     words = f"{target.min_batch_words(kinds)} (--min-batch)"
     shared = ways.split_sizes
     said = [f"batches of {_listed(ranges(shared))} token{'s' * (shared != [1])}"] if shared else []
@@ -122,8 +121,9 @@ def _listed(sizes: str) -> str:
 
 
 def _draft_lines(target: Engine, draft: DraftModel | None) -> Sequence[str]:
-    if target.row_draft is not None and target.options.eagle is not None:
-        return [f"draft by EAGLE-3 file: {target.options.eagle.name}"]
+    file = target.start.options.row_file
+    if target.opened.row_draft is not None and file is not None:
+        return [f"draft from the model's rows: {file.name}"]
     if draft is None:
         return ["draft model: none"]
     model = draft.model

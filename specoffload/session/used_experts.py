@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from datetime import date
+from typing import TYPE_CHECKING
 
-from offload.engine import Engine
 from offload.errors import DeviceFailed
 from offload.plan.workload import TokenMix
-from specoffload.kept import HitKeeper, KeptFile
+from offload.routing.routing import LEAST_TOKENS, N_KEPT, counted_hits
+from specoffload.kept import KeptFile, today
+
+if TYPE_CHECKING:
+    from offload.engine import Engine
+    from offload.routing.routing import RoutingRecorder
+    from specdec.decoding.loop import StepReport
 
 log = logging.getLogger("specoffload.session")
+
+_OFTEN, _OFTEN_MIX = 4 * N_KEPT, 1 << 16  # new tokens after which a session saves its counts
 
 
 class UsedExperts:
@@ -22,10 +31,10 @@ class UsedExperts:
         hits = file.load()[0].hits
         uses = None if hits is None else hits.uses
         self._filling: Iterator[None] | None = target.fill_slots(uses)  # None: it is over
-        self._keeper = HitKeeper(file, target.facts.n_experts, target.routing, mix)
-        target.routing.is_on = True
+        self._keeper = HitKeeper(file, target.facts.n_experts, target.opened.routing, mix)
+        target.opened.routing.is_on = True
 
-    def on_step(self, *_: object) -> None:
+    def on_step(self, _: StepReport) -> None:
         """Keep the counts, if it is time."""
         if self._keeper.is_due:
             self.keep()
@@ -62,3 +71,43 @@ class UsedExperts:
         if self._target.reads_experts:
             n = int(self._target.disk_counters()["experts_filled"])
             log.info("memory: while the first request was awaited, %d experts were read", n)
+
+
+class HitKeeper:
+    """Keeps a session's recorded hits and token counts, at its end and during long use."""
+
+    def __init__(
+        self, file: KeptFile, n_experts: int, recorder: RoutingRecorder,
+        tokens: Callable[[], TokenMix],
+    ) -> None:  # fmt: skip
+        """`tokens` returns the tokens that the session has evaluated and generated so far."""
+        self._file, self._n_experts, self._recorder = file, n_experts, recorder
+        self._tokens, self._kept_mix = tokens, TokenMix(0, 0)
+        self._n_kept = 0
+
+    @property
+    def is_due(self) -> bool:
+        """True if many tokens were counted since the last `keep`."""
+        new = self._new_tokens()
+        n_recorded = self._recorder.n_tokens - self._n_kept
+        return n_recorded >= _OFTEN or new.n_prompt + new.n_generated >= _OFTEN_MIX
+
+    def _new_tokens(self) -> TokenMix:
+        now, kept = self._tokens(), self._kept_mix
+        return TokenMix(now.n_prompt - kept.n_prompt, now.n_generated - kept.n_generated)
+
+    def keep(self) -> str:
+        """Add the records since the last call to the kept file, if there are enough.
+
+        Returns a sentence if the file cannot be written, else "".
+        """
+        mix, hits = self._new_tokens(), None
+        n_new = min(self._recorder.n_tokens - self._n_kept, N_KEPT)
+        if n_new >= LEAST_TOKENS:
+            recorded = {layer: ids[-n_new:] for layer, ids in self._recorder.recorded().items()}
+            hits = counted_hits(recorded, self._n_experts, date.fromisoformat(today()))
+            self._n_kept = self._recorder.n_tokens
+        if hits is None and mix.n_prompt + mix.n_generated < LEAST_TOKENS:
+            return ""
+        self._kept_mix = self._tokens()
+        return self._file.update(lambda kept: kept.count(hits, mix))

@@ -15,23 +15,24 @@ from time import perf_counter
 from offload.engine import Engine
 from offload.errors import BadRequest, DecodeStopped, DoesNotFit
 from offload.ggml.sampler import SamplerChain
+from offload.plan.cell_times import CellTimes
 from offload.plan.host import PROMPTS
 from offload.sampling.answers import AnswerSampler, LimitedReasoning, LimitedSampler
 from offload.sampling.options import checked
-from specdec.decoding.acceptance import Acceptance, MatchAcceptance
-from specdec.decoding.loop import DecodingLoop, Step
+from specdec.decoding.acceptance import AcceptanceRule, MatchAcceptance
+from specdec.decoding.loop import DecodingLoop, StepReport
 from specdec.decoding.member import BatchMember
-from specdec.types import Round
-from specoffload.generation.generation import GenerateOptions, Piece, SlotInfo
+from specoffload.generation.generation import GenerateOptions, SlotInfo, TextPiece
 from specoffload.generation.statistics import EngineCounts
 from specoffload.opening.draft_model import DraftModel
 from specoffload.slots.choosing import SIMILAR, common
-from specoffload.slots.pool import PromptPlace, SlotPool
+from specoffload.slots.idle_cells import IdleCounters
+from specoffload.slots.pool import PromptPlace, PromptSlots
 from specoffload.slots.prompt_files import PromptFolder
 from specoffload.slots.prompt_share import PromptShare
 from specoffload.slots.request import Answer, PromptLogprobs, Request
 from specoffload.slots.slot import Slot
-from specoffload.slots.stopping import StopScanner
+from specoffload.slots.stopping import LineLimits, StopScanner
 from specoffload.speculation.speculation import Speculation
 
 _SALT_DIGITS = 16  # hexadecimal digits of a salt that drafters get
@@ -51,25 +52,32 @@ class Batcher:
         store_bytes: int | None = 0,
         similar: float = SIMILAR,
         folder: PromptFolder | None = None,
+        clears_idle: bool = True,
     ) -> None:
         """`draft` is None without a draft model, `speculation` without speculative decoding.
 
         `store_bytes` limits the host memory for prompts of reused slots (None: no limit, 0: keep
         none). What it has no room for goes to `folder`. `similar` is passed to `choose`.
+        `clears_idle`: idle slots may leave the cells while other requests run.
         """
         self._target, self._speculation = target, speculation
         self._has_draft_model = draft is not None
         self._sequences = target.sequences
         drafts = None if draft is None else draft.sequences
         slots = [Slot(i, self._sequences, drafts, n_checkpoints) for i in range(n_slots)]
-        self._pool = SlotPool(
-            slots, self._sequences, store_bytes, similar, lambda: target.taking(PROMPTS), folder
+        self._pool = PromptSlots(
+            slots,
+            self._sequences,
+            store_bytes,
+            similar,
+            CellTimes(target.layout, target.opened.threads.n_threads),
+            lambda: target.opened.taking(PROMPTS),
+            folder,
+            clears_idle=clears_idle,
+            has_draft_model=draft is not None,
         )
         self.slots, self.store, self.make_room = slots, self._pool.store, self._pool.make_room
-        self.on_round: list[Callable[[Round], None]] = []  # called with every round
-        # Called with every round and the member of the decoding loop that it belongs to.
-        self.on_member_round: list[Callable[[BatchMember, Round], None]] = []
-        self.on_step: list[Callable[[float, float, Step], None]] = []  # (start, end in s, step)
+        self.on_step: list[Callable[[StepReport], None]] = []  # called after each step
         self._loop = DecodingLoop(self._sequences) if speculation is None else speculation.loop()
         self._share = PromptShare(
             target.layout.context.n_ubatch,
@@ -114,7 +122,8 @@ class Batcher:
         stops = StopScanner(
             options.stop, options.reasoning_span, options.end_texts, options.call_span
         )
-        answer = Answer(self._target.text_stream(shown=shown), stops, is_end)
+        limits = LineLimits(options.n_indent, options.t_max_predict_ms)
+        answer = Answer(self._target.text_stream(shown=shown), stops, limits, is_end)
         n_top = options.prompt_logprobs
         read = None if n_top is None else PromptLogprobs(tokens, n_top, self._piece)
         return Request(
@@ -140,7 +149,7 @@ class Batcher:
 
     def generate(
         self, tokens: Sequence[int], n_predict: int, options: GenerateOptions
-    ) -> Iterator[Piece]:
+    ) -> Iterator[TextPiece]:
         """Run a request and yield its pieces; asking for the next piece runs steps.
 
         Raises the error that ended the request. Closing the iterator early cancels the request.
@@ -201,7 +210,9 @@ class Batcher:
                 )
                 n_prompt_tokens = chosen.n_tokens
                 prompts = [reading[i] for i in chosen.prompts]
-            step = self._loop.step(n_prompt_tokens, prompts)
+            if self._clears_cells(n_prompt_tokens, prompts):
+                return news  # the next step admits the request that has left its slot
+            report = self._loop.step(n_prompt_tokens, prompts)
         except DecodeStopped:
             self._share.was_stopped(perf_counter() - began)
             return news  # a later step does the same or less
@@ -209,12 +220,34 @@ class Batcher:
             return news + self._free_cells(e)
         except Exception as e:
             return news + [self._failed(request, e) for request in [*self._running.values()]]
-        ended = perf_counter()
         for notes in self.on_step:
-            notes(began, ended, step)
-        step_s = ended - began
-        self._share.took(step_s, has_rounds=bool(step.rounds), has_prompts=bool(step.read))
-        return news + self._after(step)
+            notes(report)
+        self._share.took(
+            report.ended_s - report.began_s,
+            has_rounds=bool(report.rounds), has_prompts=bool(report.read),
+        )  # fmt: skip
+        return news + self._after(report)
+
+    def _clears_cells(self, n_prompt_tokens: int | None, prompts: Sequence[BatchMember]) -> bool:
+        """Let idle slots move whose cells have cost the running requests enough.
+
+        Returns True if a running request has left its slot, to come back to lower cells.
+        """
+        idle, sequences = self._pool.idle, self._sequences
+        left = sum([len(m.history) - 1 - sequences.length(m.sequence) for m in prompts])
+        n_most = sequences.n_batch if n_prompt_tokens is None else n_prompt_tokens
+        high = idle.before_step(max(1, self._loop.n_ready + min(left, n_most)))
+        n_cells = round(idle.n_idle_cells)
+        for request in self._running.values():
+            request.passes(n_cells)
+        above = next((r for r in self._running.values() if r.slot is high), None)
+        if high is None or above is None:
+            return False
+        if not (above.may_come_back and self._pool.has_room(high)):
+            return False
+        idle.counters.idle_compactions += 1
+        self._wait_again(above, high)
+        return True
 
     def is_worth_stopping(self, request: Request) -> bool:
         """True if the step that runs should be stopped when `request` is cancelled.
@@ -261,13 +294,13 @@ class Batcher:
         """Seconds of a decode by number of tokens, starting at 1; empty if unknown."""
         return () if self._speculation is None else self._speculation.policy.times
 
-    def _after(self, step: Step) -> list[Request]:
+    def _after(self, report: StepReport) -> list[Request]:
         """Give each request its part of a step's results, and end finished requests.
 
         Returns the requests that have a new piece or an error.
         """
         news = []
-        for member in step.read:
+        for member in report.read:
             request = self._running[member]
             request.read()
             news.append(request)
@@ -277,17 +310,13 @@ class Batcher:
                 self._evaluated(request)
             if member.end or request.is_late:
                 self._finished(request)
-        for member, round_ in step.rounds:
+        for member, round_ in report.rounds:
             request = self._running[member]
             self.n_generated += len(round_.emitted)
-            for hears in self.on_round:
-                hears(round_)
-            for hears_member in self.on_member_round:
-                hears_member(member, round_)
             if request.take(round_, self._counts):
                 self._finished(request)
             news.append(request)
-        return news + [self._failed(self._running[member], e) for member, e in step.failed]
+        return news + [self._failed(self._running[member], e) for member, e in report.failed]
 
     def _evaluated(self, request: Request) -> None:
         """Record that all of the prompt except its last token has been evaluated."""
@@ -307,9 +336,17 @@ class Batcher:
 
     def _counts(self) -> EngineCounts:
         rollbacks = self._sequences.rollbacks
+        counters = self._target.counters()
         return EngineCounts(
-            self._target.counters().streamed_bytes, rollbacks.checkpoints, rollbacks.restores
-        )
+            counters.streamed_bytes, rollbacks.checkpoints, rollbacks.restores,
+            self.idle_counters.idle_cells_s, counters.routed_choices, counters.routed_kept,
+            counters.routed_hits, counters.routed_own_hits,
+        )  # fmt: skip
+
+    @property
+    def idle_counters(self) -> IdleCounters:
+        """Counts of cells that no running request needed, and of conversations that moved."""
+        return self._pool.idle.counters
 
     # -- slots -----------------------------------------------------------------------------------
 
@@ -348,7 +385,7 @@ class Batcher:
 
     def _enter(self, request: Request, slot: Slot) -> BatchMember:
         n_cached = slot.reuse(request.history, request.options.cache_salt)
-        request.begin(self._counts(), n_cached, slot.number, slot.n_from_disk)
+        request.begin(self._counts(), n_cached, slot.number, slot.n_from_disk, slot.copied_back_s)
         self._n_used += 1
         slot.is_busy, slot.last_used = True, self._n_used
         member = BatchMember(
@@ -372,7 +409,7 @@ class Batcher:
             self._evaluated(request)
         return member
 
-    def _acceptance(self, request: Request, slot: Slot) -> Acceptance:
+    def _acceptance(self, request: Request, slot: Slot) -> AcceptanceRule:
         if self._speculation is None:
             return MatchAcceptance(request.sampler)
         return self._speculation.acceptance(
@@ -421,13 +458,17 @@ class Batcher:
             request = [*self._running.values()][-1]
             if len(self._running) == 1 or request.slot is None:
                 return [self._failed(request, error)]
-            slot = request.slot
-            self._leave(request)
+            self._wait_again(request, request.slot)
             self._is_full = True
-            self._waiting.appendleft(request)
-        self._pool.keep(slot)
-        slot.clear()
+            return []
+        self._pool.take_out(slot)
         return []
+
+    def _wait_again(self, request: Request, slot: Slot) -> None:
+        """Move a running request's text to host memory, and queue the request first."""
+        self._leave(request)
+        self._waiting.appendleft(request)
+        self._pool.take_out(slot)
 
 
 def _never(_: int) -> bool:

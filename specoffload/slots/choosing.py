@@ -174,27 +174,36 @@ class PromptStore:
         """True if a prompt of that size can be stored, after evicting others if necessary."""
         return self._limit_bytes is None or n_bytes <= self._limit_bytes
 
+    def has_room(self, n_bytes: int) -> bool:
+        """True if a prompt of that size can be stored without losing another one."""
+        limit = self._limit_bytes
+        return limit is None or self.size_bytes + n_bytes <= limit or self._on_evicted is not None
+
+    def covers(self, tokens: Sequence[int], salt: str = "") -> bool:
+        """True if a stored prompt serves as well as `tokens`, so that these need not be saved."""
+        return any(p.salt == salt and self._serves(p.tokens, tokens) for p in self._prompts)
+
     def add(
         self,
         tokens: Sequence[int],
         save: Callable[[], StoredPrompt],
         salt: str = "",
-    ) -> None:
-        """Store the prompt `tokens` of `salt`, which `save` returns.
+    ) -> bool:
+        """Store the prompt `tokens` of `salt`, which `save` returns. Returns True if it is kept.
 
         Does not call `save` if a stored prompt serves as well, or if the limit is 0 and evicted
         prompts go nowhere. If they go nowhere, raises DoesNotFit for a prompt that is larger than
         the whole store.
         """
-        if any(p.salt == salt and self._serves(p.tokens, tokens) for p in self._prompts):
-            return
+        if self.covers(tokens, salt):
+            return True
         if self._limit_bytes == 0 and self._on_evicted is None:
-            return
+            return False
         prompt = save()
         if self._limit_bytes is not None and prompt.size_bytes > self._limit_bytes:
             if self._on_evicted is not None:
                 self._on_evicted(prompt)
-                return
+                return True
             raise DoesNotFit(
                 f"its state takes {prompt.size_bytes / 2**20:.0f} MiB, and --cache-ram is "
                 f"{self._limit_bytes / 2**20:.0f} MiB"
@@ -207,6 +216,7 @@ class PromptStore:
             evicted = self._prompts.pop(0)
             if self._on_evicted is not None:
                 self._on_evicted(evicted)
+        return True
 
     def put_back(self, prompts: Sequence[StoredPrompt]) -> None:
         """Add prompts of an earlier store, the oldest first, below what was stored since."""
@@ -224,8 +234,8 @@ class PromptStore:
 
     def reusable(self, tokens: Sequence[int], salt: str = "") -> int:
         """Return the number of a prompt's first tokens that the best stored prompt covers."""
-        found = (p.reusable(tokens, salt, can_cut=self._can_cut) for p in self._prompts)
-        return max(found, default=0)
+        lengths = (p.reusable(tokens, salt, can_cut=self._can_cut) for p in self._prompts)
+        return max(lengths, default=0)
 
     def take(self, tokens: Sequence[int], salt: str = "") -> StoredPrompt:
         """Remove the stored prompt that `reusable` found, and return it."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
 from typing import Protocol
 
 from offload.errors import DeviceFailed, DoesNotFit
+from offload.plan.cell_times import CellTimes
 from offload.sequences.sequences import Sequences
 from specoffload.slots.choosing import (
     PromptStore,
@@ -18,6 +20,7 @@ from specoffload.slots.choosing import (
     choose,
     common,
 )
+from specoffload.slots.idle_cells import IdleCells
 from specoffload.slots.prompt_files import PromptFolder
 from specoffload.slots.slot import Slot
 
@@ -35,7 +38,7 @@ class PromptPlace(Protocol):
     def close(self) -> None: ...
 
 
-class SlotPool:
+class PromptSlots:
     """Prepares slots for requests, and moves prompts between slots, host memory and the disk."""
 
     def __init__(
@@ -44,12 +47,18 @@ class SlotPool:
         sequences: Sequences,
         store_bytes: int | None,
         similar: float,
+        times: CellTimes,
         keeping: Callable[[], AbstractContextManager[None]] = nullcontext,
         folder: PromptFolder | None = None,
+        *,
+        clears_idle: bool = True,
+        has_draft_model: bool = False,
     ) -> None:
         """`store_bytes` limits the host memory for prompts of reused slots (None: no limit, 0: keep
         none). What it has no room for goes to `folder`. `similar` is passed to `choose`. A prompt
-        is saved in a context of `keeping`."""
+        is saved in a context of `keeping`. `times` prices idle slots' cells.
+        `clears_idle`: idle slots leave the cells for requests that run alone, and by their price.
+        A draft model would have to read a prompt again that left by its price."""
         self._keeping = keeping
         self._slots, self._sequences, self._similar = slots, sequences, similar
         self._folder = folder
@@ -57,6 +66,10 @@ class SlotPool:
             store_bytes,
             can_cut=not sequences.goes_back_by_checkpoints,
             on_evicted=None if folder is None else folder.keep,
+        )
+        self._clears_idle = clears_idle
+        self.idle = IdleCells(
+            slots, sequences.cells, times, self._move_out, moves=clears_idle and not has_draft_model
         )
         self._can_keep = True  # False after a prompt could not be kept in host memory
 
@@ -85,7 +98,7 @@ class SlotPool:
         if choice is None:
             return None
         slot = self._slots[choice.number]
-        slot.n_from_disk = 0
+        slot.n_from_disk, slot.copied_back_s = 0, 0.0
         if choice.source is Source.STORE:
             stored = self.store.take(tokens, salt)
         if choice.keep:
@@ -112,15 +125,15 @@ class SlotPool:
         folder = self._folder
         if folder is not None and reads and not all([s.is_busy for s in states]):
             for _ in range(_MOST_READS):
-                found = folder.find(tokens, salt)
-                if found is None:
+                on_disk = folder.find(tokens, salt)
+                if on_disk is None:
                     break
                 choice = choose(
-                    states, len(tokens), n_stored, wanted, self._similar, found.n_tokens
+                    states, len(tokens), n_stored, wanted, self._similar, on_disk.n_tokens
                 )
                 if choice is None or choice.source is not Source.DISK:
                     return choice, None
-                if (stored := folder.read(found.name)) is not None:
+                if (stored := folder.read(on_disk.name)) is not None:
                     return choice, stored
         return choose(states, len(tokens), n_stored, wanted, self._similar), None
 
@@ -131,17 +144,40 @@ class SlotPool:
         other slots would therefore change the logits of the request.
 
         A request that reuses prompts clears only slots whose prompts fit in host memory. It clears
-        no slot if sliding windows cannot be saved whole, or if it drafts: its logits depend on the
-        lengths of its drafts anyway, and a draft model would have to read the prompts again.
+        no slot if it drafts, because its logits depend on the lengths of its drafts anyway, and
+        none without `clears_idle`.
         """
-        if reuses and (drafts or not self._sequences.saves_all):
+        if reuses and (drafts or not self._clears_idle):
             return
         for other in self._slots:
             if other is slot or not other.n_held:
                 continue
             if not reuses or self.store.fits(other.saved_bytes):
-                self.keep(other)
-                other.clear()
+                self.take_out(other, must_keep=reuses)
+
+    def _move_out(self, slot: Slot) -> bool:
+        """Move an idle slot's prompt to host memory, if no prompt is lost by that."""
+        return self.has_room(slot) and self.take_out(slot, must_keep=True)
+
+    def has_room(self, slot: Slot) -> bool:
+        """True if a slot's prompt can be kept without losing another one."""
+        return self.store.has_room(slot.saved_bytes)
+
+    def take_out(self, slot: Slot, *, must_keep: bool = False) -> bool:
+        """Save a slot's prompt if there is room, and empty the slot. Returns True if it is kept.
+
+        With `must_keep`, a slot whose prompt cannot be saved is not emptied. A prompt that a stored
+        one covers is not copied, so it counts as no move.
+        """
+        n_bytes, began_s = slot.saved_bytes, perf_counter()
+        is_copied = not self.store.covers(slot.tokens, slot.salt)
+        is_kept = self.keep(slot)
+        if must_keep and not is_kept and slot.tokens:
+            return False
+        slot.clear()
+        if is_kept and is_copied:
+            self.idle.moved_out(n_bytes, perf_counter() - began_s)
+        return is_kept
 
     def _load(self, slot: Slot, stored: StoredPrompt) -> None:
         """Load a stored prompt into an empty slot, and clear idle slots until it fits.
@@ -150,11 +186,15 @@ class SlotPool:
         """
         if not self.make_room(slot, len(stored.tokens)):
             return
+        began_s = perf_counter()
         try:
             slot.load(stored)
         except DeviceFailed as e:
             n = len(stored.tokens)
             log.warning("a kept prompt of %d tokens is not loaded, but evaluated again: %s", n, e)
+            return
+        slot.copied_back_s = perf_counter() - began_s
+        self.idle.moved_back(stored.size_bytes, slot.copied_back_s)
 
     def make_room(self, slot: Slot, n_tokens: int) -> bool:
         """Clear idle slots until `slot`, as if it were empty, has room for a text of `n_tokens`.
@@ -170,8 +210,7 @@ class SlotPool:
         for other in sorted(idle, key=lambda s: s.last_used):
             if sum([s.n_held for s in others]) + n_tokens <= self._sequences.n_ctx:
                 break
-            self.keep(other)
-            other.clear()
+            self.take_out(other)
         return True
 
     def least_used(self) -> Slot | None:
@@ -200,21 +239,22 @@ class SlotPool:
             )
         return states
 
-    def keep(self, slot: Slot) -> None:
-        """Save a slot's prompt to host memory if there is room.
+    def keep(self, slot: Slot) -> bool:
+        """Save a slot's prompt to host memory if there is room. Returns True if it is kept.
 
         Only the first of several failures in a row is logged.
         """
         try:
             with self._keeping():
-                self.store.add(slot.tokens, slot.saved, slot.salt)
+                is_kept = self.store.add(slot.tokens, slot.saved, slot.salt)
         except (DeviceFailed, DoesNotFit, MemoryError) as e:
             if self._can_keep:
                 why = str(e) or "the memory is full"
                 log.warning("a prompt of %d tokens is not kept: %s", len(slot.tokens), why)
             self._can_keep = False
-        else:
-            self._can_keep = True
+            return False
+        self._can_keep = True
+        return is_kept
 
     def keep_all(self, place: PromptPlace, on_progress: Callable[[float], None]) -> int:
         """Move the prompts of all slots and of host memory to a place that outlasts this process.

@@ -121,13 +121,13 @@ class PromptFolder:
         self._look()
         with self._lock:
             candidates = self._index.candidates(tokens, _MOST_COMPARED, salt)
-        found: FoundPrompt | None = None
+        longest: FoundPrompt | None = None
         for entry in candidates:
             held = self._tokens_of(entry.name)
             n = 0 if held is None else reusable(entry, common(held, tokens), can_cut=self._can_cut)
-            if n > (0 if found is None else found.n_tokens):
-                found = FoundPrompt(entry.name, n)
-        return found
+            if n > (0 if longest is None else longest.n_tokens):
+                longest = FoundPrompt(entry.name, n)
+        return longest
 
     def read(self, name: str) -> StoredPrompt | None:
         """Read a found prompt, or return None if it cannot be used. It is then forgotten."""

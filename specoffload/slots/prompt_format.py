@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from offload.sequences.sequences import Checkpoint
 from specoffload.slots.choosing import StoredPrompt
-from specoffload.slots.prompt_index import Entry
+from specoffload.slots.prompt_index import IndexedPrompt
 
 MOST_HEAD_BYTES = 1 << 20
 _FORMAT = 2
@@ -86,9 +86,9 @@ class Head:
     def payload_bytes(self) -> int:
         return self.state_bytes + sum(c.n_bytes for c in self.checkpoints) + _SEAL_BYTES
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> IndexedPrompt:
         lengths = {c.length for c in self.checkpoints} | {self.n_tokens}
-        return Entry(name, self.n_tokens, tuple(sorted(lengths)), self.salt)
+        return IndexedPrompt(name, self.n_tokens, tuple(sorted(lengths)), self.salt)
 
 
 _HEADS: TypeAdapter[Head] = TypeAdapter(Head)
@@ -195,8 +195,8 @@ def read_head(
         raise Unusable("its size differs from what its head says")
     text = _exactly(file, 4 * head.n_tokens)
     expected = _exactly(file, _SEAL_BYTES)
-    found = hmac.digest(secret, start + raw + text, _SEAL)
-    if not hmac.compare_digest(found, expected) or head.key != key:
+    seal = hmac.digest(secret, start + raw + text, _SEAL)
+    if not hmac.compare_digest(seal, expected) or head.key != key:
         raise Unusable("its head is damaged, of another model, or sealed by somebody else")
     tokens = array("i")
     tokens.frombytes(text)

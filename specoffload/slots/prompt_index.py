@@ -21,16 +21,16 @@ def chain(tokens: Sequence[int], salt: str = "") -> list[bytes]:
 
     The first hash is also of the `salt`, so prompts with different salts have no hash in common.
     """
-    raw, found, last = memoryview(array("i", tokens)).cast("B"), [], salt.encode()
+    raw, links, last = memoryview(array("i", tokens)).cast("B"), [], salt.encode()
     step = BLOCK * array("i").itemsize
     for end in range(step, len(raw) + 1, step):
         last = blake2b(last + raw[end - step : end], digest_size=_HASH_BYTES).digest()
-        found.append(last)
-    return found
+        links.append(last)
+    return links
 
 
 @dataclass(frozen=True)
-class Entry:
+class IndexedPrompt:
     """A stored prompt.
 
     `usable` are the numbers of its first tokens from which a text can go on, ascending. They end
@@ -43,7 +43,7 @@ class Entry:
     salt: str = ""  # whose prompt it is
 
 
-def reusable(entry: Entry, n_common: int, *, can_cut: bool) -> int:
+def reusable(entry: IndexedPrompt, n_common: int, *, can_cut: bool) -> int:
     """Return how many tokens of a prompt need no evaluation, if `n_common` of its first are equal.
 
     Recurrent memory goes on only from the lengths in `entry.usable` (`can_cut` is False).
@@ -59,7 +59,7 @@ class PromptIndex:
     def __init__(self, *, can_cut: bool) -> None:
         """`can_cut`: True if a state can be shortened to any part of its prompt."""
         self._can_cut = can_cut
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, IndexedPrompt] = {}
         self._chains: dict[str, list[bytes]] = {}
         self._names: dict[bytes, set[str]] = {}  # the prompts that have a hash in their chain
 
@@ -73,7 +73,7 @@ class PromptIndex:
     def names(self) -> set[str]:
         return set(self._entries)
 
-    def add(self, entry: Entry, tokens: Sequence[int]) -> None:
+    def add(self, entry: IndexedPrompt, tokens: Sequence[int]) -> None:
         self.remove(entry.name)
         hashes = chain(tokens, entry.salt)
         self._entries[entry.name], self._chains[entry.name] = entry, hashes
@@ -88,7 +88,7 @@ class PromptIndex:
             if not self._names[one]:
                 del self._names[one]
 
-    def candidates(self, tokens: Sequence[int], most: int, salt: str = "") -> list[Entry]:
+    def candidates(self, tokens: Sequence[int], most: int, salt: str = "") -> list[IndexedPrompt]:
         """Return prompts that begin like the prompt `tokens`, whose tokens are worth a comparison.
 
         Whole blocks are known to be equal. The prompts are the `most` that may spare most
@@ -106,12 +106,12 @@ class PromptIndex:
 
     def beginnings(self, tokens: Sequence[int], salt: str = "") -> list[str]:
         """Return the names of shorter prompts that `tokens` may begin with, by whole blocks."""
-        found = []
+        names = []
         for name, n in self._alike(tokens, salt).items():
             n_tokens = self._entries[name].n_tokens
             if n_tokens < len(tokens) and n == n_tokens // BLOCK:
-                found.append(name)
-        return found
+                names.append(name)
+        return names
 
     def extensions(self, tokens: Sequence[int], salt: str = "") -> list[str]:
         """Return the names of prompts that may begin with all of `tokens`, by whole blocks."""

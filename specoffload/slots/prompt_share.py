@@ -19,7 +19,7 @@ _MOST_LOST = 0.5  # share of an ubatch after which its end is awaited
 
 
 @dataclass(frozen=True)
-class Reading:
+class PromptReads:
     """The prompts that a step reads, by index and in order.
 
     `n_tokens` limits the tokens of all of them together. None: as many as a decode takes.
@@ -59,7 +59,7 @@ class PromptShare:
 
     def choose(
         self, n_rows: int, lefts: Sequence[int], times: Sequence[float] = (), *, is_first: bool
-    ) -> Reading:
+    ) -> PromptReads:
         """Return what the next step reads.
 
         Running requests use `n_rows` rows of the step. `lefts` has the number of tokens that each
@@ -75,11 +75,11 @@ class PromptShare:
         if self._is_held:
             n_short = sum([lefts[i] for i in short])
             self._n_step = 0
-            return Reading(max(n_short, n_free), order if n_free > n_short else tuple(short))
+            return PromptReads(max(n_short, n_free), order if n_free > n_short else tuple(short))
         n_tokens = None if not n_rows else self._n_piece if self._is_piece else n_free
         n_most = self._n_batch if n_tokens is None else n_tokens
         self._n_step = min(n_most, sum(lefts)) if others else 0
-        return Reading(n_tokens, order)
+        return PromptReads(n_tokens, order)
 
     def took(self, step_s: float, *, has_rounds: bool, has_prompts: bool) -> None:
         """Record the seconds of the step for which `choose` was called last."""

@@ -18,7 +18,7 @@ from multiprocessing.reduction import DupFd
 from typing import Any, BinaryIO, TypeVar
 
 _SIZE = struct.Struct("<Q")
-_Read = TypeVar("_Read")
+_WhatWasRead = TypeVar("_WhatWasRead")
 
 
 class PromptShelf:
@@ -63,7 +63,7 @@ class PromptShelf:
             file.write(_SIZE.pack(end - start))
         os.pwrite(self._handle, _SIZE.pack(end + _SIZE.size), 0)
 
-    def take_oldest(self, read: Callable[[BinaryIO, int], _Read]) -> _Read | None:
+    def take_oldest(self, read: Callable[[BinaryIO, int], _WhatWasRead]) -> _WhatWasRead | None:
         """Return what `read` makes of the oldest prompt, and drop that prompt. None: there is none.
 
         `read` gets an unbuffered file at the prompt's beginning, and the prompt's size in bytes.

@@ -22,10 +22,10 @@ from offload.sequences.text import TextStream
 from specdec.decoding.member import BatchMember
 from specdec.policies.rules import DraftBounds
 from specdec.types import IsEnd, Round
-from specoffload.generation.generation import FinishReason, GenerateOptions, Piece
+from specoffload.generation.generation import FinishReason, GenerateOptions, TextPiece
 from specoffload.generation.statistics import EngineCounts, GenerationStats, Tally
 from specoffload.slots.slot import Slot
-from specoffload.slots.stopping import StopScanner
+from specoffload.slots.stopping import LineLimits, StopScanner
 
 
 class PromptLogprobs:
@@ -52,14 +52,14 @@ class PromptLogprobs:
         """
         for at, row in enumerate(rows, start + 1):
             if at == self._n_known and not self.is_complete:
-                found = raw_logprobs(row, self._tokens[at], self._n_top, self._piece)
-                self._untold.append(found)
+                logprobs = raw_logprobs(row, self._tokens[at], self._n_top, self._piece)
+                self._untold.append(logprobs)
                 self._n_known += 1
 
     def take(self) -> tuple[ChosenLogprob, ...]:
         """Return the entries added since the last `take`, in the prompt's order."""
-        found, self._untold = tuple(self._untold), []
-        return found
+        untold, self._untold = tuple(self._untold), []
+        return untold
 
 
 class Request:
@@ -96,7 +96,7 @@ class Request:
         self._may_fill_context = options.n_predict is None or options.n_predict > n_predict
         self.options, self.is_end = options, is_end
         self.sampler = sampler
-        self.pieces: deque[Piece] = deque()
+        self.pieces: deque[TextPiece] = deque()
         self.error: Exception | None = None
         self.is_over = False
         self.slot: Slot | None = None  # None while the request waits or is over
@@ -114,11 +114,17 @@ class Request:
         self._deadline_s: float | None = None
 
     def begin(
-        self, counts: EngineCounts, n_cached: int, id_slot: int, n_from_disk: int = 0
+        self,
+        counts: EngineCounts,
+        n_cached: int,
+        id_slot: int,
+        n_from_disk: int = 0,
+        copied_back_s: float = 0.0,
     ) -> None:
         """Record that the request got a slot, which holds `n_cached` of its tokens.
 
-        `n_from_disk` of them were read from the disk. May be called again, for a request that lost
+        `n_from_disk` of them were read from the disk. Copying them back from RAM took
+        `copied_back_s`. May be called again, for a request that lost
         its slot. Times count from the first call.
         """
         self._answer.id_slot = id_slot
@@ -127,6 +133,7 @@ class Request:
         now_s = perf_counter()
         self._tally, self.n_cached = Tally(counts, now_s), n_cached
         self.n_from_disk = min(n_cached, n_from_disk)
+        self._tally.copied_back(copied_back_s)
         if self.options.time_limit_s is not None:
             self._deadline_s = now_s + self.options.time_limit_s
 
@@ -135,12 +142,23 @@ class Request:
         logprobs = self._prompt_logprobs
         told = () if logprobs is None else logprobs.take()
         n_read = None if self.slot is None else self.slot.n_held
-        self.pieces.append(Piece("", prompt_logprobs=told, n_prompt_read=n_read))
+        self.pieces.append(TextPiece("", prompt_logprobs=told, n_prompt_read=n_read))
+
+    def passes(self, n_idle_cells: int) -> None:
+        """Record that the next decode passes over cells that no running request needs."""
+        if self._tally is not None:
+            self._tally.passes(n_idle_cells)
+
+    @property
+    def may_come_back(self) -> bool:
+        """True if the request may continue from a saved text."""
+        return self.options.cache_prompt and self.hear_prompt is None
 
     def evaluated(self) -> None:
         """Record that all of the prompt but its last token has been evaluated."""
         if not self._is_evaluated and self._tally is not None:
             self._is_evaluated = True
+            self._answer.limits.begin()
             n_kept = max(self.options.keep_at, default=0)
             self._tally.evaluated(
                 self.n_prompt, self.n_cached, perf_counter(), self.n_from_disk, n_kept
@@ -210,7 +228,7 @@ class Request:
         if self.options.timings_per_token:
             piece = replace(piece, so_far=self._tally.stats(counts(), perf_counter()))
         self.pieces.append(piece)
-        return self._answer.finish == "stop" or bool(round_.end) or self.is_late
+        return self._answer.is_over or bool(round_.end) or self.is_late
 
     def finish(self, counts: EngineCounts) -> None:
         """Add the last piece: text that was held back, the finish reason, and the statistics."""
@@ -238,13 +256,24 @@ class Request:
 class Answer:
     """Turns emitted tokens into pieces of text that may be shown."""
 
-    def __init__(self, text: TextStream, stops: StopScanner, is_end: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        text: TextStream,
+        stops: StopScanner,
+        limits: LineLimits,
+        is_end: Callable[[int], bool],
+    ) -> None:
         """`is_end` returns True for tokens that end the answer."""
-        self._text, self._is_end, self._stops = text, is_end, stops
+        self._text, self._is_end, self._stops, self.limits = text, is_end, stops, limits
         self.finish: FinishReason = "length"  # the reason if nothing else ends the answer
         self.id_slot = -1  # number of the slot that makes the answer
 
-    def take(self, tokens: Sequence[int], logprobs: Sequence[ChosenLogprob] = ()) -> Piece:
+    @property
+    def is_over(self) -> bool:
+        """True if a token, a stop sequence or a limit has ended the answer."""
+        return self.finish == "stop" or self.limits.stopped
+
+    def take(self, tokens: Sequence[int], logprobs: Sequence[ChosenLogprob] = ()) -> TextPiece:
         """The piece for `tokens`, up to the token that ends the answer.
 
         `logprobs` has an entry for each token but the end token, or is empty.
@@ -256,26 +285,28 @@ class Answer:
                 self.finish = "stop"
                 break
             n_told += 1
-            shown += self._stops.feed(self._text.feed(token))
-            if self._stops.stopped:
+            shown += self.limits.feed(self._stops.feed(self._text.feed(token)))
+            if self._stops.stopped and not self.limits.stopped:
                 self.finish = "stop"
+            if self.is_over:
                 break
-        return Piece(
+        return TextPiece(
             shown, tuple(tokens[:n_kept]), logprobs=tuple(logprobs[:n_told]), id_slot=self.id_slot
         )
 
-    def last_piece(self, stats: GenerationStats, *, fills_context: bool = False) -> Piece:
+    def last_piece(self, stats: GenerationStats, *, fills_context: bool = False) -> TextPiece:
         """The last piece, with the text held back so far, the finish reason and `stats`.
 
         `fills_context`: the context has no room for another token.
         """
         text = ""
-        if not self._stops.stopped:
+        if not (self._stops.stopped or self.limits.stopped):
             text = self._stops.feed(self._text.finish()) + self._stops.finish()
-        word = self._stops.word
+            text = self.limits.feed(text)
+        word = None if self.limits.stopped else self._stops.word
         if word is not None:
             self.finish = "stop"
-        return Piece(
+        return TextPiece(
             text,
             finish_reason=self.finish,
             stats=stats,

@@ -32,14 +32,14 @@ class ShelvedPrompts:
 
         Prompts that cannot be used are dropped, and one line says so.
         """
-        found = []
+        taken = []
         try:
             while (prompt := self._shelf.take_oldest(self._read)) is not None:
-                found.append(prompt)
+                taken.append(prompt)
         except (OSError, Unusable, MemoryError) as e:
             log.warning("prompts of the last run are dropped, and evaluated again: %s", e)
             self._shelf.clear()
-        return found
+        return taken
 
     def _read(self, file: BinaryIO, n_bytes: int) -> StoredPrompt:
         head, tokens = read_head(file, self._key, n_bytes)

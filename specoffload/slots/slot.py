@@ -24,6 +24,7 @@ from specoffload.slots.slot_files import read_sequence, write_sequence
 log = logging.getLogger("specoffload.slots")
 
 _SMALL_BYTES = 8 << 20  # of a checkpoint of sliding windows; gpt-oss-120b's takes 5 MiB
+_MOST_ENDS = 2  # so that another last message finds the end of the prompt before
 _MOST_NAME_BYTES = 200  # below the 255 of file systems, since a file being written has a suffix
 
 
@@ -38,10 +39,11 @@ class Slot:
         self.last_used = 0  # running number of the last use by a request
         self.tokens: list[int] = []  # tokens that the target holds, while no request runs
         self.n_from_disk = 0  # tokens that were read from the disk for the last request
+        self.copied_back_s = 0.0  # seconds of copying its text from RAM for the last request
         self._target, self._draft = target, draft
         self._most_checkpoints = n_checkpoints
         self._checkpoints: list[Checkpoint] = []  # by length, ascending
-        self._end = 0  # length of the last prompt, if it has no checkpoint but could have one
+        self._ends: list[int] = []  # lengths of the last prompts that have no checkpoint, ascending
         self.salt = ""  # whose text it is; a request with another salt reuses nothing
 
     def __repr__(self) -> str:
@@ -116,8 +118,9 @@ class Slot:
         newest = self._checkpoints[-1].length if self._checkpoints else 0
         if not self.goes_back_by_checkpoints:
             return
-        self._end = 0 if is_asked or self._is_cheap else self.n_held
-        if self._end:
+        if not (is_asked or self._is_cheap):
+            ends = [n for n in self._ends if n < self.n_held]
+            self._ends = [*ends, self.n_held][-_MOST_ENDS:]
             return
         if self.n_held > newest:
             made = self._target.checkpoint(self.number, lasting=True)
@@ -146,7 +149,7 @@ class Slot:
             self._draft.rewind(self.number, 0)
         self.tokens = []
         self._checkpoints.clear()
-        self._end, self.salt = 0, ""
+        self._ends, self.salt = [], ""
 
     def share(self, source: Slot, n_tokens: int, tokens: Sequence[int]) -> None:
         """Replace this slot's tokens with the first `n_tokens` of slot `source`.
@@ -159,32 +162,46 @@ class Slot:
         self.tokens, self.salt = list(tokens[:n_tokens]), source.salt
 
     @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of RAM that the slot's checkpoints take now."""
+        return sum([len(c.state) for c in [*self._checkpoints]])
+
+    @property
     def saved_bytes(self) -> int:
         """Bytes of host memory that the slot's state and checkpoints take when saved."""
-        n_bytes = sum(len(c.state) for c in self._checkpoints)
-        n_bytes += self._target.checkpoint_bytes(self.number) if self._end else 0
+        n_bytes = self.checkpoint_bytes
+        if ends := self._reachable_ends():
+            n_bytes += len(ends) * self._target.checkpoint_bytes(self.number)
         return self._target.saved_bytes(self.number) + n_bytes
 
     def saved(self) -> StoredPrompt:
         """Return all that `load` needs. Raises DeviceFailed.
 
-        Long sliding windows keep no checkpoint while the slot can be cut to the end of its prompt.
-        A loaded state cannot be cut, so this one gets a checkpoint there.
+        Long sliding windows keep no checkpoints while the slot can be cut to the ends of its
+        prompts. A loaded state cannot be cut, so this one gets checkpoints there.
         """
         target, number = self._target, self.number
         state, tokens = target.save(number), tuple(self.tokens)
         stored = StoredPrompt(tokens, state, self.checkpoints, self.salt)
-        end = self._end
-        if not 0 < end < len(tokens) or not target.can_drop(number, len(tokens) - end):
+        ends = self._reachable_ends()
+        if not ends:
             return stored
-        target.rewind(number, end)
-        made = target.checkpoint(number, lasting=True)
-        before = tuple(c for c in stored.checkpoints if c.length < end)
-        stored = replace(stored, checkpoints=(*before, made))
-        self.tokens, self._checkpoints = [], []  # stay empty if the call below raises
+        made = []
+        for end in reversed(ends):
+            target.rewind(number, end)
+            made.append(target.checkpoint(number, lasting=True))
+        before = [c for c in stored.checkpoints if c.length not in ends]
+        together = sorted([*before, *made], key=lambda c: c.length)
+        stored = replace(stored, checkpoints=tuple(together))
+        self.tokens, self._checkpoints, self._ends = [], [], []  # if the call below raises
         target.load(number, state, tokens)
         self._take_over(stored)
         return stored
+
+    def _reachable_ends(self) -> list[int]:
+        """Return the lengths in `_ends` to which the sequence can be cut now."""
+        n = len(self.tokens)
+        return [e for e in self._ends if 0 < e < n and self._target.can_drop(self.number, n - e)]
 
     def load(self, stored: StoredPrompt) -> None:
         """Restore a saved sequence with its checkpoints.
@@ -198,8 +215,8 @@ class Slot:
     def _take_over(self, saved: StoredPrompt) -> None:
         """Record what is known of the sequence that was loaded."""
         self.tokens, self.salt = list(saved.tokens), saved.salt
-        found = [self._target.adopted(self.number, c) for c in saved.checkpoints]
-        self._checkpoints = found[max(0, len(found) - self._most_checkpoints) :]
+        adopted = [self._target.adopted(self.number, c) for c in saved.checkpoints]
+        self._checkpoints = adopted[max(0, len(adopted) - self._most_checkpoints) :]
 
     def write(self, path: Path) -> int:
         """Write the slot's sequence and its checkpoints to a file. Returns the bytes written.

@@ -40,7 +40,7 @@ _LEAST_READ = 32  # checkpoints for which a file always has room, the default of
 
 
 @dataclass(frozen=True)
-class _Named:
+class _SlotHeader:
     """The JSON before the trailer."""
 
     made_by: dict[str, str]
@@ -48,7 +48,7 @@ class _Named:
     salt: str = ""
 
 
-_NAMED: TypeAdapter[_Named] = TypeAdapter(_Named)
+_NAMED: TypeAdapter[_SlotHeader] = TypeAdapter(_SlotHeader)
 _MADE_BY: TypeAdapter[dict[str, str]] = TypeAdapter(dict[str, str])
 
 
@@ -61,14 +61,14 @@ def write_sequence(path: Path, saved: StoredPrompt, made_by: Mapping[str, str]) 
     Raises OSError. Raises BadRequest for more checkpoints than a file can have.
     """
     kept = tuple(map(SavedCheckpoint.of, saved.checkpoints))
-    named = _NAMED.dump_json(_Named(dict(made_by), kept, saved.salt))
+    named = _NAMED.dump_json(_SlotHeader(dict(made_by), kept, saved.salt))
     if len(named) > _MOST_NAMED_BYTES:
         raise BadRequest(
             f"{len(kept)} checkpoints are more than a file names: start with fewer "
             "(--ctx-checkpoints)"
         )
     with whole_file(path) as file:
-        found = 0
+        checksum = 0
         parts: tuple[bytes | memoryview, ...] = (
             _HEADER.pack(_MAGIC, _VERSION, len(saved.tokens)),
             array("i", saved.tokens).tobytes(),
@@ -78,9 +78,9 @@ def write_sequence(path: Path, saved: StoredPrompt, made_by: Mapping[str, str]) 
             _TRAILER.pack(len(named), _TRAILER_MAGIC, 0)[:-_CRC_BYTES],
         )
         for part in parts:
-            found = crc32(part, found)
+            checksum = crc32(part, checksum)
             file.write(part)
-        file.write(found.to_bytes(_CRC_BYTES, "little"))
+        file.write(checksum.to_bytes(_CRC_BYTES, "little"))
         return file.tell()
 
 
@@ -143,7 +143,7 @@ def _most_bytes(sequences: Sequences, most_checkpoints: int) -> int:
     return tokens_bytes + states_bytes + _TRAILER.size + _MOST_NAMED_BYTES
 
 
-def _named(path: Path, raw: bytes, start: int) -> tuple[_Named | None, int]:
+def _named(path: Path, raw: bytes, start: int) -> tuple[_SlotHeader | None, int]:
     """Return the JSON of a file and where it begins; None and the file's end if it has none.
 
     Raises BadRequest if the file is damaged.
@@ -164,7 +164,7 @@ def _named(path: Path, raw: bytes, start: int) -> tuple[_Named | None, int]:
     text = raw[end - n_named : end]
     try:
         if magic == _SECOND_MAGIC:
-            return _Named(_MADE_BY.validate_json(text)), end - int(n_named)
+            return _SlotHeader(_MADE_BY.validate_json(text)), end - int(n_named)
         return _NAMED.validate_json(text), end - int(n_named)
     except ValidationError:
         raise _damaged(path, "its end is no description of a sequence") from None
@@ -175,24 +175,25 @@ def _check_made_by(path: Path, named: Mapping[str, str], made_by: Mapping[str, s
     for what in sorted(named.keys() | made_by.keys()):
         if (theirs := named.get(what)) != (ours := made_by.get(what)):
             raise BadRequest(
-                f"{path.name} was saved with another {what} ({theirs}) than this one ({ours}): "
+                f"{path.name} was saved with another {what} ({theirs or 'none'}) than this one "
+                f"({ours or 'none'}): "
                 "start with the same model and flags, or evaluate the prompt again"
             )
 
 
 def _checkpoints(
-    path: Path, raw: bytes, named: _Named, start: int, end: int, n_tokens: int
+    path: Path, raw: bytes, named: _SlotHeader, start: int, end: int, n_tokens: int
 ) -> tuple[Checkpoint, ...]:
     """Return the checkpoints, which end at `end`. Raises BadRequest if the file is damaged."""
     at = end - sum(one.n_bytes for one in named.checkpoints)
     lengths = [one.length for one in named.checkpoints]
     if at < start or lengths != sorted(set(lengths)) or not all(0 < n <= n_tokens for n in lengths):
         raise _damaged(path, "its checkpoints do not fit its tokens")
-    found = []
+    checkpoints = []
     for one in named.checkpoints:
-        found.append(one.checkpoint(raw[at : at + one.n_bytes]))
+        checkpoints.append(one.checkpoint(raw[at : at + one.n_bytes]))
         at += one.n_bytes
-    return tuple(found)
+    return tuple(checkpoints)
 
 
 def _damaged(path: Path, why: str) -> BadRequest:

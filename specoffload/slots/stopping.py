@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from time import perf_counter
 
 from offload.sampling.answer_start import AnswerStart, CallSpan, ReasoningSpan
 
@@ -52,7 +53,8 @@ class StopScanner:
     def _after_start(self, text: str) -> str:
         """Return the text to be shown of `text`, which no end cuts."""
         start = self._start
-        start.feed(text)
+        if start.at is None:
+            start.feed(text)
         if start.at is None and not start.is_reasoning:
             self._undecided += text
             return ""
@@ -60,6 +62,54 @@ class StopScanner:
         n_reasoning = len(text) if start.at is None else max(0, start.at - self._n_passed)
         self._n_passed += len(text)
         return text[:n_reasoning] + self._in_answer.feed(text[n_reasoning:])
+
+
+class LineLimits:
+    """Ends an answer by its lines, as llama-server's `n_indent` and `t_max_predict_ms` do.
+
+    Editors' plug-ins send both with /infill. Each line after the first has to begin with at least
+    `n_indent` blanks or tabs. After `t_max_predict_ms`, the answer ends with the current line.
+    Source: llama.cpp tools/server/README.md, "POST /completion".
+    """
+
+    def __init__(
+        self, n_indent: int, most_ms: int, clock: Callable[[], float] = perf_counter
+    ) -> None:
+        """0 or less: no limit."""
+        self._n_indent, self._most_s, self._clock = n_indent, most_ms / 1000.0, clock
+        self._deadline_s: float | None = None
+        self._n_blanks: int | None = None  # at the beginning of the line; None: it has begun
+        self.stopped = False
+
+    def begin(self) -> None:
+        """Let the time of the answer begin."""
+        if self._most_s > 0.0 and self._deadline_s is None:
+            self._deadline_s = self._clock() + self._most_s
+
+    def feed(self, text: str) -> str:
+        """Add a token's text, and return what may be shown of it."""
+        if self.stopped:
+            return ""
+        if self._n_indent > 0:
+            text = self._within_indent(text)
+        if self._deadline_s is not None and "\n" in text and self._clock() > self._deadline_s:
+            self.stopped = True
+        return text
+
+    def _within_indent(self, text: str) -> str:
+        """Return `text` up to the first line with too little indentation."""
+        for at, letter in enumerate(text):
+            if self._n_blanks is not None:
+                if letter in " \t":
+                    self._n_blanks += 1
+                elif self._n_blanks < self._n_indent:
+                    self.stopped = True
+                    return text[:at]
+                else:
+                    self._n_blanks = None
+            if letter == "\n":
+                self._n_blanks = 0
+        return text
 
 
 class _Scanner:
@@ -123,8 +173,8 @@ class _Scanner:
 
     def _first(self, markers: Sequence[str]) -> tuple[int, str | None]:
         """Return the first marker in the text and where it begins; (the text's end, None)."""
-        found = [(at, marker) for marker in markers if (at := self._held.find(marker)) >= 0]
-        return min(found) if found else (len(self._held), None)
+        places = [(at, marker) for marker in markers if (at := self._held.find(marker)) >= 0]
+        return min(places) if places else (len(self._held), None)
 
     def _begins(self, markers: Sequence[str]) -> int:
         """Return where a marker may begin whose rest is still to come."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from offload.decode import SMALL_BATCH
 from offload.engine import Engine
 from offload.errors import DeviceFailed, OffloadError
 from offload.measuring import (
+    last_splits,
     measure,
     measure_split,
     n_most_at_once,
@@ -26,24 +27,26 @@ from offload.measuring import (
     use_split_costs,
     ways_of,
 )
-from offload.notes import Note, NoteKind
+from offload.notes import Note, NoteKind, OnProgress
 from offload.plan.expected_costs import expected_costs
 from offload.routing.routing import counted_unions
 from offload.schedule.division import MeasuredCosts
 from offload.times.hits import Sharing
 from offload.times.learner import Learner
 from offload.times.min_batch import MinBatch, by_rule
-from offload.times.search import Wanted, left_out, noise
+from offload.times.search import TimingRequest, left_out, noise
 from offload.times.table import CostTable, Way, ranges
 from offload.units import milliseconds, plural
-from specdec.decoding.loop import Step
+from specdec.decoding.loop import StepReport
 from specdec.errors import BadProfile
 from specoffload.config.options import Toggle
-from specoffload.config.resolution import Config
-from specoffload.generation.generation import OnProgress, ignore
+from specoffload.generation.generation import ignore
 from specoffload.kept import Kept, KeptFile, KeptRun, settings_of, today
+from specoffload.kept_bounds import is_old
+from specoffload.opening.choices import StartChoices
 from specoffload.opening.draft_model import DraftModel, real_text
 from specoffload.speculation.draft_prices import DraftPrices
+from specoffload.speculation.split_retiming import SplitRetiming
 
 _STEP = "measuring this machine"
 _LEAST_DECODES = 16  # decodes below which a session keeps nothing at its end
@@ -53,13 +56,13 @@ log = logging.getLogger("specoffload.session")
 
 def _left_to_cpu(target: Engine) -> list[str]:
     """Return a sentence for each device that does not stream all batches that were asked for."""
-    found = []
-    for device in target.devices:
+    lines = []
+    for device in target.opened.devices:
         first, *more = device.declined or [""]
         others = f", and {plural(len(more), 'other reason')} (-v)" if more else ""
         if first:
-            found.append(f"--min-batch: the CPU computes some of these batches: {first}{others}")
-    return found
+            lines.append(f"--min-batch: the CPU computes some of these batches: {first}{others}")
+    return lines
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class SessionCosts:
 
     def __init__(
         self,
-        config: Config,
+        choices: StartChoices,
         target: Engine,
         draft: DraftModel | None,
         on_progress: OnProgress = ignore,
@@ -92,48 +95,49 @@ class SessionCosts:
         is too short to measure in, and DeviceFailed if --hybrid on is given and layers cannot be
         split.
         """
-        self._config, self._target, self._say = config, target, say
+        self._choices, self._target, self._say = choices, target, say
         self._on_progress, self._thorough = on_progress, thorough
-        spec = config.spec
+        spec = choices.spec
         self._file = None if spec.kept_folder is None else KeptFile(spec.kept_folder, target.facts)
         self._prices = drafts and (spec.needs_profile or not spec.options.is_on)
         # Experts that are read from the disk are read for the device alone.
-        self._fixed = target.layout.min_batch if target.reads_experts else config.min_batch
+        self._fixed = target.layout.min_batch if target.reads_experts else choices.min_batch
         self._kinds = streamed_kinds(target)
-        self._toggle = config.hybrid.toggle
+        self._toggle = choices.hybrid.toggle
         self.notes: list[str] = []
         self.learner: Learner | None = None
-        self.complaint = ""
+        self._retiming: SplitRetiming | None = None  # None: no layer is split
+        self.reason = ""
         if self._kinds and self._fixed is None and self._file is None:
             self._fixed = by_rule(target.facts.n_experts, target.facts.n_experts_used)
             words = self._fixed.words(self._kinds)
             words = f"--min-batch: nothing is measured, by rule {words}"
             self.notes.append(Note(NoteKind.MIN_BATCH, words))
             target.set_min_batch(self._fixed)
-        splits = target.hybrid is not None and self._toggle is not Toggle.OFF
-        if target.hybrid is not None and splits and not config.hybrid.asked and self._file is None:
+        splits = target.opened.weights.hybrid is not None and self._toggle is not Toggle.OFF
+        if splits and not choices.hybrid.asked and self._file is None:
             self.notes.append("--hybrid: nothing is measured, so no layer is split")
             splits = False
-        target.ways.use(replace(target.ways.now, may_split=False))
+        target.opened.weights.ways.change(may_split=False)
         if self._kinds and self._file is None:
             target.build_anew()  # replaces the warm-up's graph, with its thresholds and splits
         self._splits = splits
         facts = target.facts
         n_used = facts.n_experts_used if facts.n_experts else 0
         self._nothing = CostTable(facts.n_experts, min(n_used, facts.n_experts))
-        sharing = Sharing() if target.plan is None else target.plan.sharing
+        sharing = Sharing() if target.opened.plan is None else target.opened.plan.sharing
         self.refused = ""  # why a thorough measurement is not kept; "": it is, or there was none
         self.run = KeptRun(settings_of(target, self._fixed), sharing, self._nothing)
-        self.drafts = DraftPrices(config, target, draft)
+        self.drafts = DraftPrices(spec, target, draft)
         self._n_decodes = self._n_again = 0
         self._is_paused = False
-        with nullcontext() if target.row_draft is None else target.row_draft.paused():
+        with nullcontext() if target.opened.row_draft is None else target.opened.row_draft.paused():
             self._open()
         if drafts:
             learner = self.learner if self._prices else None
             usual = None if learner is None else self._ways_at(1)[0]
             self.notes += self.drafts.price(self.run, learner, usual)
-        if config.min_batch is not None:
+        if choices.min_batch is not None:
             for words in _left_to_cpu(target):
                 log.warning("%s", words)
 
@@ -157,11 +161,11 @@ class SessionCosts:
             return
         why = "nothing is kept"
         if self._file is not None:
-            kept, self.complaint = self._file.load()
-            found, why = kept.run(self.run.settings, self.run.sharing)
-            why = self.complaint or why
-            if found is not None:
-                self.run = found
+            kept, self.reason = self._file.load()
+            run, why = kept.run(self.run.settings, self.run.sharing)
+            why = self.reason or why
+            if run is not None:
+                self.run = run
                 if self._splits and self._doubts_split:
                     why = "kept times of split layers contradict each other"
                 elif self._splits and not self._split_costs:
@@ -184,26 +188,33 @@ class SessionCosts:
         target.set_min_batch(self._choose(), is_measured=self._fixed is None)
         if not self._learns():
             target.build_anew()
+        if self._splits and self._split_costs and not target.reads_experts:
+            self._retiming = SplitRetiming(
+                self._split_costs,
+                lambda: last_splits(target),
+                lambda costs: use_split_costs(target, costs),
+                self._reconsider_splits,
+                is_confirmed=not is_old(self.run.split_date, today()),
+            )
         self._say_chosen(how)
 
     def _measure_if_needed(self) -> bool:
         """Measure the missing costs. Returns True if something was measured anew."""
         target, run = self._target, self.run
         is_new = False
-        if self._splits and (self._doubts_split or not self._split_costs):
+        is_thorough = self._thorough is not None
+        if self._splits and (is_thorough or self._doubts_split or not self._split_costs):
             self._on_progress(_STEP, 0.0)
             try:
-                found = measure_split(target)
-                if len(target.choices) > 1:
-                    run.splits = found
-                else:
-                    run.split = next(iter(found.values()), None)
+                by_device = measure_split(target)
+                self._put_split(by_device)
+                run.split_date = ""
             except DeviceFailed as e:
                 self._cannot_split(e)
             is_new = bool(self._split_costs)
         if self._splits:
             use_split_costs(target, self._split_costs)
-            self._splits = not target.ways.now.declined
+            self._splits = not target.opened.weights.ways.now.declined
         if not self._needs_table:
             return is_new
         ways = self._ways()
@@ -223,12 +234,19 @@ class SessionCosts:
     def _split_costs(self) -> dict[str, MeasuredCosts]:
         """The run's times of a split layer, by the name of the device."""
         run = self.run
-        return run.splits if run.split is None else {self._target.choice.name: run.split}
+        return run.splits if run.split is None else {self._target.start.choice.name: run.split}
 
     @property
     def _doubts_split(self) -> bool:
         """True if a disturbed measurement of a split layer was kept, so that it is timed again."""
         return any(costs.is_doubtful for costs in self._split_costs.values())
+
+    def _put_split(self, costs: Mapping[str, MeasuredCosts]) -> None:
+        """Write times of a split layer, by the name of the device, into the run."""
+        if len(self._target.start.choices) > 1:
+            self.run.splits = dict(costs)
+        else:
+            self.run.split = next(iter(costs.values()), None)
 
     def _cannot_split(self, error: DeviceFailed) -> None:
         if self._toggle is Toggle.ON:
@@ -247,7 +265,7 @@ class SessionCosts:
 
     def _is_short(self) -> bool:
         """True if the kept T(n) lacks batch sizes that this session may draft and can measure."""
-        wanted = min(1 + self._config.spec.longest, self._n_verify)
+        wanted = min(1 + self._choices.spec.longest, self._n_verify)
         return self._prices and self.run.n_verify < wanted
 
     def _pass(self, ways: Sequence[Way], text: Sequence[int]) -> None:
@@ -256,7 +274,7 @@ class SessionCosts:
         if thorough is None:
             self.run.table = table = self._expected(ways)
         edges = () if self._fixed is None else (self._fixed.experts, self._fixed.dense)
-        wanted = Wanted(
+        request = TimingRequest(
             tuple(ways),
             n_least=1 if thorough is None else thorough.n_least,
             since=today(),
@@ -264,8 +282,8 @@ class SessionCosts:
         )
         try:
             measure(
-                target, text, table, wanted, today(),
-                most_s=self._config.spec.measure_s if thorough is None else thorough.most_s,
+                target, text, table, request, today(),
+                most_s=self._choices.spec.measure_s if thorough is None else thorough.most_s,
                 on_progress=lambda share: self._on_progress(_STEP, share),
                 # A thorough measurement saves each entry at once, so it can be interrupted.
                 on_entry=(lambda: None) if thorough is None else self._keep_repeated,
@@ -275,14 +293,14 @@ class SessionCosts:
                 raise
             self._cannot_split(e)
             self._pass([way for way in ways if way is not Way.SPLIT], text)
-        counted = counted_unions(target.routing.recorded(), table.n_experts)
+        counted = counted_unions(target.opened.routing.recorded(), table.n_experts)
         unions = counted or table.unions
         self.run.table = replace(self.run.table.without_modelled(), unions=unions)
         self.run.n_verify = self._n_verify
         if thorough is not None:
             self.run.n_least = thorough.n_least
-            wanted = replace(wanted, n_repeats=n_repeats_of(thorough.n_least))
-            self.refused = thorough.disturbed() or noise(self.run.table, wanted)
+            request = replace(request, n_repeats=n_repeats_of(thorough.n_least))
+            self.refused = thorough.disturbed() or noise(self.run.table, request)
             self._drop_single_timings(ways)
 
     def _drop_single_timings(self, ways: Sequence[Way]) -> None:
@@ -320,9 +338,9 @@ class SessionCosts:
     def _expected(self, ways: Sequence[Way]) -> CostTable:
         """The costs that the machine model expects. A first start times the least certain sizes."""
         target = self._target
-        if target.plan is None or self._fixed is not None:
+        if target.opened.plan is None or self._fixed is not None:
             return replace(self._nothing, ways={})
-        table = expected_costs(target.layout, target.plan, n_most_at_once(target))
+        table = expected_costs(target.layout, target.opened.plan, n_most_at_once(target))
         return replace(table, ways={way: e for way, e in table.ways.items() if way in ways})
 
     def _doubted(self, ways: Sequence[Way]) -> list[tuple[Way, int]]:
@@ -331,14 +349,14 @@ class SessionCosts:
 
     def _time_again(self, ways: Sequence[Way], text: Sequence[int]) -> None:
         """Time those batch sizes again whose times contradict the times of other sizes."""
-        found, table = self._doubted(ways), self.run.table
+        doubted, table = self._doubted(ways), self.run.table
         again = replace(self._nothing, ways={})
-        wanted = Wanted(tuple(ways), again=frozenset(found))
-        measure(self._target, text, again, wanted, today())
+        request = TimingRequest(tuple(ways), again=frozenset(doubted))
+        measure(self._target, text, again, request, today())
         for way, entries in again.ways.items():
             for n, entry in entries.items():
                 table.retried(way, n, entry)
-        self._n_again = len(found)
+        self._n_again = len(doubted)
 
     # -- choosing by the table ---------------------------------------------------------------------
 
@@ -372,27 +390,33 @@ class SessionCosts:
         ):
             self.learner = Learner(
                 self.run.table, SMALL_BATCH, self._ways_at,
-                draft_step_s=self.drafts.step_s(self.run), on_ways=self._go, say=self._say,
+                draft_step_s=self.drafts.step_s(self.run), on_ways=self._go, trying=self._trying,
+                say=self._say,
             )  # fmt: skip
             measured = [way for way in known if self.run.table.measured(way)]
             if measured:
                 # The control of threads uses these times until the engine has measured its own.
                 usual = dict(enumerate(self.run.table.curve(SMALL_BATCH, measured), 1))
-                target.threads.expected_s = usual.get
-            self._go(0)
+                target.opened.threads.expected_s = usual.get
+            self._go()
             return True
         unsplit = frozenset(range(1 + self._most_split(), SMALL_BATCH + 1))
-        target.ways.use(replace(target.ways.now, may_split=self._splits, unsplit=unsplit))
+        target.opened.weights.ways.change(may_split=self._splits, unsplit=unsplit)
         return False
 
-    def _go(self, n_tokens: int) -> None:
+    def _reconsider_splits(self) -> None:
+        """Let the learner soon try split decodes, because their costs changed much."""
+        if self.learner is not None:
+            self.learner.reconsider(Way.SPLIT)
+
+    def _go(self, *, after_logits: bool = False) -> None:
         """Make the engine compute each batch size the way that the learner chose."""
         learner, target = self.learner, self._target
         if learner is None:
             return
         chosen = {n: learner.way(n) for n in range(1, SMALL_BATCH + 1)}
         unsplit = frozenset(n for n, way in chosen.items() if way is not Way.SPLIT)
-        ways = replace(target.ways.now, may_split=self._splits, unsplit=unsplit)
+        ways = replace(target.opened.weights.ways.now, may_split=self._splits, unsplit=unsplit)
         if self._fixed is None and self._kinds:
             base = replace(ways.min_batch, swapped=frozenset())
             swapped = {
@@ -404,9 +428,20 @@ class SessionCosts:
             wanted = replace(base, swapped=frozenset(swapped))
             each = target.min_batches_of(wanted)
             ways = replace(ways, min_batch=wanted, min_batches=each)
-        target.ways.use(ways)
+        target.opened.weights.ways.use(ways)
         with suppress(OffloadError):  # the old graph stays in use if a new one has no room
-            target.build_anew(after_logits=n_tokens > 0)
+            target.build_anew(after_logits=after_logits)
+
+    @contextmanager
+    def _trying(self) -> Iterator[None]:
+        """Compute a batch size in the way that the learner tries, inside the context.
+
+        The end asks the learner for all ways again, because trials of other sizes may be under way,
+        and because the way that was tried may have won.
+        """
+        self._go(after_logits=True)
+        yield  # without `finally`: if the session is closed meanwhile, the engine is closed, too
+        self._go(after_logits=True)
 
     @property
     def priced(self) -> Learner | None:
@@ -417,13 +452,13 @@ class SessionCosts:
 
     def _say_not_split(self) -> None:
         """Add a line if no layer is split although the user asked, or because of another flag."""
-        chosen, streams = self._config.hybrid, "experts" in self._kinds
+        chosen, streams = self._choices.hybrid, "experts" in self._kinds
         flag = f"--hybrid {chosen.toggle}"
-        if self._target.hybrid is not None:
+        if self._target.opened.weights.hybrid is not None:
             return
         if chosen.toggle is Toggle.OFF:
-            if chosen.why and streams:
-                self.notes.append(f"--hybrid: {chosen.why}")
+            if chosen.reason and streams:
+                self.notes.append(f"--hybrid: {chosen.reason}")
         elif chosen.asked:
             self.notes.append(f"{flag}: no layer is split, because no experts stream")
 
@@ -441,9 +476,9 @@ class SessionCosts:
         if self._fixed is None and self._kinds:
             words = f"--min-batch auto: {target.min_batch_words(self._kinds)}"
             self.notes.append(Note(NoteKind.MIN_BATCH, words))
-        if target.hybrid is None or self._toggle is Toggle.OFF:
+        if target.opened.weights.hybrid is None or self._toggle is Toggle.OFF:
             return
-        ways, flag = target.ways.now, f"--hybrid {self._toggle}"
+        ways, flag = target.opened.weights.ways.now, f"--hybrid {self._toggle}"
         if ways.declined:
             self.notes.append(f"{flag}: {ways.declined}")
             return
@@ -460,9 +495,9 @@ class SessionCosts:
             self.notes.append(
                 f"{flag}: no layer is split, because that is not faster{self._both()}"
             )
-        if self._config.hybrid.asked and not self._config.streaming.prefetch:
+        if self._choices.hybrid.asked and not self._target.start.options.streaming.prefetch:
             self.notes.append(f"{flag}: without prefetch no expert is copied for later")
-        known, several = self._split_costs, len(self._target.choices) > 1
+        known, several = self._split_costs, len(self._target.start.choices) > 1
         for name, measured in known.items():
             where = f" on {name}" if several else ""
             self.notes.append(f"split layers{where}: {measured.words}")
@@ -482,23 +517,28 @@ class SessionCosts:
 
     # -- while serving -----------------------------------------------------------------------------
 
-    def on_step(self, began_s: float, ended_s: float, step: Step) -> None:
+    def on_step(self, report: StepReport) -> None:
         """Learn from a step's decodes."""
         if self._is_paused:
             return
-        for n_tokens, seconds in step.decodes:
+        for n_tokens, seconds in report.decodes:
             self._n_decodes += 1
             if self.learner is not None:
                 self.learner.took(n_tokens, seconds)
             if self.drafts.given is not None:
                 self.drafts.given.took(n_tokens, seconds)
+        if self._retiming is not None:
+            self._retiming.on_step(report)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Learn nothing inside the context, because the session does not draft as it usually does.
 
-        What a decode takes depends on the decodes before it, since they filled the slots.
+        What a decode takes depends on the decodes before it, since they filled the slots. Trials of
+        ways end, because nothing would judge their decodes.
         """
+        if self.learner is not None:
+            self.learner.end_trials()
         self._is_paused = True
         try:
             yield
@@ -513,31 +553,41 @@ class SessionCosts:
     @property
     def learns(self) -> bool:
         """True if `on_step` does anything."""
-        return self.learner is not None or self.drafts.given is not None
+        parts = self.learner, self.drafts.given, self._retiming
+        return any(part is not None for part in parts)
 
     def counters(self) -> dict[str, float]:
         """Numbers of trials and changes of ways, and of decodes that retried a doubtful size."""
-        learner = self.learner
-        if learner is None:
-            return {}
-        return {
-            "split_trials": learner.n_trials,
-            "split_changes": learner.n_changes,
-            "size_retries": learner.n_retries,
-        }
+        learner, retiming, counts = self.learner, self._retiming, {}
+        if learner is not None:
+            counts = {
+                "split_trials": learner.n_trials,
+                "split_changes": learner.n_changes,
+                "size_retries": learner.n_retries,
+            }
+        if retiming is not None:
+            counts["split_timings"] = retiming.n_timings
+        return dict(counts)
 
     def close(self) -> None:
         """Write the learnt costs to the kept file, unless there were too few decodes."""
-        learner = self.learner
-        if self._file is None or learner is None or self._n_decodes < _LEAST_DECODES:
+        learner, retiming = self.learner, self._retiming
+        if self._file is None or self._n_decodes < _LEAST_DECODES:
             return
-        self.run.table = learner.table(today())
-        self.drafts.keep(self.run, learner if self._prices else None)
+        if learner is not None:
+            self.run.table = learner.table(today())
+            self.drafts.keep(self.run, learner if self._prices else None)
+        if retiming is not None and retiming.n_timings:
+            self._put_split(retiming.costs)
+            if not retiming.is_first:
+                self.run.split_date = today()
+        elif learner is None:
+            return
         if failed := self._keep():
             log.warning(failed)
 
     def _keep(self) -> str:
-        """Write the run, unless a more thorough one is kept. Returns a complaint, or ""."""
+        """Write the run, unless a more thorough one is kept. Returns a reason, or ""."""
         run = self.run
         if self._file is None or not (run.table.is_measured or self._split_costs):
             return ""

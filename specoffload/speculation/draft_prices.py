@@ -9,13 +9,13 @@ from offload.engine import Engine
 from offload.model_file import model_hash, read_facts
 from offload.routing.routing import union_of_neighbours
 from offload.times.learner import Learner
-from offload.times.table import CostTable, Entry, Way
+from offload.times.table import CostTable, DecodeTime, Way
 from specdec.costs.calibration import Calibration
 from specdec.costs.profile import CostProfile, Timed
 from specdec.costs.profile_io import parse_batch_costs
 from specdec.costs.unions import cheaper_than_one, with_unions
 from specdec.options import DrafterName, PolicyName
-from specoffload.config.resolution import Config
+from specoffload.config.speculation import SpecConfig
 from specoffload.kept import KeptDraft, KeptRun
 from specoffload.opening.draft_model import (
     DraftModel,
@@ -67,8 +67,8 @@ def curve_as_prices(
 class DraftPrices:
     """Measures the costs of drafts for the policy. They are kept with the session's run."""
 
-    def __init__(self, config: Config, target: Engine, draft: DraftModel | None) -> None:
-        self._config, self._target, self._draft = config, target, draft
+    def __init__(self, spec: SpecConfig, target: Engine, draft: DraftModel | None) -> None:
+        self._spec, self._target, self._draft = spec, target, draft
         self.profile, self.calibration = _UNPRICED, Calibration()
         # Seconds of a step by drafter that spends steps. With several, the policy corrects them.
         self.steps_s: dict[str, float] = {}
@@ -78,8 +78,7 @@ class DraftPrices:
         """Measure the drafters whose times `run` lacks. Returns True if there are such drafters."""
         missing = {name: kept for name, kept in self._kept(run).items() if not kept.step_s}
         for name, kept in missing.items():
-            kept.step_by_depth_s = steps_s = self._measured(name)
-            kept.step_s = fmean(steps_s.values())
+            kept.step_s = fmean(self._measured(name).values())
         return bool(missing)
 
     def _measured(self, drafter: str) -> dict[int, float]:
@@ -87,8 +86,8 @@ class DraftPrices:
         if drafter == DrafterName.DRAFT:
             assert self._draft is not None
             return step_by_depth_s(self._draft.sequences, real_text(self._draft))
-        assert self._target.row_draft is not None
-        return step_by_depth_s(self._target.row_draft, real_text(self._target))
+        assert self._target.opened.row_draft is not None
+        return step_by_depth_s(self._target.opened.row_draft, real_text(self._target))
 
     def price(self, run: KeptRun, learner: Learner | None, usual: Way | None) -> list[str]:
         """Set the calibration, and the cost curve that the policy begins with.
@@ -96,7 +95,7 @@ class DraftPrices:
         The curve is `learner`'s, whose times of the way `usual` were measured. Without a learner
         no policy reads the curve. Returns lines for the start.
         """
-        spec, table = self._config.spec, run.table
+        spec, table = self._spec, run.table
         self.calibration = Calibration(self._calibrated(run).calibration)
         self.steps_s |= {name: kept.step_s for name, kept in self._kept(run).items()}
         if spec.batch_costs is not None:
@@ -110,7 +109,7 @@ class DraftPrices:
             self.profile = prices if is_default else given
             for words in warnings:
                 log.warning("%s", words)
-            entries = {n: Entry(s, n_timed=1) for n, s in enumerate(self.profile.step_s, 1)}
+            entries = {n: DecodeTime(s, n_timed=1) for n, s in enumerate(self.profile.step_s, 1)}
             self.given = Learner(
                 CostTable(ways={Way.FIXED: entries}), self.profile.n_max,
                 lambda n: (Way.FIXED,), relative=True,
@@ -128,7 +127,7 @@ class DraftPrices:
                     for n, e in sorted(table.measured(usual).items())
                     if n <= n_max
                 ),
-                title=f"{self._target.facts.path.name} on {self._target.choice.name}{many}",
+                title=f"{self._target.facts.path.name} on {self._target.start.choice.name}{many}",
             )
         return []
 
@@ -147,9 +146,9 @@ class DraftPrices:
         keys = {}
         if self._draft is not None:
             keys[str(DrafterName.DRAFT)] = draft_key(self._draft)
-        by_rows = self._config.spec.options.from_rows
-        if self._target.row_draft is not None and by_rows is not None:
-            file = self._target.options.eagle
+        by_rows = self._spec.options.from_rows
+        if self._target.opened.row_draft is not None and by_rows is not None:
+            file = self._target.start.options.row_file
             key = "own layers" if file is None else model_hash(read_facts(file))
             keys[str(by_rows)] = key
         return {name: run.drafts.setdefault(key, KeptDraft()) for name, key in keys.items()}

@@ -12,22 +12,23 @@ import numpy as np
 
 from offload.engine import Engine
 from offload.sampling.answers import AnswerSampler
+from offload.sequences.block_draft import BlockDraft
 from specdec.build import build_acceptance, build_drafter, build_policy
 from specdec.costs.profile import CostProfile
-from specdec.decoding.acceptance import Acceptance, MatchAcceptance, RejectionAcceptance
+from specdec.decoding.acceptance import AcceptanceRule, MatchAcceptance, RejectionAcceptance
 from specdec.decoding.drafting import ChainDrafting, DraftCounters
-from specdec.decoding.loop import DecodingLoop
+from specdec.decoding.loop import DecodingLoop, StepReport
 from specdec.decoding.member import BatchMember
 from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram_cache import NgramCache
-from specdec.drafters.rows import RowDrafter
-from specdec.drafters.translate import TranslatedDrafter, Vocabulary
+from specdec.drafters.rows import BlockDrafter, RowDrafter
 from specdec.options import AcceptRule, DrafterName, SpecOptions
 from specdec.types import Drafter, Policy, Round, holds_trees
 from specoffload.config.speculation import SpecConfig
 from specoffload.generation.logits_log import TRACE, LoggedMatch, LoggedRejection
 from specoffload.opening.draft_model import DraftModel
+from specoffload.opening.translation import translation
 from specoffload.speculation.costs import SessionCosts
 from specoffload.speculation.surplus_cells import SurplusCells
 
@@ -90,9 +91,9 @@ class Speculation:
         )
         if replacements is None:
             return drafter
-        return TranslatedDrafter(
-            drafter, _vocabulary(self._target), _vocabulary(draft), replacements
-        )
+        only_appends = not draft.sequences.can_rewind
+        translate = translation(self._target, draft, replacements, only_appends=only_appends)
+        return translate(drafter)
 
     def _built_drafter(self) -> Drafter:
         """The named drafters. Those without a model remember no text yet."""
@@ -101,13 +102,16 @@ class Speculation:
         )
 
     def _row_drafter(self) -> Drafter | None:
-        layers, options = self._target.row_draft, self._config.options
+        layers, options = self._target.opened.row_draft, self._config.options
         if layers is None or options.from_rows is None:
             return None
         sampling = self._sampling if options.accept is AcceptRule.REJECT else None
-        return RowDrafter(
-            layers, name=options.from_rows, sampling=sampling, n_vocab=self._target.n_vocab
-        )
+        name, n_vocab = options.from_rows, self._target.n_vocab
+        if isinstance(layers, BlockDraft):
+            return BlockDrafter(
+                layers, name=name, sampling=sampling, n_vocab=n_vocab, n_max=options.n_max
+            )
+        return RowDrafter(layers, name=name, sampling=sampling, n_vocab=n_vocab)
 
     def _tokenize(self, text: str) -> Sequence[int]:
         return self._target.tokenize(text, add_special=False, parse_special=False)
@@ -187,7 +191,7 @@ class Speculation:
 
     def acceptance(
         self, sequence: int, chooser: AnswerSampler, temperature: float, rng: np.random.Generator
-    ) -> Acceptance:
+    ) -> AcceptanceRule:
         """The acceptance rule for the drafts of a request that begins in `sequence`.
 
         `rng` gives the request's random numbers for drawing drafts and for judging them.
@@ -202,10 +206,15 @@ class Speculation:
 
     @property
     def logs_rounds(self) -> bool:
-        """True if `log_round` does anything."""
+        """True if `log_step` does anything."""
         return log.isEnabledFor(logging.DEBUG)
 
-    def log_round(self, member: BatchMember, round_: Round) -> None:
+    def log_step(self, report: StepReport) -> None:
+        """Log each round of a step."""
+        for member, round_ in report.rounds:
+            self._log_round(member, round_)
+
+    def _log_round(self, member: BatchMember, round_: Round) -> None:
         """Log the draft of a member's last round, its accepted tokens and its times."""
         self._n_logged += 1
         draft = round_.draft
@@ -277,10 +286,3 @@ class RequestSampling:
 def drafts_anything(options: SpecOptions, *, has_draft: bool) -> bool:
     """True if some drafter can work: one needs the draft model, the others do not."""
     return options.is_on and (has_draft or DrafterName.DRAFT not in options.drafters)
-
-
-def _vocabulary(engine: DraftModel) -> Vocabulary:
-    return Vocabulary(
-        lambda text: engine.tokenize(text, add_special=False, parse_special=True),
-        lambda tokens: engine.detokenize(tokens, special=True),
-    )

@@ -29,7 +29,7 @@ from specoffload.chat.conversation import (
     Reasoning,
 )
 from specoffload.errors import UsageError
-from specoffload.generation.generation import GenerateOptions, Piece
+from specoffload.generation.generation import GenerateOptions, TextPiece
 from specoffload.generation.statistics import GenerationStats
 from specoffload.terminal.screen import show_answer
 
@@ -102,14 +102,14 @@ def converse(talk: Talk, ask: Callable[[], str], console: Console) -> None:
             report.error(str(e))
 
 
-def _show(parts: Iterator[Delta | Piece], talk: Talk, console: Console) -> None:
+def _show(parts: Iterator[Delta | TextPiece], talk: Talk, console: Console) -> None:
     show_answer(parts, console, as_markdown=talk.is_markdown)
     console.print()
     if talk.last.finish_reason == "length":
         report.note(limit_words(talk.last, talk.options))
 
 
-def limit_words(last: Piece, options: GenerateOptions) -> str:
+def limit_words(last: TextPiece, options: GenerateOptions) -> str:
     """Say which limit ended an answer whose last piece has the finish reason "length"."""
     most = options.n_predict
     n_tokens = (most or 0) if last.stats is None else last.stats.n_tokens
@@ -241,7 +241,7 @@ def _beside(work: Callable[[], bool]) -> Iterator[None]:
 
 _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,[A-Za-z0-9+/]+={0,2}")
 _ROLES = ("system", "user", "assistant")
-Answer = Callable[[Conversation], Iterator[Delta | Piece]]
+StreamAnswer = Callable[[Conversation], Iterator[Delta | TextPiece]]
 
 
 class Talk:
@@ -249,7 +249,7 @@ class Talk:
 
     def __init__(
         self,
-        answer: Answer,
+        answer: StreamAnswer,
         system: str = "",
         options: GenerateOptions | None = None,
         *,
@@ -264,7 +264,7 @@ class Talk:
         self.images: list[str] = []  # data URLs for the next question
         self._reads_images = reads_images
         self.stats: GenerationStats | None = None
-        self.last = Piece("")  # of the last answer
+        self.last = TextPiece("")  # of the last answer
         self.options = GenerateOptions() if options is None else options
         self.is_markdown = is_markdown
         self._answer = answer
@@ -304,7 +304,7 @@ class Talk:
         self.images.append(f"data:{kind};base64,{data}")
         return len(self.images)
 
-    def ask(self, text: str) -> Iterator[Delta | Piece]:
+    def ask(self, text: str) -> Iterator[Delta | TextPiece]:
         """Ask a question, with the attached images, and yield the answer while it is written.
 
         A partial answer stays in the conversation. A question without any answer is removed.
@@ -313,9 +313,9 @@ class Talk:
         parts = [{"type": "image_url", "image_url": {"url": url}} for url in images]
         return self._ask([*parts, {"type": "text", "text": text}] if parts else text)
 
-    def _ask(self, content: str | list[dict[str, Any]]) -> Iterator[Delta | Piece]:
+    def _ask(self, content: str | list[dict[str, Any]]) -> Iterator[Delta | TextPiece]:
         self.messages.append({"role": "user", "content": content})
-        so_far, self.last = Message(), Piece("")
+        so_far, self.last = Message(), TextPiece("")
         try:
             for part in self._answer(Conversation(tuple(self.messages))):
                 if isinstance(part, Content | Reasoning | CallPiece):
@@ -333,7 +333,7 @@ class Talk:
             else:
                 self.messages.pop()
 
-    def retry(self) -> Iterator[Delta | Piece]:
+    def retry(self) -> Iterator[Delta | TextPiece]:
         """Answer the last question again. Raises UsageError if there was none."""
         asked = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         if not asked:
@@ -355,10 +355,10 @@ class Talk:
         Raises UsageError if the file cannot be used; the messages are then unchanged.
         """
         try:
-            found = json.loads(read_text(path))
+            talk = json.loads(read_text(path))
         except (OSError, ValueError) as e:
             raise UsageError(f"{path}: cannot be read as a conversation ({e})") from e
-        messages = found.get("messages") if isinstance(found, dict) else found
+        messages = talk.get("messages") if isinstance(talk, dict) else talk
         if not isinstance(messages, list) or not all(map(_is_message, messages)):
             raise UsageError(
                 f"{path}: is no conversation: a list of messages with role and content"

@@ -14,14 +14,14 @@ from specoffload.chat.format import ChatFormat
 from specoffload.chat.thinking import ThinkingWish
 from specoffload.config.options import ChatOptions
 from specoffload.config.resolution import DEMO_WORDS, Config, chat_settings
-from specoffload.generation.generation import GenerateOptions, Piece
+from specoffload.generation.generation import GenerateOptions, TextPiece
 from specoffload.session.chat import answer, format_of, missing_template_words
 from specoffload.session.session import Session
 from specoffload.session.startup_lines import always_shown
 from specoffload.terminal.chat import Keyboard, Talk, converse, limit_words
 from specoffload.terminal.screen import show_answer
 
-_Part = TypeVar("_Part")
+_SomePart = TypeVar("_SomePart")
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def opened(config: Config) -> Iterator[Session]:
     with session:
         shown = always_shown(session.notes)
         for words in session.notes:
-            if words in config.remarks:
+            if words in config.notes:
                 continue
             say = report.note if words in shown else report.detail
             say(words)
@@ -48,12 +48,12 @@ def opened(config: Config) -> Iterator[Session]:
         report.note(words)
 
 
-def with_bar(parts: Iterable[_Part], n_prompt: int, session: Session) -> Iterator[_Part]:
+def with_bar(parts: Iterable[_SomePart], n_prompt: int, session: Session) -> Iterator[_SomePart]:
     """Yield the parts of an answer. Parts without text move the prompt's progress bar instead."""
     with ExitStack() as shown:
         show: Callable[[float], None] | None = None
         for part in parts:
-            if not isinstance(part, Piece) or part.text or part.stats is not None:
+            if not isinstance(part, TextPiece) or part.text or part.stats is not None:
                 shown.close()
                 yield part
                 continue
@@ -63,7 +63,7 @@ def with_bar(parts: Iterable[_Part], n_prompt: int, session: Session) -> Iterato
             show(min(1.0, n_held / max(1, n_prompt)))
 
 
-def say_how_it_went(last: Piece) -> None:
+def say_how_it_went(last: TextPiece) -> None:
     """Show an answer's statistics on standard error; with --verbose, those of drafts as well."""
     if last.stats is None:
         return
@@ -73,7 +73,7 @@ def say_how_it_went(last: Piece) -> None:
         report.detail(words)
 
 
-def as_data(session: Session, message: Message, last: Piece) -> dict[str, Any]:
+def as_data(session: Session, message: Message, last: TextPiece) -> dict[str, Any]:
     """An answer as data for scripts (--json)."""
     stats = last.stats
     return {
@@ -105,19 +105,19 @@ def chat(
 def answer_text(
     session: Session, question: str, options: GenerateOptions, own: ChatOptions, *,
     has_limit: bool = False,
-) -> Piece:  # fmt: skip
+) -> TextPiece:  # fmt: skip
     """Answer one message in the model's chat format, and show two lines of statistics.
 
     Also says so if a token limit ended the answer, unless the user set that limit (`has_limit`).
     Returns the last piece.
     """
     talk = _talk(session, _format(session, own), options, own)
-    message, last = Message(), Piece("")
+    message, last = Message(), TextPiece("")
 
-    def kept() -> Iterator[Delta | Piece]:
+    def kept() -> Iterator[Delta | TextPiece]:
         nonlocal last
         for part in talk.ask(question):
-            if isinstance(part, Piece):
+            if isinstance(part, TextPiece):
                 last = part
             else:
                 message.add(part)
@@ -141,7 +141,7 @@ def _format(session: Session, own: ChatOptions) -> ChatFormat:
 def _talk(session: Session, form: ChatFormat, options: GenerateOptions, own: ChatOptions) -> Talk:
     settings = chat_settings(own)
 
-    def answered(conversation: Conversation) -> Iterator[Delta | Piece]:
+    def answered(conversation: Conversation) -> Iterator[Delta | TextPiece]:
         asked = replace(
             conversation,
             reasoning=settings.reasoning_for(ThinkingWish()),

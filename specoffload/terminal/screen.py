@@ -15,7 +15,7 @@ from rich.text import Text
 
 from specoffload import report
 from specoffload.chat.conversation import Content, Delta, Reasoning
-from specoffload.generation.generation import Piece
+from specoffload.generation.generation import TextPiece
 
 _FENCE = re.compile(r" {0,3}(```+|~~~+)")
 
@@ -33,10 +33,10 @@ def whole_blocks(text: str) -> tuple[str, str]:
         is_whole = line.endswith("\n")
         if after_empty and not fence and is_whole and line.strip() and not _goes_on(line):
             cut = at
-        found = _FENCE.match(line)
-        if found and not fence:
-            fence = found[1]
-        elif found and found[1].startswith(fence) and line.strip() == found[1]:
+        match = _FENCE.match(line)
+        if match and not fence:
+            fence = match[1]
+        elif match and match[1].startswith(fence) and line.strip() == match[1]:
             fence = ""
         after_empty = is_whole and not line.strip()
         at += len(line)
@@ -52,7 +52,7 @@ _FRAMES_PER_S = 12
 
 
 def show_answer(
-    parts: Iterable[Delta | Piece], console: Console, *, as_markdown: bool = True
+    parts: Iterable[Delta | TextPiece], console: Console, *, as_markdown: bool = True
 ) -> None:
     """Show an answer part by part until `parts` ends.
 
@@ -63,7 +63,7 @@ def show_answer(
         if console.quiet or not console.is_terminal or not as_markdown:
             _show_plain(parts, console)
             return
-        answer = _Answer(console)
+        answer = _AnswerBlocks(console)
         try:
             for part in parts:
                 answer.add(part)
@@ -71,7 +71,7 @@ def show_answer(
             answer.end()
 
 
-def _show_plain(parts: Iterable[Delta | Piece], console: Console) -> None:
+def _show_plain(parts: Iterable[Delta | TextPiece], console: Console) -> None:
     for part in parts:
         if isinstance(part, Content) and not console.quiet:
             console.file.write(part.text)
@@ -81,7 +81,7 @@ def _show_plain(parts: Iterable[Delta | Piece], console: Console) -> None:
         console.file.flush()
 
 
-class _Answer:
+class _AnswerBlocks:
     """Prints each complete Markdown block once, and redraws the incomplete block as it grows."""
 
     def __init__(self, console: Console) -> None:
@@ -93,7 +93,7 @@ class _Answer:
         self._live: Live | None = None
         self._due_s = 0.0
 
-    def add(self, part: Delta | Piece) -> None:
+    def add(self, part: Delta | TextPiece) -> None:
         if isinstance(part, Reasoning):
             self._reasons = True
             self._console.print(Text(part.text, "dim"), end="", soft_wrap=True)

@@ -13,7 +13,7 @@ from offload.errors import DeviceUnavailable
 from offload.ggml import drivers, installed
 from offload.ggml.drivers import Card, CudaDriver
 from offload.ggml.gpu_code import Code
-from offload.ggml.installed import built_for, cuda_unused, device_complaint
+from offload.ggml.installed import built_for, cuda_unused, no_device_reason
 from offload.ggml.native_build import missing_in_build
 
 GTX_1080 = Card("GTX 1080", (6, 1))
@@ -81,7 +81,7 @@ def test_a_driver_that_the_library_does_not_use_says_why(
 def test_without_a_driver_nothing_is_said(package: Path, tmp_path: Path) -> None:
     assert package.exists()
     assert cuda_unused(tmp_path) == ""
-    assert device_complaint("CUDA0", tmp_path) == ""
+    assert no_device_reason("CUDA0", tmp_path) == ""
 
 
 def test_a_card_without_code_is_refused_before_it_is_used(
@@ -90,7 +90,7 @@ def test_a_card_without_code_is_refused_before_it_is_used(
     """ggml would end the process at the first kernel."""
     assert package.exists()
     answers(monkeypatch, CudaDriver((13, 0), (RTX_4090, GTX_1080)))
-    monkeypatch.setattr(device, "device_complaint", lambda name: device_complaint(name, root))
+    monkeypatch.setattr(device, "no_device_reason", lambda name: no_device_reason(name, root))
     (cpu,) = devices()
     cards = [DeviceChoice(f"CUDA{n}", "a card", cpu.device, True, True, "") for n in range(2)]
     monkeypatch.setattr(device, "devices", lambda: [cpu, *cards])

@@ -118,7 +118,7 @@ def test_a_batch_is_computed_whatever_the_trial_says(tiny_dense: Path, tmp_path:
             engine.n_vocab,
         )
         verdict = amx_verdict(tmp_path, Trial("is not tried again"))
-        said = [note for note in engine.notes if note.startswith("AMX")]
+        said = [note for note in engine.opened.notes if note.startswith("AMX")]
         assert said == ([] if verdict is None or verdict.works else [verdict.sentence])
 
 
@@ -161,15 +161,15 @@ def test_both_layouts_are_timed_where_ggml_can_repack(monkeypatch: pytest.Monkey
     monkeypatch.setattr(layout_speed, "_LEAST_S", 0.0)
     can_repack = "CPU_REPACK" in extra_buffer_types() and cpu_features().get("AVX2") == "1"
     computed: list[int] = []
-    real = layout_speed._Product.seconds
+    real = layout_speed._TimedProduct.seconds
 
-    def seconds(product: layout_speed._Product, n_tokens: int, stream: Stream) -> float:
+    def seconds(product: layout_speed._TimedProduct, n_tokens: int, stream: Stream) -> float:
         """The product is computed. Layouts take turns, and every turn is faster than the last."""
         assert real(product, n_tokens, stream) > 0
         computed.append(n_tokens)
         return float(n_tokens * (100 - len(computed)))
 
-    monkeypatch.setattr(layout_speed._Product, "seconds", seconds)
+    monkeypatch.setattr(layout_speed._TimedProduct, "seconds", seconds)
     for kind in (WeightKind(True, "q4_0"), WeightKind(False, "q4_0")):
         computed.clear()
         found = layout_speed.layout_times(kind)

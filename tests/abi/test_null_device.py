@@ -15,7 +15,7 @@ from offload.ggml.library.callback import Pending
 from offload.ggml.memory import AnonymousMemory
 from offload.ggml.model import Model, ModelPlacement
 from offload.model_file import read_facts
-from offload.times.context import ContextOptions
+from offload.times.context_memory import ContextOptions
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from combinations.opening import open_words
 from offload.engine import Engine
-from specoffload.generation.generation import GenerateOptions, Piece
+from specoffload.generation.generation import GenerateOptions, TextPiece
 from specoffload.generation.statistics import GenerationStats
 
 # Largest distance of logits between one batch and another of the same text, as a share of their
@@ -125,7 +125,9 @@ class Judge:
         self.faults.append(f"{what}: {fault}")
 
 
-def answer_of(prompt: tuple[int, ...], options: GenerateOptions, pieces: Sequence[Piece]) -> Answer:
+def answer_of(
+    prompt: tuple[int, ...], options: GenerateOptions, pieces: Sequence[TextPiece]
+) -> Answer:
     """Join a request's pieces. Raises AssertionError if it is not over."""
     last = pieces[-1]
     assert last.stats is not None

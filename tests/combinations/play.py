@@ -135,7 +135,7 @@ class Player:
             self._fault("a restored slot", words)
         (again,) = self.ask([prompt], "the same prompt in a restored slot", id_slot=number)
         # A file has no hidden row of the prompt's last token but one, from which own layers draft.
-        n_again = int(session.target.row_draft is not None)
+        n_again = int(session.target.opened.row_draft is not None)
         if again.stats.n_cached_tokens < live.stats.n_cached_tokens - n_again:
             self._fault(
                 "a restored slot",

@@ -18,7 +18,10 @@ from specoffload.session.session import Session
 
 _N_IDLE, _IDLE_TOKENS, _TOKENS = 3, 3000, 600
 _MOST_RATIO = 1.3
-_UNMENDED = pytest.mark.xfail(strict=True, reason="its cells stay where the request reads them")
+# Not strict: how much the idle cells cost depends on whether the drafts are worth their time.
+_UNMENDED = pytest.mark.xfail(
+    strict=False, reason="idle slots stay beside a draft model, which would read them again"
+)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +30,7 @@ _UNMENDED = pytest.mark.xfail(strict=True, reason="its cells stay where the requ
         ("full", False),
         pytest.param("mla", False, marks=pytest.mark.slow),
         pytest.param("dense", False, marks=pytest.mark.slow),
-        pytest.param("sinks", False, marks=_UNMENDED),
+        ("sinks", False),
         pytest.param("full", True, marks=(_UNMENDED, pytest.mark.slow)),
     ],
 )

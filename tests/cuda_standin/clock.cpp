@@ -114,6 +114,12 @@ double Unit::take(double ready_s, double length_s) {
     return end;
 }
 
+bool Unit::is_busy(double s) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto                  next = busy_.upper_bound(s);
+    return next != busy_.begin() && std::prev(next)->second > s;
+}
+
 }  // namespace standin
 
 extern "C" {

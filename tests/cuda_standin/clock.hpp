@@ -66,6 +66,10 @@ extern thread_local double * stream_now_s;
 // Lets the running item take this long.
 void spend(double s);
 
+// Lets the running item read pinned memory over a device's link. Beside a copy it has half of the link, and copies
+// that come later have as much less time.
+void read_over_link(int device, double bytes);
+
 // A line in the file STANDIN_TIMELINE, if it is set: what ran where, from when to when, and its bytes or kernels.
 void note(const char * what, int device, double begin_s, double end_s, size_t amount);
 
@@ -74,6 +78,8 @@ class Unit {
   public:
     // Takes the first free time of that length from `ready_s` on. Returns its end.
     double take(double ready_s, double length_s);
+
+    bool is_busy(double s);
 
   private:
     std::mutex               mutex_;

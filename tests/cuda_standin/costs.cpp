@@ -83,7 +83,17 @@ double cost_s(const ggml_tensor * node) {
     }
 }
 
-void take_time(int device, const std::vector<Launch> & launches, const std::vector<double> & costs_s) {
+double bytes_over_link(const ggml_tensor * node) {
+    double n_bytes = 0;
+    for (int i = 0; i < 2 && node->op == GGML_OP_SET_ROWS; ++i) {
+        const double of_source = bytes(node->src[i]);
+        n_bytes += is_pinned(node->src[i]->data, static_cast<size_t>(of_source)) ? of_source : 0;
+    }
+    return n_bytes;
+}
+
+void take_time(int device, const std::vector<Launch> & launches, const Costs & costs) {
+    const std::vector<double> & costs_s = costs.kernels_s;
     size_t n_kernels = 0, n_begun = 0, next = 0;
     for (const Launch & launch : launches) {
         n_kernels += launch.n_kernels;
@@ -102,6 +112,9 @@ void take_time(int device, const std::vector<Launch> & launches, const std::vect
     }
     for (; next < costs_s.size(); ++next) {
         spend(costs_s[next]);
+    }
+    if (costs.link_bytes > 0) {
+        read_over_link(device, costs.link_bytes);
     }
     note("graph", device, began_s, *stream_now_s, n_kernels);
 }

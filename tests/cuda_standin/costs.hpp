@@ -18,8 +18,17 @@ bool has_kernel(const ggml_tensor * node);
 // more. Other nodes take no time beside their kernels'. Ids of experts must have been computed.
 double cost_s(const ggml_tensor * node);
 
+// Bytes that a node's kernel reads over the link. Only the rows and places of SET_ROWS may lie in pinned memory.
+double bytes_over_link(const ggml_tensor * node);
+
+// The virtual time of computed nodes.
+struct Costs {
+    std::vector<double> kernels_s;  // of each node that has a kernel
+    double              link_bytes = 0;
+};
+
 // Lets the running stream take the time of the launched kernels, which compute these nodes.
-void take_time(int device, const std::vector<Launch> & launches, const std::vector<double> & costs_s);
+void take_time(int device, const std::vector<Launch> & launches, const Costs & costs);
 
 // With STANDIN_SKIP=products, products and attention yield zeros, except those of routers. So shapes
 // of real models take little time, and tokens choose experts by their embeddings.

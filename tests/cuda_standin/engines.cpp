@@ -64,6 +64,19 @@ Engines & engines() {
 
 }  // namespace
 
+void read_over_link(int device, double bytes) {
+    Unit * unit;
+    {
+        std::lock_guard<std::mutex> lock(engines().mutex);
+        unit = &engines().all[{device, Direction::to_device}].unit;
+    }
+    const double alone_s = bytes / rates.link_bytes_per_s;
+    const double length_s = rates.mapped_s + (unit->is_busy(*stream_now_s) ? 2 : 1) * alone_s;
+    unit->take(*stream_now_s, alone_s);
+    note("read", device, *stream_now_s, *stream_now_s + length_s, static_cast<size_t>(bytes));
+    spend(length_s);
+}
+
 Work on_engine(Direction direction, const Stream & stream, const void * handle, size_t bytes, bool is_pinned,
                Work copy) {
     std::lock_guard<std::mutex> lock(engines().mutex);

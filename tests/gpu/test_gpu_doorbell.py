@@ -13,7 +13,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -217,16 +216,18 @@ def test_measured_costs_divide_the_layers_that_pay(
     """Layers wait again if streaming a missing expert saves more than the wait costs."""
     streaming = slots_for(many, "half", hybrid=True, splitter=stay)
     with open_engine(many, opened(cuda, streaming)) as engine:
-        assert engine.hybrid is not None
+        assert engine.opened.weights.hybrid is not None
         (costs,) = measure_split(engine).values()
-        engine.ways.use(replace(engine.ways.now, splitter=ByCosts(costs.costs())))
+        engine.opened.weights.ways.change(splitter=ByCosts(costs.costs()))
         monkeypatch.setattr(doorbell.RingChoice, "pays", True)
         _, rung = decoded(engine, (1,), 3)
         assert min(rung[1]) > 0
         monkeypatch.setattr(doorbell.RingChoice, "pays", False)
         _, rung = decoded(engine, (1,), 3)
         assert max(rung[1]) == 0
-        with engine.ways.trying(engine.ways.now.splitting_by(all_on_device)):
+        with engine.opened.weights.ways.trying(
+            engine.opened.weights.ways.now.splitting_by(all_on_device)
+        ):
             monkeypatch.setattr(doorbell.RingChoice, "pays", True)
             _, rung = decoded(engine, (1,), 3)
         assert max(rung[1]) == 0, "missing experts are copied in the decode"
@@ -269,11 +270,15 @@ def test_a_trial_that_fails_keeps_the_wait_and_says_why(
     cuda: DeviceChoice, many: Path, monkeypatch: pytest.MonkeyPatch, name: str, why: str,
     replaced: Callable[..., Any],
 ) -> None:  # fmt: skip
+    if why == "the device does not wait" and os.environ.get("STANDIN_JITTER"):
+        pytest.skip("a device with delays may be late where it should wait")
     faulty(monkeypatch, name, replaced)
     streaming = slots_for(many, "half", hybrid=True, splitter=stay)
     with open_engine(many, opened(cuda, streaming)) as engine:
         _, rung = decoded(engine, (1,), 3)
-        said = [note for note in engine.notes if "waits for the GPU in each split layer" in note]
+        said = [
+            note for note in engine.opened.notes if "waits for the GPU in each split layer" in note
+        ]
     assert max(rung[1]) == 0
     assert len(said) == 1
     assert said[0].startswith(f"{cuda.name}: the host waits")
@@ -285,7 +290,7 @@ def test_a_trial_that_fails_keeps_the_wait_and_says_why(
     monkeypatch.setattr(BELLS, "listeners", [told.append])
     with open_engine(many, opened(cuda, streaming)) as engine:
         _, rung = decoded(engine, (1,), 3)
-        assert any(BELLS.why_not in note for note in engine.notes)
+        assert any(BELLS.why_not in note for note in engine.opened.notes)
     assert max(rung[1]) == 0
     assert not told
 

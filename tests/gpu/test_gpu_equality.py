@@ -84,7 +84,7 @@ def test_streamed_is_resident(way: str, gpu: DeviceChoice, request: pytest.Fixtu
     path, resident = request.getfixturevalue(model), request.getfixturevalue(f"resident_{model}")
     with open_engine(path, options(gpu, slots_for(path, slots, **changes))) as engine:
         assert engine.device is not None
-        assert engine.plan is not None
+        assert engine.opened.plan is not None
         assert engine.device.is_native == changes.get("native", True)
         before = engine.device.n_asked
         assert_same(gpu, logits(engine), resident)
@@ -94,7 +94,7 @@ def test_streamed_is_resident(way: str, gpu: DeviceChoice, request: pytest.Fixtu
         assert not engine.device.declined
         assert (counters.router_reads > 0) == (model == "moe")
         if slots == "least":
-            assert counters.streamed_bytes > engine.plan.streamed_bytes, "slots are reused"
+            assert counters.streamed_bytes > engine.opened.plan.streamed_bytes, "slots are reused"
 
 
 def poison(pages: HostRange) -> None:
@@ -122,9 +122,9 @@ def test_experts_read_from_the_disk_are_resident(
     memory = memory_for(gpu, moe, streaming, share)
     with open_engine(moe, options(gpu, streaming, **memory)) as engine:
         assert_same(gpu, logits(engine), resident_moe)
-        assert engine.store is not None
-        assert engine.store.experts is not None
-        assert engine.store.experts.used_bytes <= memory["ram_bytes"]
+        assert engine.opened.weights.store is not None
+        assert engine.opened.weights.store.experts is not None
+        assert engine.opened.weights.store.experts.used_bytes <= memory["ram_bytes"]
         assert engine.disk_counters()["experts_read"] > 0
 
 
@@ -164,8 +164,8 @@ def test_one_token_at_a_time_through_the_fewest_slots_is_resident(
     with open_engine(
         moe, options(gpu, slots_for(moe, "least", depth=depth, n_gpu_layers=99))
     ) as engine:
-        assert engine.plan is not None
-        assert all(pool.n_slots == pool.n_used for pool in engine.plan.layout.pools)
+        assert engine.opened.plan is not None
+        assert all(pool.n_slots == pool.n_used for pool in engine.opened.plan.layout.pools)
         got = logits(engine, ones)[:6]
         assert engine.counters().evictions > 0
         # The 6 one-token decodes fit the slots. The 3 tokens after the rewind may need more.
@@ -279,7 +279,7 @@ def test_copies_through_the_pinned_ring_give_the_same(
         assert_same(async_gpu, logits(engine), resident_moe)
         counters = engine.counters()
         assert counters.bounced_bytes == counters.streamed_bytes > 0
-        assert any("ring" in note for note in engine.notes)
+        assert any("ring" in note for note in engine.opened.notes)
 
 
 @pytest.mark.parametrize("warmup", [True, False])
@@ -294,17 +294,17 @@ def test_slots_sized_after_a_warm_up_give_the_same(
         free_before = gpu.device.memory_bytes()[0]
         with open_engine(moe, opened) as engine:
             logits(engine)
-            assert engine.plan is not None
+            assert engine.opened.plan is not None
             used = free_before - gpu.device.memory_bytes()[0]
-            taken = max(taken, used - engine.plan.slot_bytes)
+            taken = max(taken, used - engine.opened.plan.slot_bytes)
     half = {"device_bytes": taken + plan.slot_bytes // 2, "n_gpu_layers": ON_GPU}
     with open_engine(moe, engine_options(opened, **half)) as engine:
-        assert engine.plan is not None
-        assert 0 < engine.plan.slot_bytes <= plan.slot_bytes // 2
+        assert engine.opened.plan is not None
+        assert 0 < engine.opened.plan.slot_bytes <= plan.slot_bytes // 2
         assert engine.counters().copies == 0, "a warm-up copies nothing"
         assert_same(gpu, logits(engine), resident_moe)
         assert engine.counters().copies > 0
-        assert any("after a warm-up of 16 tokens" in note for note in engine.notes) == warmup
+        assert any("after a warm-up of 16 tokens" in note for note in engine.opened.notes) == warmup
 
 
 def test_a_batch_of_the_same_size_again_reads_other_slots(gpu: DeviceChoice, models: Path) -> None:

@@ -20,7 +20,7 @@ from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions, open_engine
 from offload.model_file import read_facts
 from offload.schedule.splitter import all_on_device, stay
-from offload.times.context import context_memory
+from offload.times.context_memory import context_memory
 
 SIZES = (1, 1, 1, 2, 5, 17, 70, 130)
 PRESETS = {"plain": "qwen3-30b-a3b", "latent": "deepseek-v3", "recurrent": "qwen3.5-35b-a3b"}
@@ -71,9 +71,13 @@ def opened(gpu: DeviceChoice, path: Path, way: str, *, kv_offload: bool) -> Engi
 
 def check_copies(engine: Engine) -> None:
     """Check that the GPU computed layers while the caches of others were copied, if it could."""
-    counters, plan = engine.counters(), engine.plan
+    counters, plan = engine.counters(), engine.opened.plan
     assert plan is not None
-    if engine.ram_cache is None or not engine.ram_cache.is_pinned or plan.attention_batch is None:
+    if (
+        engine.opened.ram_cache is None
+        or not engine.opened.ram_cache.is_pinned
+        or plan.attention_batch is None
+    ):
         assert counters.cache_bytes == 0
         return
     assert counters.cache_ahead_bytes > 0
@@ -83,10 +87,10 @@ def check_copies(engine: Engine) -> None:
 def logits(path: Path, made: EngineOptions) -> Logits:
     rng, rows = random.Random(1), []
     with open_engine(path, made) as engine:
-        if engine.ram_cache is not None:
+        if engine.opened.ram_cache is not None:
             # Vulkan cannot pin memory of ours, and copies from ordinary memory.
-            is_pinned = not engine.ram_cache.why_not_pinned
-            assert is_pinned == (engine.choice.device.backend is CUDA)
+            is_pinned = not engine.opened.ram_cache.why_not_pinned
+            assert is_pinned == (engine.start.choice.device.backend is CUDA)
         for _ in range(20):
             n = rng.choice(SIZES)
             tokens = [rng.randrange(engine.n_vocab) for _ in range(n)]

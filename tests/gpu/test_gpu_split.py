@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from offload.measuring import measure_split
 from offload.model_file import read_facts
 from offload.schedule.schedule import Schedule
 from offload.schedule.splitter import ByCosts, Splitter, all_on_device, stay
-from offload.stream.nodes_ahead import Ahead, Behind, Ordered, Orderer
+from offload.stream.nodes_ahead import Behind, NodesAhead, Ordered, Orderer
 from offload.stream.prompt_side import PromptSide
 from offload.times.min_batch import NEVER, MinBatch
 
@@ -41,8 +40,8 @@ def test_a_split_layer_gives_what_the_resident_model_gives(
     with open_engine(moe, split(gpu, moe, splitter)) as engine:
         got = logits(engine)
         counters = engine.counters()
-        assert engine.hybrid is not None
-        assert not engine.ways.now.declined
+        assert engine.opened.weights.hybrid is not None
+        assert not engine.opened.weights.ways.now.declined
         assert counters.split_layers > 0
     assert (counters.n_pairs_host > 0) == (splitter is not all_on_device)
     assert_close(got, resident_moe, 0.08)
@@ -72,7 +71,7 @@ def test_what_goes_ahead_of_the_cpus_rows_changes_no_bit(
     gpu: DeviceChoice, moe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def in_order(_: Orderer, graph: Graph, layers: Sequence[Behind]) -> Ordered:
-        return Ordered(graph, [Ahead()] * len(layers), Relocation())
+        return Ordered(graph, [NodesAhead()] * len(layers), Relocation())
 
     found = []
     for ahead in (True, False):
@@ -89,11 +88,11 @@ def test_a_gpu_is_measured_and_layers_are_split_by_it(
     gpu: DeviceChoice, moe: Path, resident_moe: Logits
 ) -> None:
     with open_engine(moe, split(gpu, moe, stay)) as engine:
-        assert engine.hybrid is not None
+        assert engine.opened.weights.hybrid is not None
         (costs,) = measure_split(engine).values()
         arrays = costs.costs()
         assert min(arrays.copy_s, arrays.host_s[1]) > 0
-        engine.ways.use(replace(engine.ways.now, splitter=ByCosts(arrays)))
+        engine.opened.weights.ways.change(splitter=ByCosts(arrays))
         assert_close(logits(engine), resident_moe, 0.08)
 
 

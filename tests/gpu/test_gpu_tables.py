@@ -47,11 +47,11 @@ def test_a_table_is_never_in_gpu_memory(gpu: DeviceChoice, models: Path, archite
             found.append(np.concatenate(rows))
             if ram_bytes is None:
                 assert table_is_in_memory(table), "it was dropped after loading"
-            plan = engine.plan
+            plan = engine.opened.plan
             assert plan is not None
             assert plan.resident_bytes + plan.streamed_bytes == device_bytes(facts)
         sizes = [(m[1], float(m[2]) * 2**20) for m in map(_MODEL_BUFFER.search, lines) if m]
-        on_gpu = sum(size for name, size in sizes if name == engine.choice.name)
+        on_gpu = sum(size for name, size in sizes if name == engine.start.choice.name)
         in_ram = sum(size for name, size in sizes if name.startswith("CPU"))
         # Each buffer's size is rounded, and each tensor begins at a multiple of 256 bytes.
         assert 0 < on_gpu < plan.resident_bytes + 512 * len(facts.weights) + 2**14

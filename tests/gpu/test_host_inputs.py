@@ -13,7 +13,7 @@ from lab.synth import write_preset
 from offload.device import DeviceChoice
 from offload.engine import open_engine
 from offload.model_file import read_facts
-from offload.times.context import ContextOptions, host_input_bytes
+from offload.times.context_memory import ContextOptions, host_input_bytes
 
 
 @pytest.mark.parametrize("preset", ["qwen3-30b-a3b", "gpt-oss-20b"])

@@ -20,7 +20,7 @@ from offload.ggml.context import Context
 from offload.ggml.library.callback import Pending
 from offload.ggml.model import Model, ModelPlacement
 from offload.model_file import read_facts
-from offload.times.context import ContextOptions
+from offload.times.context_memory import ContextOptions
 from offload.torch_draft.steps import Eager
 
 PRESETS = {"llama": "llama-3.3-70b", "qwen2": "qwen2.5-0.5b", "qwen3": "qwen3-0.6b"}

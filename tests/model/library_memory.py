@@ -20,7 +20,7 @@ from offload.stream.building import ExecutorBuilder
 from offload.stream.device import BatchRules, StreamingDevice
 from offload.stream.options import StreamingOptions
 from offload.stream.ways_in_use import WaysInUse
-from offload.times.context import ContextOptions
+from offload.times.context_memory import ContextOptions
 from offload.times.min_batch import MinBatch
 from offload.times.ways import Ways
 
@@ -43,8 +43,9 @@ def allocated(path: Path, spec: ContextOptions) -> Allocated:
     pending = Pending()
     host = HostBufferType("SPEC_HOST", AnonymousMemory(), pending)
     choice, plan = choose_device("sim"), make_plan(read_facts(path))
-    slots = ExecutorBuilder(choice, StreamingOptions(), []).slots(plan)
-    device = StreamingDevice(choice, host, slots, BatchRules(WaysInUse(Ways(MinBatch(1, 1)))))
+    builder = ExecutorBuilder(choice, StreamingOptions(), [])
+    rules = BatchRules(WaysInUse(Ways(MinBatch(1, 1))))
+    device = StreamingDevice(choice, host, plan, builder.executors(plan), rules)
     placement = ModelPlacement(
         (device,),
         ((r"ffn_.*_exps\.weight", host),),

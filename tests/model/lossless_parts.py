@@ -24,8 +24,8 @@ from lab.options import Streaming
 from offload.engine import Engine
 from offload.ggml.sampler import SamplerChain
 from offload.sampling.options import checked
-from offload.times.search import Wanted
-from offload.times.table import CostTable, Entry
+from offload.times.search import TimingRequest
+from offload.times.table import CostTable, DecodeTime
 from specdec.costs.profile import CostProfile
 from specdec.types import Round
 from specoffload.config.options import Toggle
@@ -91,11 +91,16 @@ def let_batches_be_cheap(patch: pytest.MonkeyPatch) -> None:
     """
 
     def measured(
-        _: object, text: object, table: CostTable, wanted: Wanted, *__: object, **___: object
+        _: object,
+        text: object,
+        table: CostTable,
+        request: TimingRequest,
+        *__: object,
+        **___: object,
     ) -> float:
-        for way in wanted.ways:
+        for way in request.ways:
             for n, seconds in enumerate(cheap_batches().step_s, 1):
-                table.add(way, n, Entry(seconds, n_timed=1))
+                table.add(way, n, DecodeTime(seconds, n_timed=1))
         return 0.0
 
     patch.setattr("specoffload.speculation.costs.measure", measured)
@@ -138,7 +143,7 @@ def cell_positions(engine: Engine, sequence: int = SEQUENCE) -> list[int]:
     number of sequences and their ids. Models with rotary sections store 12 more bytes before the
     ids. Each cell lists only this sequence, so exactly one of the two layouts fits.
     """
-    state = engine._context.state(sequence, 0)
+    state = engine.opened.context.state(sequence, 0)
     magic, owner_said, n_streams, n_cells = struct.unpack_from("<IiII", state)
     assert (magic, owner_said, n_streams) == (_STATE_MAGIC, sequence, 1)
     for layout in ("<iIi", "<iI12xi"):
@@ -225,14 +230,16 @@ def generate(opened: Session, prompt: str | Sequence[int], request: GenerateOpti
     text = ""
     answer: list[int] = []
     rounds: list[Round] = []
-    opened.batcher.on_round.append(rounds.append)
+    opened.batcher.on_step.append(
+        lambda report: rounds.extend(round_ for _, round_ in report.rounds)
+    )
     for piece in opened.generate(tokens, request):
         text += piece.text
         answer += piece.tokens
         assert_each_position_once(opened.target)
         if opened.draft is not None:
             assert_each_position_once(opened.draft)
-    opened.batcher.on_round.pop()
+    opened.batcher.on_step.pop()
     assert piece.stats is not None
     assert piece.finish_reason is not None
     out = [token for round_ in rounds for token in round_.emitted]

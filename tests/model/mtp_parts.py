@@ -19,7 +19,8 @@ from lab.options import Streaming
 from offload.engine import Engine
 from offload.model_file import read_facts
 from offload.plan.row_draft import plan_mtp
-from offload.times.context import ContextOptions
+from offload.sequences.block_draft import BlockDraft
+from offload.times.context_memory import ContextOptions
 from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
 
@@ -36,15 +37,21 @@ def fresh_draft(engine: Engine, history: Sequence[int], n: int) -> tuple[list[in
 
     Returns the tokens, and how far the logit of each is above the second likeliest token's.
     """
-    layers = engine.row_draft
+    layers = engine.opened.row_draft
     assert layers is not None
     engine.sequences.rewind(0, 0)
     engine.sequences.extend(0, history[:-1], 0)
     tokens: list[int] = []
     gaps: list[float] = []
     feed = layers.tail(0, history)
+    block = None
+    if isinstance(layers, BlockDraft):
+        (block,) = layers.draft_blocks([(0, feed)], layers.shape.n_most)
     while len(tokens) < n:
-        row = layers.extend(0, feed)[-1]
+        if block is None:
+            row = layers.extend(0, feed)[-1]
+        else:
+            row, _ = block.place(len(tokens), tokens[-1] if tokens else None)
         second, best = np.partition(row, -2)[-2:]
         tokens.append(int(row.argmax()))
         gaps.append(float(best - second))

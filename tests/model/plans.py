@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
-from specoffload.opening.context_size import sized
-from specoffload.opening.drafters import with_usable_drafters
+from specoffload.opening.context_size import ContextSize, chosen_context
+from specoffload.opening.drafters import usable_drafters
+from specoffload.opening.header import target_facts
 from specoffload.opening.planner import Planner
 from specoffload.opening.planning import Planned
 
 
 def planned_for(config: Config, own: PlanOptions) -> Planned:
     """The plan for this configuration on its devices, or on the machine that `own` describes."""
-    return Planner(with_usable_drafters(config), own).planned(config.ctx_size)
+    spec = usable_drafters(target_facts(config), config.spec)
+    return Planner(config, spec, own).planned(config.ctx_size)
 
 
-def with_context(config: Config) -> Config:
-    """The configuration with the context that a start on this machine takes."""
-    return sized(config, Planner(config))
+def context_of(config: Config) -> ContextSize:
+    """The context that a start on this machine takes."""
+    return chosen_context(config, Planner(config, config.spec))

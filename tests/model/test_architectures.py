@@ -26,7 +26,7 @@ from lab.synth.mixtures import (
 )
 from offload.errors import BadModel
 from offload.model_file import read_facts
-from offload.times.context import ContextOptions, context_memory
+from offload.times.context_memory import ContextOptions, context_memory
 from pinned_release import pinned_version
 from specoffload.generation.generation import GenerateOptions
 

@@ -88,9 +88,11 @@ def test_contexts_that_the_library_rounds_up_hold_batches_of_all_their_tokens(
     assert done.returncode == 0, done.stderr
 
 
-def test_a_draft_whose_vocabulary_does_not_fit(tiny_moe: Path) -> None:
-    done = run_program("-md", tiny_moe, "-p", "x")
-    assert_one_sentence(done, tiny_moe.name, "draft")
+def test_a_draft_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    """One with another vocabulary is translated (tests/model/test_vocabulary_pairs.py)."""
+    draft = write_preset("mistral-large", tmp_path / "none.gguf", size="tiny", vocab="none")
+    done = run_program("-md", draft, "-p", "x")
+    assert_one_sentence(done, draft.name, "no tokenizer", "--draft")
 
 
 def test_an_architecture_unknown_to_the_library(tmp_path: Path, whole: bytes) -> None:

@@ -153,7 +153,7 @@ def test_each_repetition_begins_with_drafters_and_a_policy_that_know_no_text(
     speculation = session.speculation
     assert speculation is not None
     before = speculation.parts
-    options = session.config.spec.options
+    options = session.choices.spec.options
     first, second = speculation.begun(options), speculation.begun(options)
     assert isinstance(first.drafter, ChainDrafter)
     assert isinstance(second.drafter, ChainDrafter)
@@ -176,7 +176,7 @@ def test_each_repetition_begins_with_drafters_and_a_policy_that_know_no_text(
 def test_only_the_defaults_decodes_correct_the_times_that_it_plans_with(session: Session) -> None:
     learner, seen = session.costs.learner, []
     assert learner is not None
-    settings = settings_for(session.config.spec.options, [PolicyName.FIXED], [3])
+    settings = settings_for(session.choices.spec.options, [PolicyName.FIXED], [3])
     took = learner.took
 
     def spied(n: int, seconds: float) -> None:
@@ -194,7 +194,7 @@ def test_only_the_defaults_decodes_correct_the_times_that_it_plans_with(session:
 
 
 def test_an_interrupted_measurement_has_complete_repetitions_only(session: Session) -> None:
-    settings = settings_for(session.config.spec.options, [PolicyName.FIXED], [1])
+    settings = settings_for(session.choices.spec.options, [PolicyName.FIXED], [1])
     seen, n_turns = Seen(), 0
 
     def interrupt(name: str, nth: int, seen: Seen) -> None:

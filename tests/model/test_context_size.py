@@ -5,24 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from plans import with_context
+from plans import context_of
 from resolved import config_of
 
+from lab.plans import on_one_gpu
 from lab.synth.published import published_facts
 from offload import probe as probing
 from offload.errors import DoesNotFit, WorkerUnavailable
 from offload.plan.context_choice import RequestSeconds, choose_context
-from offload.plan.placement import PlanRequest, make_plan
+from offload.plan.placement import PlanRequest
 from offload.plan.sharing import UBATCHES
 from offload.remote.address import Address
 from offload.remote.offers import Offer
-from offload.store.store import Room
-from offload.times.context import ContextOptions, context_memory
+from offload.store.store import HostRoom
+from offload.times.context_memory import ContextOptions, context_memory
 from specoffload.config.hardware import PRESETS
 from specoffload.config.options import PlanOptions
 from specoffload.opening import planner
-from specoffload.opening.context_size import planned_with_context, request_seconds
-from specoffload.opening.planning import Planned
+from specoffload.opening.context_size import (
+    ContextSize,
+    chosen_context,
+    planner_of,
+    request_seconds,
+)
 
 GIB = 1 << 30
 
@@ -34,15 +39,15 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_demo_pair_gets_all_of_its_context() -> None:
-    found = with_context(config_of(device="cpu"))
-    assert found.ctx_size == 2048
-    assert found.reasons[0].startswith("context: 2,048 tokens")
+    found = context_of(config_of(device="cpu"))
+    assert found.n_ctx == 2048
+    assert found.reason.startswith("context: 2,048 tokens")
 
 
 @pytest.mark.parametrize("ctx_size", [0, 512])
 def test_a_context_that_was_asked_for_is_kept(ctx_size: int) -> None:
     config = config_of(device="cpu", ctx_size=ctx_size)
-    assert with_context(config) is config
+    assert context_of(config) == ContextSize(ctx_size)
 
 
 def test_a_context_in_ram_takes_a_part_of_what_the_weights_leave(
@@ -51,10 +56,9 @@ def test_a_context_in_ram_takes_a_part_of_what_the_weights_leave(
     config = config_of(model=qwen, device="cpu")
     sizes = []
     for n_gib in (6, 20, 30, 200):  # with 6 GiB, experts are read from the disk
-        room = Room(n_gib * GIB, "a test")
+        room = HostRoom(n_gib * GIB, "a test")
         monkeypatch.setattr(planner, "room_now", lambda room=room: room)
-        n_ctx = with_context(config).ctx_size
-        assert n_ctx is not None
+        n_ctx = context_of(config).n_ctx
         sizes.append(n_ctx)
     assert sizes[1:] == sorted(sizes[1:])
     assert sizes[1] < sizes[2] < sizes[3] == 40960
@@ -66,10 +70,9 @@ def test_a_context_beside_experts_on_the_disk_leaves_room_for_a_layer(
 ) -> None:
     """A start with 22 GiB once chose a context for DeepSeek-R1 that it then refused."""
     facts = published_facts("DeepSeek-R1", tmp_path)
-    room = Room(22 * GIB, "a test")
+    room = HostRoom(22 * GIB, "a test")
     monkeypatch.setattr(planner, "room_now", lambda: room)
-    n_ctx = with_context(config_of(model=facts.path, device="cpu")).ctx_size
-    assert n_ctx is not None
+    n_ctx = context_of(config_of(model=facts.path, device="cpu")).n_ctx
     context_bytes = context_memory(facts, ContextOptions(n_ctx)).total_bytes
     dense_bytes, layer_bytes = facts.size_bytes - facts.expert_bytes, facts.expert_bytes / 58
     assert context_bytes + dense_bytes + layer_bytes < room.available_bytes
@@ -80,7 +83,7 @@ def test_a_context_beside_experts_on_the_disk_leaves_room_for_a_layer(
 def test_a_context_beside_a_worker_depends_on_its_memory(
     device: str, qwen: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, n_asked = Room(64 * GIB, "a test"), 0
+    here, n_asked = HostRoom(64 * GIB, "a test"), 0
     for module in (probing, planner):
         monkeypatch.setattr(module, "room_now", lambda: here)
     sizes = []
@@ -93,30 +96,27 @@ def test_a_context_beside_a_worker_depends_on_its_memory(
 
         monkeypatch.setattr(probing, "offers_of", offers)
         workers = (Address("127.0.0.1", 1),)
-        found = with_context(config_of(model=qwen, device=device, workers=workers))
-        assert found.ctx_size is not None
-        assert found.reasons[0].startswith(f"context: {found.ctx_size:,} tokens")
-        sizes.append(found.ctx_size)
+        found = context_of(config_of(model=qwen, device=device, workers=workers))
+        assert found.reason.startswith(f"context: {found.n_ctx:,} tokens")
+        sizes.append(found.n_ctx)
     assert 4096 <= sizes[0] < sizes[1] == 40960
     assert n_asked == 2, "a worker is asked once for all contexts"
 
 
 def test_a_worker_that_is_not_there_is_said_before_anything_is_opened(qwen: Path) -> None:
     with pytest.raises(WorkerUnavailable, match="the worker at 127.0.0.1:1 cannot be reached"):
-        with_context(config_of(model=qwen, workers=(Address("127.0.0.1", 1),)))
+        context_of(config_of(model=qwen, workers=(Address("127.0.0.1", 1),)))
 
 
 @pytest.mark.parametrize("title", ["DeepSeek-R1", "Qwen3-235B-A22B"])
 def test_a_plan_takes_the_context_that_its_gpu_has_room_for(title: str, tmp_path: Path) -> None:
     config = config_of(model=published_facts(title, tmp_path).path)
     small, large = (
-        planned_with_context(config, PlanOptions(hardware=name))[0]
+        chosen_context(config, planner_of(config, PlanOptions(hardware=name)))
         for name in ("rtx-3060-ddr4", "h100")
     )
-    assert small.ctx_size is not None
-    assert large.ctx_size is not None
-    assert 4096 <= small.ctx_size < large.ctx_size
-    assert f"context: {small.ctx_size:,} tokens of the" in small.reasons[0]
+    assert 4096 <= small.n_ctx < large.n_ctx
+    assert f"context: {small.n_ctx:,} tokens of the" in small.reason
 
 
 # Smaller cards are left out: a little more memory there brings the ring for prompts, or keeps dense
@@ -136,7 +136,7 @@ def test_a_larger_card_never_gets_a_shorter_context(hardware: str, tmp_path: Pat
                 n_cpu_moe="fit", plan_for_splits=True, machine=machine,
             )  # fmt: skip
             try:
-                return request_seconds(Planned(facts, make_plan(facts, request), request, ""))
+                return request_seconds(on_one_gpu(facts, request))
             except DoesNotFit:
                 return None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ def test_experts_from_the_disk(path: Path, mode: str) -> None:
     with open_engine(
         path, engine_options(test_disk.options("sim", ram_bytes, streaming), **TWO)
     ) as engine:
-        assert len(engine.devices) == 2
+        assert len(engine.opened.devices) == 2
         assert np.array_equal(test_disk.logits(engine), expected)
         memory = test_disk.experts_of(engine)
         assert memory.used_bytes <= ram_bytes
@@ -87,9 +86,9 @@ def test_embeddings(path: Path) -> None:
     for device in ("sim", "sim,sim"):
         asked = engine_options(device=device, n_ctx=256, n_ubatch=64, pooling="mean")
         with open_engine(path, engine_options(asked, min_batch=MinBatch(1, 1))) as engine:
-            assert engine.embedder is not None
+            assert engine.opened.embedder is not None
             engine.sequences.extend(0, [1, 2, 3])
-            found.append(engine.embedder.embed(list(range(40)))[0])
+            found.append(engine.opened.embedder.embed(list(range(40)))[0])
             engine.sequences.extend(0, [4])
             assert all(used_by_each(engine, "streamed_experts"))
     assert np.array_equal(*found)
@@ -121,9 +120,9 @@ def opened(
         target, SPECS["alone"], 4, device=device, hybrid="on", **several, **more
     ) as session:
         # The costs that the start measured depend on the load of this machine.
-        ways = session.target.ways
-        ways.use(replace(ways.now, splitter=flat_costs(5.0), splitters={}))
-        assert len(session.target.devices) == len(shares)
+        ways = session.target.opened.weights.ways
+        ways.change(splitter=flat_costs(5.0), splitters={})
+        assert len(session.target.opened.devices) == len(shares)
         yield session
 
 

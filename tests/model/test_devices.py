@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from test_slots import answer_of, open_slots
 
 from lab.options import Streaming, engine_options
 from lab.synth import write_preset
+from lab.synth.block import write_block
 from lab.synth.eagle import write_eagle, write_target
 from lab.synth.mtp import write_mtp
 from offload.device import choose_devices, devices
@@ -102,9 +104,9 @@ def test_two_devices_give_the_bits_of_one(model: Path, mode: str) -> None:
     for shares, rates in (((1, 1), ("4GB/s", "4GB/s")), ((1, 3), ("4GB/s", "1GB/s"))):
         device = sims(model, shares, rates) if mode != "resident" else "sim,sim"
         with open_engine(model, options(device, mode, tensor_split=shares)) as engine:
-            assert len(engine.devices) == 2
+            assert len(engine.opened.devices) == 2
             assert np.array_equal(logits(engine), expected), (shares, rates)
-            assert not any(device.declined for device in engine.devices)
+            assert not any(device.declined for device in engine.opened.devices)
             used = [c.cuts + c.streamed_experts for c in engine.counters_by_device().values()]
             streams = "streamed" in mode or mode == "split"
             assert all(used) if streams else mode != "resident" or not any(used)
@@ -129,8 +131,10 @@ def test_each_device_computes_and_copies_its_own_layers(
     with open_engine(model, asked) as engine:
         engine.sequences.extend(0, list(range(64)))
         counters = engine.counters_by_device()
-        assert [layers for _, layers in engine.choices] == [*by_shares(facts.n_layers, shares)]
-        for choice, layers in engine.choices:
+        assert [layers for _, layers in engine.start.choices] == [
+            *by_shares(facts.n_layers, shares)
+        ]
+        for choice, layers in engine.start.choices:
             its = [e for e in facts.loaded if is_experts(e) and layer_of(e.name) in layers]
             assert counters[choice.name].cuts == len(its)
             copies = [e for e in trace.events() if e.lane == COPY]
@@ -145,7 +149,7 @@ def test_each_device_computes_and_copies_its_own_layers(
 def test_a_device_without_layers_is_left_out(models: Path) -> None:
     path = written("qwen3moe", models)
     with open_engine(path, options("sim,sim,sim", tensor_split=(0, 1, 0))) as engine:
-        assert [choice.name for choice, _ in engine.choices] == ["sim1"]
+        assert [choice.name for choice, _ in engine.start.choices] == ["sim1"]
         assert engine.counters_by_device().keys() == {"sim1"}
 
 
@@ -155,11 +159,11 @@ def test_two_devices_hold_what_one_cannot(models: Path) -> None:
     small = f"sim:vram={round(whole * 0.7) // 1024}KiB"
     fits = Streaming(n_cpu_moe="fit", n_gpu_layers=99)
     with open_engine(path, engine_options(options(small), streaming=fits)) as engine:
-        assert engine.plan is not None
-        assert engine.plan.streamed
+        assert engine.opened.plan is not None
+        assert engine.opened.plan.streamed
     with open_engine(path, engine_options(options(f"{small},{small}"), streaming=fits)) as engine:
-        assert engine.plan is not None
-        assert not engine.plan.streamed
+        assert engine.opened.plan is not None
+        assert not engine.opened.plan.streamed
 
 
 @pytest.mark.parametrize(
@@ -196,8 +200,8 @@ def test_more_or_fewer_shares_than_devices_mean_what_they_mean_to_llama_cpp(
     models: Path, device: str, shares: tuple[float, ...], used: list[str], words: str
 ) -> None:
     with open_engine(written("qwen3moe", models), options(device, tensor_split=shares)) as engine:
-        assert [choice.name for choice, _ in engine.choices] == used
-        said = [note for note in engine.notes if "--tensor-split" in note]
+        assert [choice.name for choice, _ in engine.start.choices] == used
+        said = [note for note in engine.opened.notes if "--tensor-split" in note]
         assert len(said) == bool(words)
         assert all(words in note for note in said)
 
@@ -257,7 +261,7 @@ def test_a_graph_that_was_expected_and_did_not_come_changes_nothing(models: Path
     with open_engine(path, options("sim")) as engine:
         expected = logits(engine)
     with open_engine(path, options(sims(path, (1, 1), ("1GB/s", "1GB/s")))) as engine:
-        second = engine.devices[1]
+        second = engine.opened.devices[1]
         rows = []
         for i, n in enumerate(BATCHES):
             tokens = [(13 * k + 5 * n) % engine.n_vocab for k in range(n)]
@@ -282,24 +286,34 @@ def test_own_layers_draft_on_the_last_device(models: Path, architecture: str, wa
     )  # fmt: skip
     fresh = engine_options(chosen, device="cpu", tensor_split=(), n_ctx=512, n_sequences=1)
     with open_engine(path, chosen) as engine, open_engine(path, fresh) as one:
-        assert len(engine.devices) == 2
+        assert len(engine.opened.devices) == 2
         check_each_draft(engine, one)
 
 
-@pytest.mark.parametrize("draft", ["EAGLE-3", "draft model", "none"])
+# The name of each drafter for --spec-type, and what writes its file for a target.
+_DRAFTERS: dict[str, tuple[str, Callable[[Path, Path], Path] | None]] = {
+    "EAGLE-3": ("draft-eagle3", write_eagle),
+    "DFlash": ("draft-dflash", write_block),
+    "DSpark": ("draft-dspark", partial(write_block, variant="dspark-conf")),
+    "draft model": ("draft", lambda _, target: target),
+    "none": ("none", None),
+}
+
+
+@pytest.mark.parametrize("draft", ["EAGLE-3", "DFlash", "DSpark", "draft model", "none"])
 def test_a_session_over_two_devices_writes_what_one_does(models: Path, draft: str) -> None:
     target = write_target(models, "qwen35moe")
     more: dict[str, Any] = {"min_batch": MinBatch(1, 1)}
-    if draft != "none":
-        more["draft"] = write_eagle(models, target) if draft == "EAGLE-3" else target
-    kinds = {"none": "none", "EAGLE-3": "draft-eagle3", "draft model": "draft"}
-    spec = {"--spec-type": kinds[draft], "--spec-policy": "fixed", "--spec-draft-n-max": 3}
+    kind, write = _DRAFTERS[draft]
+    if write is not None:
+        more["draft"] = write(models, target)
+    spec = {"--spec-type": kind, "--spec-policy": "fixed", "--spec-draft-n-max": 3}
     if draft == "none":
         del spec["--spec-policy"], spec["--spec-draft-n-max"]
     texts = []
     for device in ("sim", "sim,sim"):
         with open_slots(target, spec, 2, device=device, **more) as session:
-            assert len(session.target.devices) == 1 + device.count(",")
+            assert len(session.target.opened.devices) == 1 + device.count(",")
             options = GenerateOptions(n_predict=12, temperature=0.0)
             requests = [session.start(list(range(5 + i, 40)), options) for i in range(2)]
             while any(not request.is_over for request in requests):
@@ -320,10 +334,10 @@ def test_the_plan_divides_by_room_and_says_so(models: Path) -> None:
     chosen = options(f"sim:vram={roomy}b,sim:vram={tight}b", streaming={"n_cpu_moe": "fit"})
     chosen = engine_options(chosen, measure_links=lambda c: [rates[choice.name] for choice in c])
     with open_engine(path, chosen) as engine:
-        (first, second) = engine.parts
-        assert [layers.first for _, layers in engine.choices] == [0, 4]
+        (first, second) = engine.opened.weights.parts
+        assert [layers.first for _, layers in engine.start.choices] == [0, 4]
         assert (first.plan.n_resident, second.plan.n_resident) == (3, 1), "passes need little room"
-        assert any("sim0 layers 0-3, sim1 layers 4-5" in note for note in engine.notes)
+        assert any("sim0 layers 0-3, sim1 layers 4-5" in note for note in engine.opened.notes)
         assert second.plan.resident_bytes + second.plan.slot_bytes <= tight
         divided = logits(engine)
     with open_engine(path, options("sim")) as engine:
@@ -345,8 +359,8 @@ def test_a_start_makes_each_plan_once(models: Path, monkeypatch: pytest.MonkeyPa
     sizes = {"n_cpu_moe": 2, "device_bytes": 8 << 20}
     asked = engine_options(options("sim,sim", streaming=sizes), most_ubatch=512)
     with open_engine(written("qwen3moe", models), asked) as engine:
-        assert len(engine.parts) == 2
-        assert any(part.plan.streamed for part in engine.parts)
+        assert len(engine.opened.weights.parts) == 2
+        assert any(part.plan.streamed for part in engine.opened.weights.parts)
     assert n_plans == 2
 
 
@@ -356,7 +370,7 @@ def test_vram_is_given_for_each_device_or_for_all(models: Path) -> None:
     sizes = [device_bytes(facts) // 2, device_bytes(facts)]
     streaming = {"each_device_bytes": tuple(sizes)}
     with open_engine(path, options("sim,sim", streaming=streaming)) as engine:
-        for part, size in zip(engine.parts, sizes, strict=True):
+        for part, size in zip(engine.opened.weights.parts, sizes, strict=True):
             assert part.plan.resident_bytes + part.plan.slot_bytes <= size
     for device, n in (("sim", 1), ("sim,sim,sim", 3)):
         with pytest.raises(DeviceUnavailable, match=f"--vram has 2 sizes, but --device has {n}"):
@@ -372,7 +386,7 @@ def test_each_device_splits_layers_by_costs_of_its_own(models: Path) -> None:
         fast, slow = (costs[name].costs().copy_s for name in costs)
         assert slow > 3 * fast
         use_split_costs(engine, costs)
-        own = [engine.ways.now.splitter_of(i) for i in (0, 1)]
+        own = [engine.opened.weights.ways.now.splitter_of(i) for i in (0, 1)]
         assert [s.costs.copy_s for s in own if isinstance(s, ByCosts)] == [fast, slow]
         found = logits(engine)
         assert all(c.split_layers > 0 for c in engine.counters_by_device().values())
@@ -387,10 +401,10 @@ def test_between_both_thresholds_only_the_device_with_the_faster_link_streams(
     device = "sim:vram=1MiB,bw=4GB/s,sim:vram=1MiB,bw=1GB/s"
     options = engine_options(device=device, n_ctx=256, min_batch=MinBatch(NEVER, NEVER))
     with open_engine(path, options) as engine:
-        fast, slow = (part.choice.name for part in engine.parts)
-        for part, n in zip(engine.parts, (100, 300), strict=True):
+        fast, slow = (part.choice.name for part in engine.opened.weights.parts)
+        for part, n in zip(engine.opened.weights.parts, (100, 300), strict=True):
             # The model expects streaming to pay at once for weights as small as these.
-            part.plan = replace(part.plan, min_batch=n)
+            part.use(replace(part.plan, min_batch=n))
         engine.set_min_batch(MinBatch(20, NEVER), is_measured=True)
         its = engine.min_batches
         assert its[fast].experts < 20 < its[slow].experts

@@ -46,9 +46,9 @@ from offload.schedule.splitter import ByCosts, Splitter, all_on_device, stay
 from offload.store import expert_memory
 from offload.store import store as store_module
 from offload.store.expert_memory import ExpertMemory
-from offload.store.store import Room, StoreOptions
+from offload.store.store import HostRoom, StoreOptions
 from offload.stream.play import GraphPlayer
-from offload.times.context import context_memory
+from offload.times.context_memory import context_memory
 from offload.times.min_batch import NEVER, MinBatch
 from offload.units import parse_rate
 
@@ -107,9 +107,9 @@ def logits(engine: Engine, batches: Sequence[int] = BATCHES) -> Rows:
 
 
 def experts_of(engine: Engine) -> ExpertMemory:
-    assert engine.store is not None
-    assert engine.store.experts is not None
-    return engine.store.experts
+    assert engine.opened.weights.store is not None
+    assert engine.opened.weights.store.experts is not None
+    return engine.opened.weights.store.experts
 
 
 def least_ram(path: Path, device: str, streaming: Streaming) -> int:
@@ -130,8 +130,8 @@ def model(request: pytest.FixtureRequest, models: Path) -> Path:
 def whole(model: Path) -> Rows:
     """Logits of the model wholly in memory."""
     with open_engine(model, options("sim", None, Streaming())) as engine:
-        assert engine.store is not None
-        assert engine.store.experts is None
+        assert engine.opened.weights.store is not None
+        assert engine.opened.weights.store.experts is None
         return logits(engine)
 
 
@@ -224,7 +224,9 @@ def test_several_sequences(one: Path, device: str) -> None:
         chosen = engine_options(options(device, ram_bytes, Streaming()), n_sequences=3)
         found = []
         with open_engine(one, chosen) as engine:
-            assert (ram_bytes is None) == (engine.store is None or engine.store.experts is None)
+            assert (ram_bytes is None) == (
+                engine.opened.weights.store is None or engine.opened.weights.store.experts is None
+            )
             for step in range(4):
                 found += [
                     engine.sequences.extend(s, [(7 * s + 3 * step + i) % 50 for i in range(1 + s)])
@@ -254,7 +256,7 @@ def test_a_model_larger_than_free_memory_opens_without_a_flag(
 
     monkeypatch.setattr(decision, "limits_of_experts", limits)
     for module in (store_module, probing):
-        monkeypatch.setattr(module, "room_now", lambda: Room(free_bytes[0], "free memory"))
+        monkeypatch.setattr(module, "room_now", lambda: HostRoom(free_bytes[0], "free memory"))
     # The margin of real machines is larger than this model.
     monkeypatch.setattr(host, "_LEAST_MARGIN_BYTES", 0)
     monkeypatch.setattr(host, "_MARGIN_PART", 1 << 20)
@@ -262,7 +264,7 @@ def test_a_model_larger_than_free_memory_opens_without_a_flag(
     chosen = options(device, None, streaming if device == "sim" else Streaming())
     chosen = engine_options(chosen, n_ctx=256, n_outputs=64)
     with open_engine(one, chosen) as engine:
-        assert engine.store is None or engine.store.experts is None
+        assert engine.opened.weights.store is None or engine.opened.weights.store.experts is None
         whole = engine.sequences.extend(0, [1, 2, 3])
     free_bytes[0] = needed_bytes[0] - half_of(one) // 2
     with open_engine(one, chosen) as engine:
@@ -337,9 +339,9 @@ def test_memory_stays_within_the_limit(one: Path, device: str) -> None:
     chosen = options(device, half_of(one), Streaming())
     store = replace(chosen.store, leave=HostRange.give_back)
     with open_engine(one, engine_options(chosen, store=store, n_sequences=8, n_ctx=2048)) as engine:
-        assert engine.store is not None
-        assert engine.store.memory is not None
-        pages = HostRange.of_placed(engine.store.memory)
+        assert engine.opened.weights.store is not None
+        assert engine.opened.weights.store.memory is not None
+        pages = HostRange.of_placed(engine.opened.weights.store.memory)
         for step in range(3):
             for s in range(8):
                 engine.sequences.extend(s, [(step + s * 31 + 7 * i) % 250 for i in range(64)])
@@ -377,14 +379,14 @@ def test_experts_that_a_token_chose_before_are_read_ahead(
         vram_bytes = budget(one, streaming, "least")
         streaming = streaming | Streaming(hybrid=hybrid, vram_bytes=vram_bytes)
     with open_engine(one, options(device, half_of(one), streaming)) as engine:
-        engine.routing.is_on = True
+        engine.opened.routing.is_on = True
         for _ in range(2):
             for token in tokens:
                 engine.sequences.extend(0, [token])
         counters = engine.disk_counters()
         assert (counters["experts_read_ahead"] > 0) == guesses
         assert counters["experts_read"] > 0
-        assert engine.routing.n_tokens == 2 * len(tokens)
+        assert engine.opened.routing.n_tokens == 2 * len(tokens)
 
 
 @pytest.mark.parametrize("hybrid", [None, False, True])
@@ -410,8 +412,8 @@ def test_experts_of_new_tokens_are_read_ahead_by_the_next_routers(
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_a_model_that_fits_is_not_read_while_it_runs(one: Path, device: str) -> None:
     with open_engine(one, options(device, 1 << 40, Streaming())) as engine:
-        assert engine.store is None or engine.store.experts is None
-        assert engine.host is None or engine.host.experts is None
+        assert engine.opened.weights.store is None or engine.opened.weights.store.experts is None
+        assert engine.opened.weights.host is None or engine.opened.weights.host.experts is None
 
 
 @pytest.fixture
@@ -504,10 +506,10 @@ def test_a_text_to_embed_evicts_no_more_than_a_prompt(one: Path, device: str) ->
         memory = experts_of(engine)
         for _ in range(3):
             engine.sequences.extend(0, [1])
-        assert engine.embedder is not None
+        assert engine.opened.embedder is not None
         assert memory._n_prompt_tokens == 0
         for n_tokens in (60, 8):
-            engine.embedder.embed([(13 * i) % 250 for i in range(n_tokens)])
+            engine.opened.embedder.embed([(13 * i) % 250 for i in range(n_tokens)])
             assert memory._n_prompt_tokens == n_tokens
         before = memory.counters.n_read
         assert before + memory.counters.n_read_ahead > 64
@@ -570,7 +572,7 @@ def test_memory_may_be_taken_away_at_any_time(
     with open_engine(one, options("sim", None, Streaming())) as engine:
         whole = logits(engine)
     for module in (store_module, probing):
-        monkeypatch.setattr(module, "room_now", lambda: Room(free[0], "free memory"))
+        monkeypatch.setattr(module, "room_now", lambda: HostRoom(free[0], "free memory"))
     with open_engine(one, faulty(device, one)) as engine:
         memory, n = experts_of(engine), [0]
         real, least = memory.begin, memory.least_bytes  # far less than the margin

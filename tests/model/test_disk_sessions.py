@@ -56,7 +56,7 @@ def opened(
 
 
 def resident_bytes(session: Session) -> int:
-    store = session.target.store
+    store = session.target.opened.weights.store
     assert store is not None
     assert store.memory is not None
     return HostRange.of_placed(store.memory).resident_bytes()
@@ -105,7 +105,7 @@ def test_own_layers_draft_for_a_model_on_the_disk(models: Path, device: str) -> 
     found = []
     for limit in (None, ram_bytes):
         with opened(path, "mtp", device, limit, 2) as session:
-            assert session.target.row_draft is not None
+            assert session.target.opened.row_draft is not None
             answers = together(session, texts(4), GENERATED)
             found.append(tokens(answers))
             assert sum(answer.stats.n_drafted for answer in answers) > 0

@@ -16,7 +16,7 @@ from offload.decode import Batch
 from offload.engine import open_engine
 from offload.model_file import model_hash, read_facts
 from specdec.policies.throughput import Throughput
-from specdec.policies.walk import Source
+from specdec.policies.walk import DrafterOdds
 from specoffload.commands.profile import measuring_config
 from specoffload.config.resolution import demo_file
 from specoffload.generation.generation import GenerateOptions
@@ -42,7 +42,7 @@ def test_a_measured_step_contains_the_rows_that_a_draft_takes_in(models: Path) -
     """Four steps of one token, and two accepted tokens of the draft before: 6 tokens a draft."""
     options = engine_options(device="cpu", n_ctx=256, mtp=True, n_threads=1)
     with open_engine(write_mtp(models, "glm4moe"), options) as engine:
-        layers = engine.row_draft
+        layers = engine.opened.row_draft
         assert layers is not None
         step, n_computed = layers._step, 0
 
@@ -82,7 +82,7 @@ def test_a_draft_model_and_own_layers_are_priced_apart_and_kept(
         rebuild, steps_s = policy._rebuild, session.costs.drafts.steps_s
         priced: list[tuple[str, float, float]] = []
 
-        def noted(source: Source, name: str) -> None:
+        def noted(source: DrafterOdds, name: str) -> None:
             rebuild(source, name)
             if name in first:
                 priced.append((name, source.step / policy.rate, steps_s[name]))
@@ -119,7 +119,7 @@ def test_the_step_of_an_eagle_file_is_priced_and_kept(models: Path, kept_in: Pat
 def test_rows_of_a_long_text_without_drafts_cost_no_decode(models: Path) -> None:
     options = engine_options(device="cpu", n_ctx=256, mtp=True, n_threads=1)
     with open_engine(write_mtp(models, "glm4moe"), options) as engine:
-        layers, text = engine.row_draft, [5 + i % 400 for i in range(80)]
+        layers, text = engine.opened.row_draft, [5 + i % 400 for i in range(80)]
         assert layers is not None
         for at in range(0, 80, 8):
             engine.sequences.extend(0, text[at : at + 8], 0)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,7 @@ from specoffload.config.resolution import (  # noqa: E402
     resolve,
 )
 from specoffload.generation.generation import GenerateOptions  # noqa: E402
+from specoffload.kept import today  # noqa: E402
 from specoffload.opening.draft import draft_bytes, faster_engine, open_draft  # noqa: E402
 from specoffload.opening.start import open_target, session_start  # noqa: E402
 from specoffload.session.session import Session  # noqa: E402
@@ -189,7 +191,7 @@ def chosen(config: Config) -> tuple[str, str]:
     options = TorchDraftOptions(n_ctx=512, n_threads=1)
     draft = demo_file("draft.gguf")
     with open_target(session_start(config)) as target:
-        opened = faster_engine(config, draft, target, options)
+        opened = faster_engine(config, config.spec, draft, target, options)
         opened.model.close()
     assert opened.choice is not None
     return type(opened.model).__name__, opened.choice.words
@@ -198,18 +200,25 @@ def chosen(config: Config) -> tuple[str, str]:
 def test_both_engines_are_measured_once_and_the_faster_is_taken(folder: Path) -> None:
     config = config_of("--draft-engine auto")
     _, line = chosen(config)
-    assert "measured for the first time" in line
+    assert "measured now" in line
     assert "ms in torch and" in line
     (file,) = folder.glob("*.json")
     data = json.loads(file.read_text())
     ((key, _),) = data["engines"].items()
     for faster, name in (("torch", "TorchEngine"), ("libllama", "Engine")):
         other = {"torch": "libllama", "libllama": "torch"}[faster]
-        file.write_text(json.dumps(data | {"engines": {key: {faster: 0.001, other: 0.002}}}))
+        seconds, day = {faster: 0.001, other: 0.002}, today()
+        engines = {key: {"seconds": seconds, "date": day}}
+        file.write_text(json.dumps(data | {"engines": engines}))
         kind, line = chosen(config)
         assert kind == name
         assert f"draft engine: {faster}" in line
-        assert "as measured before" in line
+        assert f"measured on {day}" in line
+    old = (datetime.now(UTC).date() - timedelta(30)).isoformat()
+    engines = {key: {"seconds": seconds, "date": old}}
+    file.write_text(json.dumps(data | {"engines": engines}))
+    assert "measured now" in chosen(config)[1]
+    assert json.loads(file.read_text())["engines"][key]["date"] == today()
 
 
 def test_a_bad_file_is_measured_anew(folder: Path) -> None:
@@ -217,9 +226,9 @@ def test_a_bad_file_is_measured_anew(folder: Path) -> None:
     chosen(config)
     (file,) = folder.glob("*.json")
     data = json.loads(file.read_text())
-    file.write_text(json.dumps(data | {"engines": {"x": {"torch": "fast"}}}))
+    file.write_text(json.dumps(data | {"engines": {"x": {"seconds": {"torch": "fast"}}}}))
     _, line = chosen(config)
-    assert "measured for the first time" in line
+    assert "measured now" in line
     assert json.loads(file.read_text())["engines"].keys() == data["engines"].keys()
 
 
@@ -260,8 +269,9 @@ def test_a_torch_without_cuda_is_the_reason(folder: Path) -> None:
 def test_without_torch_auto_says_so_and_torch_by_name_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("specoffload.opening.draft.importlib.util.find_spec", lambda _: None)
-    assert "libllama (the torch draft needs torch, which is not" in notes_of("--spec-policy fixed")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    said = "libllama (the draft cannot be computed in torch: torch is not installed"
+    assert said in notes_of("--spec-policy fixed")
     with pytest.raises(DeviceUnavailable, match="not installed"):
         Session(config_of("--draft-engine torch --spec-policy fixed"))
 
@@ -289,7 +299,10 @@ def test_memory_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_target_leaves_room_for_the_engine_that_needs_more() -> None:
-    sizes = {e: draft_bytes(config_of(f"--draft-engine {e}")) for e in ("llama", "torch", "auto")}
+    sizes = {}
+    for engine in ("llama", "torch", "auto"):
+        config = config_of(f"--draft-engine {engine}")
+        sizes[engine] = draft_bytes(config, config.spec, config.ctx_size)
     assert sizes["torch"] == sizes["auto"] >= sizes["llama"] > 0
 
 
@@ -309,5 +322,5 @@ def test_a_bad_list_of_kept_tokens_is_one_sentence(text: str, words: str, tmp_pa
         open_target(session_start(config)) as target,
         pytest.raises(Exception, match=words) as raised,
     ):
-        open_draft(config, target)
+        open_draft(config, config.spec, target)
     assert "\n" not in str(raised.value)

@@ -35,8 +35,7 @@ def test_on_the_same_texts_the_predicted_acceptance_is_the_seen_one(
     prompts = [pair.tokenize(text, add_special=True, parse_special=False) for text in
                ("def read(path):\n    with open(", "The house stood at the end of")]  # fmt: skip
     monkeypatch.setattr(draft_quality, "_N_TEXTS", (2, 2))
-    monkeypatch.setattr(draft_quality, "_prompts", lambda _: iter(prompts * 2))
-    quality = measured_quality(pair.target, pair.draft, COSTS)
+    quality = measured_quality(pair.target, pair.draft, COSTS, prompts)
     assert quality.n_tokens == quality.n_other_tokens == 2 * 48
     # Only the last drafts of a text differ: its end cuts them short, and they do not count.
     predicted = quality.lengths[-1].tokens_per_round

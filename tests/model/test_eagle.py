@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from budgets import ON_GPU, budget
 from gguf import GGMLQuantizationType as Type
@@ -15,8 +14,14 @@ from library_memory import allocated
 from mtp_parts import LONGEST, WAYS, check_each_draft, prompts, written
 from plans import planned_for
 from resolved import config_of
-from test_mtp_matrix import EVENTS, N_CTX, SIZES, Case, Plainly, Player
-from test_slots import answer_of, open_slots
+from row_draft_parts import (
+    check_distribution,
+    check_greedy_texts,
+    notes_without,
+    options_of_way,
+)
+from test_mtp_matrix import N_CTX, SIZES
+from test_slots import open_slots
 
 from lab.options import Streaming, engine_options
 from lab.synth import plan_shape, write_header_only
@@ -26,13 +31,11 @@ from offload.engine import EngineOptions, open_engine
 from offload.ggml.library.lib import library
 from offload.model_file import read_facts
 from offload.plan import weights
-from offload.plan.row_draft import eagle_bytes, eagle_complaint
-from offload.times.context import ContextOptions
-from offload.times.min_batch import MinBatch
+from offload.plan.row_draft import eagle_bytes, no_eagle_reason
+from offload.times.context_memory import ContextOptions
 from specdec.options import OF_TEXT
 from specoffload.config.options import PlanOptions
 from specoffload.errors import UsageError
-from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
 
 WAY_NAMES = {name: tuple(WAYS) for name in TARGETS} | {"llama": ("resident", "streamed")}
@@ -54,22 +57,8 @@ def device_bytes(target: Path, eagle: Path) -> int:
 
 
 def options_of(way: str, target: Path, eagle: Path, n_sequences: int = 1) -> EngineOptions:
-    is_split = way == "split"
-    least = 1000 if is_split else 1
-    bytes_ = device_bytes(target, eagle) if is_split else None
-    return engine_options(
-        device="cpu" if way == "resident" else "sim",
-        min_batch=MinBatch(least, least),
-        streaming=Streaming(
-            hybrid=is_split, vram_bytes=bytes_, n_gpu_layers=ON_GPU if is_split else None
-        ),
-        n_ctx=512 * n_sequences,
-        n_sequences=n_sequences,
-        flash_attn="off",
-        type_k="f32",
-        type_v="f32",
-        eagle=eagle,
-    )
+    split_bytes = partial(device_bytes, target, eagle)
+    return options_of_way(way, split_bytes, n_sequences, row_file=eagle)
 
 
 def open_eagle(target: Path, eagle: Path, way: str, parallel: int = 1, **more: Any) -> Session:
@@ -89,29 +78,15 @@ def test_each_draft_is_that_of_a_fresh_evaluation(
         open_engine(target, options_of(way, target, eagle, n_sequences)) as engine,
         open_engine(target, options_of("resident", target, eagle)) as fresh,
     ):
-        assert engine.row_complaint == ""
+        assert engine.opened.no_rows_reason == ""
         check_each_draft(engine, fresh)
 
 
 @pytest.mark.parametrize("architecture", TARGETS)
 def test_greedy_texts_are_those_of_plain_decoding(models: Path, architecture: str) -> None:
-    """Every way is played with one and several requests, all lengths of drafts and all events."""
     target, eagle = pair(models, architecture)
-    numbers = iter(np.random.default_rng(3).permutation(40).tolist() * 20)
-    plainly = Plainly(target)
-    for (w, way), (s, size) in product(enumerate(WAY_NAMES[architecture]), enumerate(SIZES)):
-        with open_eagle(target, eagle, way, size, ctx_size=N_CTX, cache_ram_bytes=None) as session:
-            player = Player(session, plainly, size)
-            for block in range(1, LONGEST + 1):
-                if block % 2 == s:  # half of the lengths with each size
-                    event = EVENTS[(block // 2 + w) % 4]
-                    player.play(Case(block, event, tuple(next(numbers) for _ in range(size))))
-            assert session.target.row_draft is not None
-            assert not session.target.row_draft.n_unknown_rows
-        assert not player.wrong
-        assert not player.ties
-        assert player.n_accepted > player.n_texts
-    plainly.close()
+    opened = partial(open_eagle, target, eagle)
+    check_greedy_texts(target, WAY_NAMES[architecture], LONGEST, opened)
 
 
 def test_more_texts_than_a_ubatch_has_tokens(models: Path) -> None:
@@ -146,43 +121,15 @@ def test_a_prompt_of_one_token_and_other_drafters(models: Path, parallel: int) -
     ):
         for text in ([7], [7, 8], prompts(1)[0] * 3):
             assert written(session, text, 40) == written(plain, text, 40)
-        assert session.target.row_draft is not None
-        assert session.target.row_draft.n_taken
+        assert session.target.opened.row_draft is not None
+        assert session.target.opened.row_draft.n_taken
 
 
 def test_sampled_texts_have_the_targets_distribution(models: Path) -> None:
-    """A seed gives plain decoding's text by matching, and rejection keeps the distribution."""
     target = write_target(models, "qwen3moe")
     eagle = write_eagle(models, target)
     spec = {"--spec-type": "eagle3", "--spec-policy": "fixed", "--spec-draft-n-max": 2}
-    sampled = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    text = prompts(1)[0]
-    with (
-        open_slots(target, {"--spec-type": "none"}, 1) as plain,
-        open_slots(target, spec, 1, draft=eagle) as session,
-    ):
-        for seed in range(5):
-            assert written(session, text, 20, seed=seed, **sampled) == written(
-                plain, text, 20, seed=seed, **sampled
-            )
-        plain.target.sequences.rewind(0, 0)
-        logits = plain.target.sequences.extend(0, text, 1)[-1].astype(np.float64)
-    p = np.exp(logits - logits.max())
-    p /= p.sum()
-    n, counts, n_accepted = 700, np.zeros(len(p)), 0
-    with open_slots(target, {**spec, "--spec-accept": "reject"}, 1, draft=eagle) as session:
-        for seed in range(n):
-            request = session.start(text, GenerateOptions(n_predict=2, seed=seed, **sampled))
-            while not session.is_idle:
-                session.step()
-            answer = answer_of(request)
-            counts[answer.tokens[0]] += 1
-            n_accepted += answer.stats.n_accepted
-    likeliest = np.argsort(-p)[:7]
-    drawn = [*counts[likeliest], n - counts[likeliest].sum()]
-    wanted = np.array([*p[likeliest], 1 - p[likeliest].sum()]) * n
-    assert n_accepted
-    assert float(((drawn - wanted) ** 2 / wanted).sum()) < 24.3  # 7 degrees of freedom, 0.1 %
+    check_distribution(target, eagle, spec, n_seeds=5, n_drawn=700)
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -238,7 +185,7 @@ def test_an_eagle_file_drafts_as_such_without_being_named(models: Path) -> None:
     assert both.spec.options.drafters == ("suffix", "eagle3")
     assert config_of(model=target, draft=target).spec.options.drafters == (*OF_TEXT, "draft")
     other = config_of(model=target, draft=eagle, spec_given={"--spec-type": "suffix"})
-    assert other.draft is None
+    assert other.spec.draft is None
 
 
 @pytest.mark.parametrize(
@@ -257,19 +204,7 @@ def test_drafters_that_exclude_each_other(models: Path, named: str, words: str) 
 
 
 def notes_of(target: Path, eagle: Path) -> list[str]:
-    """The notes of a session that runs without the file, as an engine does."""
-    given = {"--spec-type": "eagle3"}
-    config = config_of(
-        model=target, draft=eagle, device="cpu", threads=1, ctx_size=256, spec_given=given
-    )
-    with Session(config) as session:
-        assert session.speculation is None
-        assert written(session, [5, 6, 7], n=3)
-        found = [*session.notes]
-    with open_engine(target, engine_options(device="cpu", n_ctx=256, eagle=eagle)) as engine:
-        assert engine.row_draft is None
-        assert engine.row_complaint
-    return found
+    return notes_without(target, eagle, "eagle3")
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -298,7 +233,8 @@ def test_other_bad_files_are_left_out(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, eagle = pair(models, "qwen3moe")
-    assert any("is no EAGLE-3 file, but a model of" in n for n in notes_of(target, target))
+    words = "is no EAGLE-3, DFlash or DSpark file, but a model of"
+    assert any(words in note for note in notes_of(target, target))
     whole = bytearray(eagle.read_bytes())
     entry = read_facts(eagle).weights["d2t"].entry
     whole[entry.offset_bytes : entry.offset_bytes + 8] = (512).to_bytes(8, "little")
@@ -307,7 +243,7 @@ def test_other_bad_files_are_left_out(
     assert any("map of tokens (d2t) to numbers outside 0 to 511" in note for note in notes)
     (tmp_path / "text.gguf").write_bytes(eagle.read_bytes().replace(b"w100", b"x100"))
     notes = notes_of(target, tmp_path / "text.gguf")
-    assert any("in the target, so it was made for another target" in note for note in notes)
+    assert any("in the target, so this file was made for another target" in note for note in notes)
     monkeypatch.setattr(library(), "has_layer_inputs", False)
     assert any("library has no functions for rows" in note for note in notes_of(target, eagle))
 
@@ -319,4 +255,4 @@ def test_a_target_whose_graph_names_no_layers_runs_without(models: Path, tmp_pat
     config = config_of(model=renamed, draft=eagle)
     facts = replace(read_facts(renamed), architecture="deepseek2")
     assert config.spec.options.drafters == (*OF_TEXT, "eagle3")
-    assert "the library gives none of deepseek2" in eagle_complaint(facts, read_facts(eagle))
+    assert "the library gives none of deepseek2" in no_eagle_reason(facts, read_facts(eagle))

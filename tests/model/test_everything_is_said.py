@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from plans import planned_for
 from resolved import config_of, spec_of
 from wide import examples
+from worker import has_rpc, working
 
+from lab.synth import write_preset
 from lab.synth.mtp import write_mtp
 from lab.synth.published import published_facts
 from offload.errors import DoesNotFit
@@ -27,18 +29,21 @@ from offload.plan.decision import decide
 from offload.plan.found import Found, FoundDevice, Kind
 from offload.plan.layout import Layout
 from offload.plan.wanted import Wanted
-from offload.times.context import ContextOptions
+from offload.remote.address import RemoteOptions
+from offload.times.context_memory import ContextOptions
 from specoffload.commands.plan import as_dict
 from specoffload.config.options import PlanOptions, Ram, Toggle
-from specoffload.opening.planning import shown
+from specoffload.config.resolution import Config
+from specoffload.opening.planning import Planned
 from specoffload.opening.start import open_target, session_start
 
 GIB = 1 << 30
 TITLES = ("DeepSeek-R1", "GLM-4.6", "Qwen3-30B-A3B", "gpt-oss-120b")
 # The header, and what is printed in another form: lists of weights and of slots as sums, ranges by
 # their first and last layer, and memory that depends on the batch for the plan's ubatch.
-NOT_PRINTED = {"facts", "streamed", "host", "layout", "layers", "later_bytes", "names", "in_place"}
-REQUESTED = {"request"}  # what is asked for, not what is decided
+NOT_PRINTED = {"facts", "streamed", "host", "layout", "layers", "later_bytes", "names"}
+# What is asked for or was measured, not what is decided. Plans take a disk's rate from the request.
+REQUESTED = {"request", "disk_bytes_per_s"}
 
 
 @cache
@@ -118,7 +123,7 @@ def test_every_reason_and_number_of_a_layout_is_printed(title: str, machine: Any
     except DoesNotFit:
         assume(False)
         raise
-    printed = as_dict(shown(layout, "", (), None, None))
+    printed = as_dict(Planned(layout, ""))
     assert missing(layout, printed) == []
 
 
@@ -129,32 +134,52 @@ def test_a_lowered_size_and_a_ubatch_that_no_longer_fits_are_printed() -> None:
         device_bytes=64 * GIB, most_ubatch=1 << 15,
     )  # fmt: skip
     layout = decide(header("GLM-4.6"), card, wanted)
-    printed = as_dict(shown(layout, "", (), None, None))
+    printed = as_dict(Planned(layout, ""))
     for reasons in (printed["reasons"], printed["devices"][0]["reasons"]):
         assert any("23.50 GiB are used" in reason for reason in reasons)
         assert any("does not fit the memory that is free now" in reason for reason in reasons)
 
 
+def start_is_printed(config: Config, own: PlanOptions) -> None:
+    """Assert that a start says and does what `plan` printed before."""
+    printed = as_dict(planned_for(config, own))
+    strings = {its for its in said(printed) if isinstance(its, str)}
+    with open_target(session_start(config)) as engine:
+        limits = engine.layout.experts
+        measured = () if limits is None else (limits.free_bytes,)  # anew by a plan and by a start
+        assert [its for its in missing(engine.layout, printed) if its not in measured] == []
+        assert set(() if engine.opened.plan is None else engine.opened.plan.reasons) <= strings
+        for note in engine.opened.notes:
+            if "in the compute buffer: " in note:
+                assert note.split("in the compute buffer: ")[1] in strings
+
+
+@pytest.mark.parametrize("drafts", ["own layers", "a draft model"])
 @pytest.mark.parametrize("device", ["cpu", "sim:vram=4MiB", "sim:vram=3MiB,sim:vram=4MiB"])
 @pytest.mark.parametrize("ram_part", [None, 0.5])
 def test_a_start_says_and_does_what_was_printed(
-    device: str, ram_part: float | None, models: Path
+    device: str, ram_part: float | None, drafts: str, models: Path
 ) -> None:
     path = write_mtp(models, "glm4moe")
     given: dict[str, Any] = {
         "model": path, "threads": 1, "ctx_size": 256, "device": device, "hybrid": Toggle.ON,
         "spec": spec_of({}),
     }  # fmt: skip
+    if drafts == "a draft model":
+        given["draft"] = write_preset("glm4moe", models / "said-draft.gguf", size="tiny", seed=4)
+        given["spec"] = spec_of({"--spec-type": "draft-simple"})
     own = PlanOptions()
     if ram_part is not None:
         given["ram_bytes"] = int(ram_part * read_facts(path).expert_bytes)
         own = PlanOptions(ram=Ram(given["ram_bytes"]))
-    config = config_of(**given)
-    printed = as_dict(planned_for(config, own))
-    strings = {its for its in said(printed) if isinstance(its, str)}
-    with open_target(session_start(config)) as engine:
-        assert [its for its in missing(engine.layout, printed) if isinstance(its, str)] == []
-        assert set(() if engine.plan is None else engine.plan.reasons) <= strings
-        for note in engine.notes:
-            if "in the compute buffer: " in note:
-                assert note.split("in the compute buffer: ")[1] in strings
+    start_is_printed(config_of(**given), own)
+
+
+@pytest.mark.skipif(not has_rpc(), reason="the library is compiled without ggml's RPC")
+def test_a_start_with_a_worker_says_and_does_what_was_printed(models: Path) -> None:
+    config = config_of(
+        model=write_mtp(models, "glm4moe"), threads=1, ctx_size=256, device="sim:vram=4MiB",
+        tensor_split=(1.0, 2.0), spec=spec_of({}),
+    )  # fmt: skip
+    with working() as worker:
+        start_is_printed(replace(config, remote=RemoteOptions((worker.address,))), PlanOptions())

@@ -76,7 +76,7 @@ def test_flags_that_cost_nothing_are_not_named(gpt_oss: Path, given: str) -> Non
 
 def test_each_flag_is_tried_once_at_most(gpt_oss: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = _config(gpt_oss, "-ub 2048 -b 2048 -ngl 99 -ncmoe 26 -fa on")
-    config, planner = planner_of(config, PlanOptions(hardware="rtx-4090-ddr5"))
+    planner = planner_of(config, PlanOptions(hardware="rtx-4090-ddr5"))
     planner.planned(CONTEXT)
     n_plans = 0
     decide = planner_module.decide
@@ -87,17 +87,17 @@ def test_each_flag_is_tried_once_at_most(gpt_oss: Path, monkeypatch: pytest.Monk
         return decide(*given)
 
     monkeypatch.setattr(planner_module, "decide", counted)
-    assert flag_cost(config, planner) is not None
+    assert flag_cost(config, planner, CONTEXT) is not None
     assert n_plans <= 1 + 5
 
 
 def test_a_start_says_so_in_a_line_that_is_always_shown() -> None:
     device = "sim:vram=4MiB,bw=1GB/s"
     words = ("-m", str(demo_file("target.gguf")), "-c", "1024", "--device", device)
-    slow = session_start(config_of(line_of(*words, "-ub", "32").options)).config.reasons
+    slow = session_start(config_of(line_of(*words, "-ub", "32").options)).notes
     (note,) = [why for why in slow if kind_of(why) is NoteKind.FLAGS]
     assert note.startswith("without -ub: prompts ")
-    plain = session_start(config_of(line_of(*words).options)).config.reasons
+    plain = session_start(config_of(line_of(*words).options)).notes
     assert not any(kind_of(why) is NoteKind.FLAGS for why in plain)
 
 
@@ -144,10 +144,10 @@ def test_every_command_that_measures_says_so(words: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_a_start_says_that_the_model_was_trained_for_less(device: str) -> None:
     words = ("-m", str(demo_file("target.gguf")), "--device", device, "-c")
-    reasons = session_start(config_of(line_of(*words, "1000000").options)).config.reasons
+    reasons = session_start(config_of(line_of(*words, "1000000").options)).notes
     (note,) = [why for why in reasons if kind_of(why) is NoteKind.FLAGS]
     assert re.match(r"--ctx-size 1000000: the model was trained for [\d,]+ tokens", note)
-    reasons = session_start(config_of(line_of(*words, "1024").options)).config.reasons
+    reasons = session_start(config_of(line_of(*words, "1024").options)).notes
     assert not any(kind_of(why) is NoteKind.FLAGS for why in reasons)
 
 
@@ -155,9 +155,9 @@ def test_drafts_by_own_layers_are_one_of_the_speeds(
     gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = _config(gpt_oss, "-ngl 99")
-    config, planner = planner_of(config, PlanOptions(hardware="rtx-4090-ddr5"))
+    planner = planner_of(config, PlanOptions(hardware="rtx-4090-ddr5"))
     now = planner.planned(CONTEXT)
-    assert flag_cost(config, planner) is None
+    assert flag_cost(config, planner, CONTEXT) is None
 
     class Without:
         """The same plan, with which own layers draft."""
@@ -168,7 +168,7 @@ def test_drafts_by_own_layers_are_one_of_the_speeds(
             return _with_speeds(now, drafted | ends)
 
     monkeypatch.setattr(Planner, "with_changes", lambda *_: Without())
-    cost = flag_cost(config, planner)
+    cost = flag_cost(config, planner, CONTEXT)
     assert cost is not None
     assert "(110 to 220 with drafts by its own layers): leave it out" in cost.note
 

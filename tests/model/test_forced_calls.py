@@ -12,7 +12,7 @@ from resolved import config_of
 from specoffload.chat.conversation import Conversation, Message, Tool, joined
 from specoffload.chat.format import ChatFormat
 from specoffload.config.speculation import NO_DRAFTS
-from specoffload.generation.generation import GenerateOptions, Piece
+from specoffload.generation.generation import GenerateOptions, TextPiece
 from specoffload.session.chat import answer
 from specoffload.session.session import Session
 
@@ -31,7 +31,7 @@ def message_of(session: Session, name: str, asked: dict[str, Any], **options: An
     wanted = GenerateOptions(n_predict=160, temperature=1.0, seed=3, **options)
     conversation = Conversation((ASK,), **asked)
     parts = answer(session, form, conversation, wanted)[1]
-    return joined(part for part in parts if not isinstance(part, Piece))
+    return joined(part for part in parts if not isinstance(part, TextPiece))
 
 
 @pytest.mark.parametrize("rule", ["match", "reject", "no drafts"])

@@ -179,8 +179,8 @@ def test_every_missing_package_is_named_with_what_needs_it(
     metadata_wheel(tmp_path, "top", "absent>=2", "numpy", "other; extra == 'more'", "low<0.5")
     metadata_wheel(tmp_path, "low", "absent", "top", "only; sys_platform == 'win32'")
     metadata_wheel(tmp_path, "alien", tag="cp27-cp27m-win32")
-    wheels, complaints = needed.wheels_in(tmp_path, needed.sys_tags())
-    assert complaints == ["alien-1.0-cp27-cp27m-win32.whl is for another Python or another machine"]
+    wheels, reasons = needed.wheels_in(tmp_path, needed.sys_tags())
+    assert reasons == ["alien-1.0-cp27-cp27m-win32.whl is for another Python or another machine"]
     assert sorted(needed.missing(["top", "alien"], wheels)) == [
         "absent is missing (needed by low, top)",
         "alien is missing (needed by the project)",

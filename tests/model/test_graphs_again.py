@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes as C
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,13 +150,13 @@ def test_answers_that_a_switch_changes_are_asked_for_again(tiny_moe: Path, chang
             rows = evaluate(engine)
         copies, split = engine.counters().copies, engine.counters().split_layers
         assert split
-        engine.ways.use(replace(engine.ways.now, unsplit=frozenset(SIZES)))
+        engine.opened.weights.ways.change(unsplit=frozenset(SIZES))
         if change == "min batch":
             engine.set_min_batch(MinBatch(1, 1))
         again = evaluate(engine)
         assert engine.counters().split_layers == split
         assert (engine.counters().copies > copies) == (change == "min batch")
-        engine.ways.use(replace(engine.ways.now, unsplit=frozenset()))
+        engine.opened.weights.ways.change(unsplit=frozenset())
         evaluate(engine)
         assert engine.counters().split_layers > split
         assert device.n_asked > 0
@@ -241,9 +240,9 @@ def test_a_graph_with_other_sources_uses_or_nodes_is_another(
     [
         lambda device: setattr(device.mla, "crossover", 0),
         lambda device: setattr(device.mla, "crossover", 5),
-        lambda device: device.ways.use(replace(device.ways.now, unsplit=frozenset({3}))),
+        lambda device: device.ways.change(unsplit=frozenset({3})),
         lambda device: device.ways.decline("for a test"),
-        lambda device: device.ways.use(replace(device.ways.now, may_split=False)),
+        lambda device: device.ways.change(may_split=False),
     ],
 )
 def test_what_a_switch_decided_before_is_not_taken_for_what_it_decides_now(

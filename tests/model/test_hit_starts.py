@@ -22,6 +22,7 @@ from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import NO_DRAFTS
 from specoffload.generation.generation import GenerateOptions
 from specoffload.kept import Kept, KeptFile
+from specoffload.opening.choices import StartChoices
 from specoffload.opening.kept_plan import kept_for_plan
 from specoffload.opening.target import target_options
 from specoffload.session.session import Session
@@ -120,10 +121,10 @@ def test_what_auto_measures_is_counted_and_known_to_the_next_plan(
     monkeypatch.setenv("SPECOFFLOAD_MEASURE_S", "6")
     config = config_of(hybrid=Toggle.AUTO)
     with Session(config) as session:
-        assert session.target.routing.is_on
-        assert session.target.routing.n_tokens >= 64
-        assert session.target.plan is not None
-        sharing = session.target.plan.sharing
+        assert session.target.opened.routing.is_on
+        assert session.target.opened.routing.n_tokens >= 64
+        assert session.target.opened.plan is not None
+        sharing = session.target.opened.plan.sharing
     assert kept_in(folder).hits is not None
     (decode,) = kept_for_plan(config).decodes
     assert decode.sharing == sharing
@@ -155,11 +156,14 @@ def test_tokens_of_runs_decide_what_the_next_plan_is_made_for(folder: Path, hybr
     KeptFile(folder, facts).update(lambda kept: kept.count(None, TokenMix(1000, 64_000)))
     assert kept_for_plan(config).mix == TokenMix(1 / 64, 1)
     with Session(config) as session:
-        assert session.target.plan is not None
-        (reason,) = [words for words in session.target.plan.reasons if "planned for" in words]
+        assert session.target.opened.plan is not None
+        (reason,) = [
+            words for words in session.target.opened.plan.reasons if "planned for" in words
+        ]
         assert reason == "planned for 64 generated tokens to each prompt token (--plan-for)"
     asked = config_of(hybrid=hybrid, plan_for=TokenMix(3, 1))
-    assert target_options(asked, kept_for_plan(asked)).wanted.mix == TokenMix(3, 1)
+    options = target_options(asked, StartChoices.as_asked(asked), kept_for_plan(asked))
+    assert options.wanted.mix == TokenMix(3, 1)
     assert kept_for_plan(config_of(hybrid=hybrid, use_profile=False)).mix is None
 
 
@@ -217,7 +221,7 @@ def test_those_that_were_used_most_are_there_and_a_request_ends_the_filling(fold
     with Session(config) as session:
         while session.use_idle_time():
             pass
-        plan, device = session.target.plan, session.target.device
+        plan, device = session.target.opened.plan, session.target.device
         assert plan is not None
         assert device is not None
         (pool,) = plan.layout.pools

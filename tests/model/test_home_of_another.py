@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from specoffload.opening.tokenizer import tokenizer_complaint
+from offload.header_check import tokenizer_reason
 
 ROOT = Path(__file__).parents[2]
 # Root may enter every folder, unless these capabilities are dropped.
@@ -71,5 +71,5 @@ def test_a_home_of_another_user_ends_no_command_in_a_traceback(
     ],
 )
 def test_a_missing_pre_tokenizer_is_said(metadata: dict[str, object], is_said: bool) -> None:
-    words = tokenizer_complaint(metadata)
+    words = tokenizer_reason(metadata)
     assert ("pre-tokenizer" in words) == is_said

@@ -50,7 +50,8 @@ from specoffload.models.local import located
 try:
     options = located(read_command_line("serve", sys.argv[1:], Environment(variables={})).options,
                       Environment(variables={}))
-    print(options.mmproj, *options.remarks, sep="\\n")
+    print(options.mmproj, *options.notes, sep="\\n")
+    print("draft", options.draft, file=sys.stderr)
 except SpecOffloadError as e:
     print(type(e).__name__, str(e))
 """
@@ -712,6 +713,28 @@ def test_a_projector_is_fetched_with_the_model_if_asked_for(hub: Hub, home: Path
     assert "--mmproj-auto has no effect" in none[1]
     (refused,) = located(hub, home, "-hf", repo, "--mmproj-url", "https://example.org/a.gguf")
     assert refused.startswith("UsageError --mmproj-url https://example.org/a.gguf: only files of")
+
+
+def test_a_repository_of_row_files_drafts(hub: Hub, home: Path) -> None:
+    """`dspark-`, `dflash-` and `eagle3-` files, as llama.cpp finds them."""
+    hub.repos["maker/drafts-GGUF"] = {"dflash-m-Q8_0.gguf": b"GGUF d", "eagle3-m.gguf": b"GGUF e"}
+    hub.repos["maker/both-GGUF"] = {"b-Q8_0.gguf": b"GGUF b", "dspark-b-Q8_0.gguf": b"GGUF s"}
+
+    def draft_of(*words: str) -> bytes | None:
+        done = subprocess.run(
+            [sys.executable, "-c", LOCATED, "-hf", "maker/both-GGUF", *words],
+            env=environment(hub, home), capture_output=True, text=True, timeout=100, check=True,
+        )  # fmt: skip
+        path = done.stderr.rpartition("draft ")[2].strip()
+        return None if path in ("", "None") else Path(path).read_bytes()
+
+    assert draft_of("-hfd", "maker/drafts-GGUF") == b"GGUF d"
+    assert draft_of("-hfd", "maker/drafts-GGUF", "--spec-type", "draft-eagle3") == b"GGUF e"
+    assert draft_of("-hfd", "maker/drafts-GGUF", "--offline") == b"GGUF d"
+    assert draft_of("-hfd", "maker/other-GGUF") == b"GGUF o"
+    assert draft_of("-hfd", "maker/both-GGUF", "--spec-type", "draft") == b"GGUF b"
+    assert draft_of() is None
+    assert draft_of("--spec-type", "dspark") == b"GGUF s", "the model's own repository has it"
 
 
 def test_a_projector_in_the_models_folder_is_found(hub: Hub, home: Path, tmp_path: Path) -> None:

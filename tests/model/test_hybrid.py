@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,7 +103,7 @@ def test_a_split_layer_gives_the_resident_models_bits(
     path, expected = model
     with open_engine(path, split_by(SPLITS[split](), path, slots)) as engine:
         assert np.array_equal(logits(engine), expected)
-        assert not engine.ways.now.declined
+        assert not engine.opened.weights.ways.now.declined
         n_hit, n_streamed, n_host = pairs(engine)
     assert (n_host == 0) == (split == "all-device")
     assert (n_hit + n_streamed == 0) == (split == "all-host")
@@ -200,8 +199,8 @@ def test_factors_of_experts_are_the_cpus_too(models: Path, preset: str) -> None:
     for split in ("random", "all-host"):
         with open_engine(path, split_by(SPLITS[split](), path, "half")) as engine:
             assert np.array_equal(logits(engine), expected), split
-            assert engine.hybrid is not None
-            assert not engine.ways.now.declined
+            assert engine.opened.weights.hybrid is not None
+            assert not engine.opened.weights.ways.now.declined
             assert pairs(engine)[2] > 0
 
 
@@ -243,8 +242,8 @@ def around_prompts(path: Path) -> tuple[Rows, StreamCounters, tuple[int, int]]:
     chosen = options(half | Streaming(vram_bytes=half["vram_bytes"] + 120_000), 65)
     rows, hits, uses = [], 0, 0
     with open_engine(path, engine_options(chosen, n_ubatch=80)) as engine:
-        assert engine.plan is not None
-        (pool,) = engine.plan.layout.pools
+        assert engine.opened.plan is not None
+        (pool,) = engine.opened.plan.layout.pools
         assert 3 * pool.n_experts <= pool.n_slots < 5 * pool.n_experts
         for prompt in range(3):
             if prompt:
@@ -356,7 +355,7 @@ def test_an_unknown_form_runs_as_before_and_says_why(
     monkeypatch.setattr(path_module, "find_form", refuse)
     with open_engine(tiny_moe, split_by(stay, tiny_moe, "least")) as engine:
         assert np.array_equal(logits(engine), expected)
-        assert "its rows are folded" in engine.ways.now.declined
+        assert "its rows are folded" in engine.opened.weights.ways.now.declined
         assert engine.counters().split_layers == 0
         cuts = engine.counters().cuts
         engine.sequences.extend(0, [1, 2])
@@ -371,7 +370,7 @@ def test_layers_are_split_by_what_was_measured_of_them(
     chosen = split_by(stay, tiny_moe, "half")
     with open_engine(tiny_moe, engine_options(chosen, prefetch=prefetch)) as engine:
         (costs,) = measure_split(engine).values()
-        assert engine.ways.now.splitter is stay
+        assert engine.opened.weights.ways.now.splitter is stay
         assert engine.sequences.length(0) == 0
         arrays = costs.costs()
         assert arrays.copy_s > 0
@@ -379,7 +378,7 @@ def test_layers_are_split_by_what_was_measured_of_them(
         layout = make_plan(read_facts(tiny_moe)).layout
         n_bytes = layout.groups[0].matrix_bytes
         assert arrays.kinds == pytest.approx([n / sum(n_bytes.values()) for n in n_bytes.values()])
-        engine.ways.use(replace(engine.ways.now, splitter=ByCosts(arrays)))
+        engine.opened.weights.ways.change(splitter=ByCosts(arrays))
         assert np.array_equal(logits(engine), expected)
         assert sum(pairs(engine)) > 0
 

@@ -105,8 +105,8 @@ def evaluated_by_libmtmd(engine: Engine, n: int = 12) -> tuple[list[int], NDArra
     import llama_cpp.llama_cpp as structs
     from llama_cpp import mtmd_cpp
 
-    assert engine.projector is not None
-    lib, handle = library(), engine.projector._handle
+    assert engine.opened.projector is not None
+    lib, handle = library(), engine.opened.projector._handle
     params = lib.llama_context_default_params()
     params.n_ctx, params.n_batch, params.n_ubatch = 1024, 256, 128
     params.n_threads = params.n_threads_batch = 1
@@ -304,13 +304,14 @@ def test_a_plan_counts_the_projector_where_a_start_puts_it(device: str, models: 
     asked = Options(
         model=model, mmproj=projector, device=device, ctx_size=512, threads=1, use_profile=False
     )
-    shown = as_dict(Planner(config_of(asked), PlanOptions()).planned(512))
+    asked_config = config_of(asked)
+    shown = as_dict(Planner(asked_config, asked_config.spec, PlanOptions()).planned(512))
     counted = shown["reserve"]["projector_bytes"], shown["host_projector_bytes"]
     assert counted == ((wanted, 0) if device == "cpu" else (0, wanted))
     if device == "cpu":
         assert shown["reserve_bytes"] == sum(shown["reserve"].values())
     with Session(config_of(asked)) as session:
-        options = session.target.options
+        options = session.target.start.options
         assert options.projector is not None
         assert options.projector.why_on_cpu == "no GPU computes"
         own = options.wanted

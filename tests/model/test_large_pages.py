@@ -43,7 +43,7 @@ for ram_bytes in (None, int(sys.argv[3])):
     with open_engine(sys.argv[1], options) as engine:
         read = engine.sequences.extend(0, [3, 1, 4, 1, 5])
         print(read.astype("<f4").tobytes().hex())
-        assert (engine.store.experts is not None) == (ram_bytes is not None)
+        assert (engine.opened.weights.store.experts is not None) == (ram_bytes is not None)
 assert n_advised > 0
 """
 

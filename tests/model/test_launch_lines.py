@@ -103,7 +103,7 @@ def test_a_published_line_starts_and_answers(launch: Launch, models: Path, tmp_p
         notes, stats = session.notes, pieces[-1].stats
         assert stats is not None
         assert stats.n_rounds > 1
-        drafts = session.config.spec.options.is_on
+        drafts = session.choices.spec.options.is_on
         assert (session.speculation is not None) == drafts
         assert drafts or not launch.drafts
         if session.speculation is not None and launch.drafts:
@@ -115,7 +115,7 @@ def test_a_published_line_starts_and_answers(launch: Launch, models: Path, tmp_p
             assert last.stats.n_drafted > 0
     said = [name for name, _ in line.ignored]
     assert all(any(note.startswith(f"{name} ignored") for note in notes) for name in said)
-    assert set(line.remarks) <= set(notes)
+    assert set(line.notes) <= set(notes)
 
 
 def program(*words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -180,8 +180,8 @@ def test_a_published_line_with_two_workers_answers(
             wanted = replace(line.of(AskedOptions), n_predict=4, ignore_eos=True)
             pieces = list(session.generate("def f(n):", wanted))
             assert sum(len(piece.tokens) for piece in pieces) == 4
-            assert session.target.remote is not None
-            assert session.target.remote.has_head  # as in llama.cpp, the last device has it
+            assert session.target.opened.remote is not None
+            assert session.target.opened.remote.has_head  # as in llama.cpp, the last device has it
 
 
 def test_the_usual_line_for_deepseek_means_what_it_means_there(

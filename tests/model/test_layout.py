@@ -21,7 +21,7 @@ from offload.plan.found import Found, FoundDevice, Kind
 from offload.plan.layout import Layout
 from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES
 from offload.plan.wanted import Wanted
-from offload.times.context import ContextOptions, context_memory
+from offload.times.context_memory import ContextOptions, context_memory
 from offload.times.machine import TYPICAL
 
 GIB = 1 << 30
@@ -221,7 +221,7 @@ def test_the_library_without_mtp_is_told() -> None:
     found = Found(gpus([(96, 25e9)]), ram_bytes=1 << 42, has_mtp=False)
     layout = decide(header(title), found, wanted(mtp=True))
     assert not layout.loads_mtp
-    assert "has no functions" in layout.row_complaint
+    assert "has no functions" in layout.no_rows_reason
 
 
 @pytest.mark.parametrize("n_sizes", [1, 3])

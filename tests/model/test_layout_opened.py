@@ -58,13 +58,17 @@ def opens_as_planned(config: Config, own: PlanOptions) -> None:
             assert getattr(layout, name) == getattr(planned, name), name
         assert layout == planned
         assert engine.layout.context.n_ubatch == layout.context.n_ubatch
-        assert [part.plan for part in engine.parts] == [its.plan for its in layout.local]
-        streamed_bytes = sum(part.plan.streamed_bytes for part in engine.parts)
-        report = None if engine.store is None else engine.store.report
+        assert [part.plan for part in engine.opened.weights.parts] == [
+            its.plan for its in layout.local
+        ]
+        streamed_bytes = sum(part.plan.streamed_bytes for part in engine.opened.weights.parts)
+        report = None if engine.opened.weights.store is None else engine.opened.weights.store.report
         assert (0 if report is None else report.weight_bytes) == streamed_bytes
-        memory = None if engine.store is None else engine.store.experts
+        memory = (
+            None if engine.opened.weights.store is None else engine.opened.weights.store.experts
+        )
         assert (memory is not None) == layout.reads_disk
-        assert (engine.tables is not None) == bool(layout.on_disk)
+        assert (engine.opened.tables is not None) == bool(layout.on_disk)
 
 
 @settings(

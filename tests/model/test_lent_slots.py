@@ -31,7 +31,7 @@ from offload.plan.row_draft import plan_mtp
 from offload.schedule.slots import StreamCounters
 from offload.schedule.splitter import Splitter, all_on_device, stay
 from offload.stream.play import GraphPlayer
-from offload.times.context import ContextOptions
+from offload.times.context_memory import ContextOptions
 from offload.times.min_batch import MinBatch
 
 N_SEQUENCES = 3
@@ -145,7 +145,7 @@ def test_drafts_by_own_layers_are_the_same_beside_lent_slots(models: Path, split
     )  # fmt: skip
     for lend in (False, True):
         with open_engine(path, mtp_options(path, split, lend=lend)) as engine:
-            assert engine.row_draft is not None
+            assert engine.opened.row_draft is not None
             steps: list[Any] = []
             for _ in range(3):
                 steps += steps_of(engine)
@@ -183,7 +183,9 @@ def set_lora(engine: Engine, adapter: Any, scale: float) -> None:
     adapters = (native.llama_adapter_lora_p_ctypes * 1)(adapter)
     scales = (C.c_float * 1)(scale)
     assert (
-        native.llama_set_adapters_lora(engine._context.handle, adapters, int(scale > 0), scales)
+        native.llama_set_adapters_lora(
+            engine.opened.context.handle, adapters, int(scale > 0), scales
+        )
         == 0
     )
 
@@ -193,7 +195,7 @@ def swap_samplers(engine: Engine) -> None:
     chain = native.llama_sampler_chain_init(native.llama_sampler_chain_default_params())
     native.llama_sampler_chain_add(chain, native.llama_sampler_init_greedy())
     for its in (chain, None):
-        assert native.llama_set_sampler(engine._context.handle, N_SEQUENCES - 1, its)
+        assert native.llama_set_sampler(engine.opened.context.handle, N_SEQUENCES - 1, its)
     native.llama_sampler_free(chain)
 
 
@@ -249,7 +251,7 @@ def test_the_start_says_how_many_slots_the_buffer_has(path: Path) -> None:
         device = engine.device
         assert device is not None
         assert device.n_lent > 0
-        assert any(f"{device.n_lent} more slots in the" in note for note in engine.notes)
+        assert any(f"{device.n_lent} more slots in the" in note for note in engine.opened.notes)
 
 
 @pytest.mark.parametrize("share", [0.2, 0.3, 0.6])
@@ -285,9 +287,9 @@ def test_the_start_says_why_it_lends_nothing(
 ) -> None:
     opened = engine_options(options(path, share=1.0, **changes), device=device, n_ctx=512)
     with open_engine(path, opened) as engine:
-        assert engine.devices[0].compute_buffer is None
+        assert engine.opened.devices[0].compute_buffer is None
         said = f"no experts in the compute buffer: {why}"
-        assert any(note.endswith(said) for note in engine.notes)
+        assert any(note.endswith(said) for note in engine.opened.notes)
         engine.sequences.extend(0, [1, 2, 3])
         assert engine.counters().n_lent_copies == 0
         assert all(its.plan.n_lent == 0 for its in engine.layout.devices)

@@ -38,6 +38,10 @@ def test_links_are_kept_by_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert links_of(two(), tmp_path, keep=True) == first
     with pytest.raises(TypeError):  # other devices are measured
         links_of(two()[::-1], tmp_path, keep=True)
+    monkeypatch.setattr(kept_machine, "today", lambda: "2999-01-01")
+    assert links_of(two(), tmp_path, keep=False) == first, "a plan measures only what is missing"
+    with pytest.raises(TypeError):  # a start measures old speeds again
+        links_of(two(), tmp_path, keep=True)
 
 
 def test_a_line_says_both_rates(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_the_text_is_the_targets_own(
         assert_kept_and_rejected(runs)
     assert (after.streamed_bytes > before.streamed_bytes) == (place != "resident")
     if place == "split":
-        plan, n_rounds = opened.target.plan, sum(run.stats.n_rounds for run in runs)
+        plan, n_rounds = opened.target.opened.plan, sum(run.stats.n_rounds for run in runs)
         assert plan is not None
         n_layers = len({layer_of(entry.name) for entry in plan.streamed})
         assert after.split_layers - before.split_layers >= n_rounds * n_layers

@@ -246,9 +246,9 @@ def test_the_count_of_cells_catches_a_restore_without_the_removal_of_later_cells
     target.sequences.rewind(0, 0)
     target.sequences.extend(0, recurrent.prompt, 0)
     assert_each_position_once(target)
-    state = target._context.state(0, PARTIAL_STATE)
+    state = target.opened.context.state(0, PARTIAL_STATE)
     target.sequences.extend(0, [50, 51, 52], 0)
-    target._context.set_state(0, state, PARTIAL_STATE)
+    target.opened.context.set_state(0, state, PARTIAL_STATE)
     target.sequences._lengths[0] = first
     with pytest.raises(AssertionError, match=rf"positions \[{first}, "):
         assert_each_position_once(target)

@@ -7,11 +7,13 @@ The text must be the target's own, and some drafts must be accepted.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
+from in_process import command
 from lossless_parts import (
     FIXED,
     GREEDY,
@@ -22,8 +24,9 @@ from lossless_parts import (
     open_session,
 )
 
-from offload.sequences.text import share_of_tokens
-from specdec.errors import VocabularyMismatch
+from specdec.costs.profile import CostProfile
+from specoffload.bench import draft_quality
+from specoffload.commands.profile import quality_of
 from specoffload.config.resolution import demo_file, demo_prompts
 
 RENAMED = {"<|endoftext|>": "<eos>", "<|im_start|>": "<turn>", "<|im_end|>": "</turn>"}
@@ -110,24 +113,29 @@ def test_another_order_of_ids_costs_no_drafts(exact: Path, drafts: dict[str, Pat
     assert accepted[1] >= 0.9 * accepted[0] > 0
 
 
-def test_without_replacement_another_vocabulary_is_refused(
-    exact: Path, drafts: dict[str, Path]
+@pytest.mark.parametrize("replace", [None, ""])
+def test_without_pairs_another_vocabulary_is_translated_too(
+    exact: Path, drafts: dict[str, Path], replace: str | None
 ) -> None:
-    remedy = r'bos token .*: choose a draft of the same family, or .* with --spec-replace "" '
-    with pytest.raises(VocabularyMismatch, match=rf"{remedy}\(100 % of its tokens are"):
-        open_session(exact, FIXED, draft=drafts["permuted"])
-    with open_session(exact, FIXED | {"--spec-replace": ""}, draft=drafts["permuted"]) as opened:
-        assert generate(opened, texts()[1], GREEDY).stats.n_accepted > 0, "the remedy works"
+    """The draft with half of the merges cuts some words into more tokens."""
+    spec = FIXED if replace is None else FIXED | {"--spec-replace": replace}
+    shares = {}
+    for name in ("permuted", "coarser"):
+        with open_session(exact, spec, draft=drafts[name]) as opened:
+            (said,) = [n for n in opened.notes if "are translated through text" in n]
+            assert generate(opened, texts()[1], GREEDY).stats.n_accepted > 0
+        assert "100 % of the target's tokens survive" in said
+        ((share, n_draft),) = re.findall(r"(\d+) % are one token .* takes ([\d.]+) of the", said)
+        shares[name] = int(share), float(n_draft)
+    assert shares["permuted"] == (100, 1.0)
+    assert shares["coarser"][0] < 97
+    assert shares["coarser"][1] > 1.02
 
 
-def test_a_refusal_counts_the_tokens_that_survive(exact: Path, drafts: dict[str, Path]) -> None:
-    with open_session(exact, TRANSLATED, draft=drafts["coarser"]) as opened:
-        draft = opened.draft
-        assert draft is not None
-        known = {opened.target.model.token_text(t) for t in range(opened.target.n_vocab)}
-        kept = [draft.model.token_text(t) in known for t in range(draft.n_vocab)]
-        assert share_of_tokens(opened.target.model, draft.model) == sum(kept) / len(kept)
-        assert 0.1 < sum(kept) / len(kept) <= 1.0
+def test_an_equal_vocabulary_is_not_translated(exact: Path, drafts: dict[str, Path]) -> None:
+    with open_session(exact, FIXED, draft=drafts["same"]) as opened:
+        assert opened.choices.spec.options.replacements is None
+        assert not any("translated" in note for note in opened.notes)
 
 
 def test_special_tokens_reach_the_draft_as_its_own(
@@ -148,3 +156,47 @@ def test_special_tokens_reach_the_draft_as_its_own(
         theirs = [draft.token_text(token) for token in read[: len(run.prompt)]]
     assert set(RENAMED) & set(ours) == {"<|im_start|>", "<|im_end|>"}
     assert theirs == [RENAMED.get(text, text) for text in ours]
+
+
+def test_a_translated_draft_is_judged_as_the_draft_itself(
+    exact: Path, drafts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same draft with other ids: translation loses nothing, so as much is accepted."""
+    monkeypatch.setattr(draft_quality, "_N_TEXTS", (3, 3))
+    costs = CostProfile(tuple(1.0 + 0.01 * n for n in range(64)), 0.02)
+    found = {}
+    for name in ("same", "permuted"):
+        with open_session(exact, FIXED, draft=drafts[name]) as opened:
+            found[name] = quality_of(opened, costs)
+            assert opened.draft is not None
+            assert opened.target.sequences.length(0) == opened.draft.sequences.length(0) == 0
+    same, permuted = found["same"], found["permuted"]
+    assert same is not None
+    assert permuted is not None
+    assert permuted.n_tokens == same.n_tokens
+    assert permuted.positions[0].agreement == pytest.approx(same.positions[0].agreement, abs=0.15)
+    for its in ("lengths", "positions"):
+        assert len(getattr(permuted, its)) == len(getattr(same, its))
+    assert permuted.lengths[-1].tokens_per_round == pytest.approx(
+        same.blocks.tokens_per_round, rel=0.15
+    )
+    assert same.translated_token_s is None
+    assert (permuted.translated_token_s or 0.0) > 0.0
+    assert same.sampled_tokens_per_round is not None
+    assert permuted.sampled_tokens_per_round is None
+
+
+@pytest.mark.parametrize("words", [("draft", "judge"), ("profile",)])
+def test_the_commands_judge_a_translated_draft(
+    words: tuple[str, ...], drafts: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr(draft_quality, "_N_TEXTS", (2, 2))
+    pair = (demo_file("target.gguf"), "-md", drafts["coarser"])
+    done = command(*words, *pair, "--device", "cpu", "-t", "1", "-c", "512")
+    assert done.returncode == 0, done.stderr
+    assert "how well the translated draft guesses the target" in done.stdout
+    assert "a drafted token of the target's takes " in done.stdout
+    assert "--spec-accept reject" not in done.stdout
+    assert "pay" in done.stdout.splitlines()[-1]

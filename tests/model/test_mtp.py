@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import llama_cpp.llama_cpp as native
@@ -24,6 +25,7 @@ from mtp_parts import (
 )
 from own_layer_steps import steps_of
 from resolved import config_of
+from row_draft_parts import options_of_way
 from splits import at_random
 from test_sequences_elsewhere import in_file
 
@@ -34,33 +36,17 @@ from offload.errors import BadModel, BadRequest
 from offload.ggml.library.lib import library
 from offload.model_file import read_facts
 from offload.plan.row_draft import MTP_ARCHITECTURES, plan_mtp
-from offload.times.context import ContextOptions
-from offload.times.min_batch import MinBatch
+from offload.times.context_memory import ContextOptions
+from specdec.decoding.loop import StepReport
 from specdec.options import OF_TEXT
-from specdec.types import Round
-from specoffload.opening.drafters import with_usable_drafters
+from specoffload.opening.drafters import usable_drafters
+from specoffload.opening.header import target_facts
 from specoffload.session.session import Session
 from specoffload.slots.slot_files import read_sequence
 
 
 def options_of(way: str, path: Path, n_sequences: int = 1) -> EngineOptions:
-    is_split = way == "split"
-    least = 1000 if is_split else 1
-    return engine_options(
-        device="cpu" if way == "resident" else "sim",
-        min_batch=MinBatch(least, least),
-        streaming=Streaming(
-            hybrid=is_split,
-            vram_bytes=half_of(path) if is_split else None,
-            n_gpu_layers=ON_GPU if is_split else None,
-        ),
-        n_ctx=512 * n_sequences,
-        n_sequences=n_sequences,
-        flash_attn="off",
-        type_k="f32",
-        type_v="f32",
-        mtp=True,
-    )
+    return options_of_way(way, partial(half_of, path), n_sequences, mtp=True)
 
 
 @pytest.mark.parametrize("architecture", MIXTURES)
@@ -95,8 +81,8 @@ def test_every_architecture_whose_layers_may_draft_is_tested() -> None:
 def test_keys_on_which_the_library_would_fail_are_refused(tmp_path: Path) -> None:
     path = write_mtp(tmp_path, "deepseek4", own={"attention.indexer.key_length": 64}, name="-64")
     with open_engine(path, options_of("resident", path)) as engine:
-        assert engine.row_draft is None
-        assert "keys and the indexer's keys both have 64 values" in engine.row_complaint
+        assert engine.opened.row_draft is None
+        assert "keys and the indexer's keys both have 64 values" in engine.opened.no_rows_reason
         assert len(engine.sequences.extend(0, [1, 2, 3])) == 3
 
 
@@ -121,9 +107,9 @@ def test_layers_that_do_not_fit_are_left_out(models: Path) -> None:
     tight = budget(path, Streaming(), "half")
     options = engine_options(options, vram_bytes=tight)
     with open_engine(path, options) as engine:
-        assert engine.row_draft is None
-        assert engine.plan is not None
-        assert any("are left out" in reason for reason in engine.plan.reasons)
+        assert engine.opened.row_draft is None
+        assert engine.opened.plan is not None
+        assert any("are left out" in reason for reason in engine.opened.plan.reasons)
 
 
 # -- which models draft by themselves --------------------------------------------------------------
@@ -144,6 +130,7 @@ events = []
 sys.addaudithook(lambda event, _: events.append(event))
 from own_layer_steps import steps_of
 from resolved import config_of
+from row_draft_parts import options_of_way
 from splits import at_random
 from pathlib import Path
 drafters = config_of(model=Path(sys.argv[1])).spec.options.drafters
@@ -170,8 +157,8 @@ def test_a_file_without_the_layers_of_its_header_runs_without_them(tmp_path: Pat
         assert why in session.notes
         assert written(session, [5, 6, 7], n=3)
     with open_engine(path, engine_options(device="cpu", n_ctx=256, mtp=True)) as engine:
-        assert engine.row_draft is None
-        assert "left out of the file" in engine.row_complaint
+        assert engine.opened.row_draft is None
+        assert "left out of the file" in engine.opened.no_rows_reason
 
 
 def test_a_library_without_such_contexts_runs_without_the_layers(
@@ -180,7 +167,7 @@ def test_a_library_without_such_contexts_runs_without_the_layers(
     path = write_mtp(models, "glm4moe")
     monkeypatch.setattr(library(), "has_nextn", False)
     with Session(config_of(model=path, device="cpu", threads=1, ctx_size=256)) as session:
-        assert session.target.row_draft is None
+        assert session.target.opened.row_draft is None
         assert any("drafts by ngram-mod, suffix, lengths" in note for note in session.notes)
         why = "library has no functions for it, so ngram-mod and suffix draft alone"
         assert any(why in note for note in session.notes)
@@ -200,9 +187,9 @@ def test_a_count_that_the_tensors_do_not_bear_out_is_told(models: Path, tmp_path
     path = write_mtp(models, "glm4moe")
     two = counting(path, tmp_path, 2)
     config = config_of(model=two, spec_given={"--spec-type": "mtp"})
-    config = with_usable_drafters(config)
-    assert config.spec.options.drafters == ("none",)
-    assert any("computes one of glm4moe" in reason for reason in config.spec.reasons)
+    spec = usable_drafters(target_facts(config), config.spec)
+    assert spec.options.drafters == ("none",)
+    assert any("computes one of glm4moe" in reason for reason in spec.reasons)
     with pytest.raises(BadModel, match="nextn_predict_layers is 99 for 5 layers; the file is dama"):
         read_facts(counting(path, tmp_path, 99))
     none = counting(path, tmp_path, 0)
@@ -236,10 +223,12 @@ def test_rows_cost_one_copy_a_decode(models: Path) -> None:
     """The copy has the size of the rows, whatever the size of the context."""
     path = write_mtp(models, "deepseek2")
     with open_engine(path, options_of("resident", path)) as engine:
-        assert engine.row_draft is not None
+        assert engine.opened.row_draft is not None
         engine.sequences.extend(0, [5] * 30, 0)
-        assert engine._context.rows(30).shape == (30, 128)
-        assert engine.row_draft.length(0) == 0, "nothing is computed before a draft asks for it"
+        assert engine.opened.context.rows(30).shape == (30, 128)
+        assert engine.opened.row_draft.length(0) == 0, (
+            "nothing is computed before a draft asks for it"
+        )
 
 
 @pytest.mark.parametrize("architecture", ["deepseek2", "qwen35moe", SEVERAL])
@@ -255,21 +244,22 @@ def test_a_kept_prompt_drafts_what_a_fresh_one_does(models: Path, architecture: 
         open_mtp(path, "resident", parallel=2) as session,
         open_engine(path, options_of("resident", path)) as fresh,
     ):
-        assert session.target.row_draft is not None
+        assert session.target.opened.row_draft is not None
         found: list[tuple[list[int], tuple[int, ...]]] = []
         history: list[int] = []
 
-        def note(round_: Round) -> None:
-            found.append((list(history), round_.draft.tokens))
-            history.extend(round_.emitted)
+        def note(report: StepReport) -> None:
+            for _, round_ in report.rounds:
+                found.append((list(history), round_.draft.tokens))
+                history.extend(round_.emitted)
 
-        session.batcher.on_round.append(note)
+        session.batcher.on_step.append(note)
         answer: list[int] = []
         for prompt in (text, [*text, *other], [*text[:40], *other], [*text[:50], *other[::-1]]):
             history[:] = [*prompt]
             answer = written(session, prompt, draft_max=2)
         assert answer
-        assert session.target.row_draft.n_unknown_rows == 0
+        assert session.target.opened.row_draft.n_unknown_rows == 0
         n_equal = n_drafted = 0
         for before, tokens in found:
             if tokens:
@@ -308,7 +298,7 @@ def test_a_saved_text_drafts_what_a_fresh_one_does(
             path, engine_options(options_of("resident", path, n_plain), mtp=False)
         ) as plain,
     ):
-        layers, sequences = engine.row_draft, engine.sequences
+        layers, sequences = engine.opened.row_draft, engine.sequences
         assert layers is not None
 
         def draft(sequence: int) -> list[int]:
@@ -343,7 +333,7 @@ def test_a_saved_text_drafts_what_a_fresh_one_does(
         assert layers.n_unknown_rows == 1
         tokens = (ctypes.c_int32 * 512)()
         n = native.llama_state_seq_load_file(
-            plain._context.handle, str(own).encode(), 0, tokens, 512, ctypes.c_size_t()
+            plain.opened.context.handle, str(own).encode(), 0, tokens, 512, ctypes.c_size_t()
         )
         assert n, "llama.cpp reads it as well"
         # The size of the layers' part is 16 bytes before the end.

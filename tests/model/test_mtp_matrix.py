@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations, islice, product
 from pathlib import Path
@@ -18,9 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 from mtp_parts import LONGEST, WAYS, open_mtp, prompts, written
+from numpy.typing import NDArray
 from test_slots import Plain, answer_of
 
 from lab.synth.mtp import ARCHITECTURES, write_mtp
+from offload.sequences.block_draft import BlockDraft, DraftedBlock
 from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
 
@@ -107,6 +109,21 @@ class Plainly:
 
 
 @dataclass
+class _OftenRight:
+    """A block whose places often have the text's next token."""
+
+    block: DraftedBlock
+    text: Sequence[int]
+    rng: np.random.Generator
+
+    def place(self, index: int, before: int | None) -> tuple[NDArray[np.float32], float | None]:
+        logits, confidence = self.block.place(index, before)
+        if index < len(self.text) and self.rng.random() < RIGHT:
+            logits[self.text[index]] = logits.max() + 1
+        return logits, confidence
+
+
+@dataclass
 class Player:
     """Plays cases in one session, and compares each answer with plain decoding's."""
 
@@ -124,8 +141,11 @@ class Player:
         self._texts = prompts(N_PROMPTS)
         self._wanted: dict[tuple[int, ...], list[int]] = {}
         self._rng = np.random.default_rng(self.size)
-        layers = self.session.target.row_draft
+        layers = self.session.target.opened.row_draft
         assert layers is not None
+        if isinstance(layers, BlockDraft):
+            self._correct_blocks(layers)
+            return
         extend_batch = layers.extend_batch
 
         def often_right(parts: Sequence[tuple[int, Sequence[int], int]]) -> list[Any]:
@@ -139,6 +159,19 @@ class Player:
             return rows
 
         layers.extend_batch = often_right  # type: ignore[method-assign]
+
+    def _correct_blocks(self, layers: BlockDraft) -> None:
+        """Let blocks draft the text's next tokens often."""
+        draft_blocks = layers.draft_blocks
+
+        def often_right(parts: Sequence[tuple[int, Sequence[int]]], n_tokens: int) -> list[Any]:
+            blocks = draft_blocks(parts, n_tokens)
+            return [
+                _OftenRight(block, self._whole(s)[layers.length(s) + 1 :], self._rng)
+                for (s, _), block in zip(parts, blocks, strict=True)
+            ]
+
+        layers.draft_blocks = often_right  # type: ignore[method-assign]
 
     def _whole(self, sequence: int) -> list[int]:
         """The prompt of the request that has this sequence, and its answer by plain decoding."""
@@ -228,15 +261,15 @@ def test_greedy_texts_are_those_of_plain_decoding(
     architecture, way, size = group
     path = write_mtp(models, architecture)
     with open_mtp(path, way, size, ctx_size=N_CTX, cache_ram_bytes=None) as session:
-        if session.target.hybrid is not None:
-            ways = session.target.ways
-            ways.use(replace(ways.now, unsplit=frozenset()))  # even if splitting is slower
+        if session.target.opened.weights.hybrid is not None:
+            ways = session.target.opened.weights.ways
+            ways.change(unsplit=frozenset())  # even if splitting is slower
             assert ways.now.splits(1)
         player = Player(session, plainly, size)
         for case in whole(size) if IS_WHOLE else sample()[group]:
             player.play(case)
-        assert session.target.row_draft is not None
-        n_unknown = session.target.row_draft.n_unknown_rows
+        assert session.target.opened.row_draft is not None
+        n_unknown = session.target.opened.row_draft.n_unknown_rows
     if IS_WHOLE:
         print(
             f"\n{'-'.join(map(str, group))}: {player.n_texts} texts, {player.n_tokens} tokens, "

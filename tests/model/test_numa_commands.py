@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from numa.errors import NumaError
 from numa.machine import read_topology
 from numa.place import Candidate, Strategy
-from numa.topology import Core, Node, Topology
+from numa.topology import Core, MemoryNode, Topology
 from specoffload.bench.load import Load, Watch
 from specoffload.cli import app
 from specoffload.commands.tune import SIZES, config_for
@@ -47,8 +47,8 @@ def two_nodes() -> Topology:
     return replace(
         read_topology(),
         nodes=(
-            Node(0, (0, 1, 2, 3), 4 * gib, 4 * gib, (10, 20)),
-            Node(1, (4, 5, 6, 7), 4 * gib, 4 * gib, (20, 10)),
+            MemoryNode(0, (0, 1, 2, 3), 4 * gib, 4 * gib, (10, 20)),
+            MemoryNode(1, (4, 5, 6, 7), 4 * gib, 4 * gib, (20, 10)),
         ),
         cores=tuple(Core((cpu,), cpu // 4) for cpu in range(8)),
         allowed_cpus=tuple(range(8)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import psutil
 import pytest
 from budgets import budget
 from our_worker import SIM, RunningWorker, working
@@ -53,8 +55,8 @@ def test_layers_of_two_machines_give_the_logits_of_one(preset: str, models: Path
         for order in ("auto", "last"):
             remote = RemoteOptions((running.address,), order=order)
             with open_engine(path, options("sim", remote)) as engine:
-                assert engine.remote is not None
-                (layers,) = engine.remote.layers
+                assert engine.opened.remote is not None
+                (layers,) = engine.opened.remote.layers
                 assert 0 < len(layers) < engine.facts.n_layers
                 np.testing.assert_array_equal(logits(engine), expected)
                 assert engine.counters().streamed_bytes > 0  # local experts stream
@@ -122,6 +124,22 @@ def test_a_client_without_a_gpu_leaves_all_layers_to_the_worker(
 def test_a_worker_with_another_file_is_refused(tiny_dense: Path, worker: RunningWorker) -> None:
     with pytest.raises(DeviceUnavailable, match=r"has another file: its tiny_moe.gguf has hash"):
         open_engine(tiny_dense, options("cpu", RemoteOptions((worker.address,))))
+
+
+def test_a_worker_computes_on_the_processors_of_its_mask(tiny_moe: Path) -> None:
+    cpu = min(os.sched_getaffinity(0))
+    with open_engine(tiny_moe, options("cpu")) as engine:
+        expected = logits(engine)
+    with working(tiny_moe, "--device", SIM, "--cpu-mask", hex(1 << cpu), "-t", "1") as running:
+        remote = RemoteOptions((running.address,), order="only")
+        with open_engine(tiny_moe, options("cpu", remote)) as engine:
+            np.testing.assert_array_equal(logits(engine), expected)
+            serving = psutil.Process(running.process.pid).children(recursive=True)
+            found = [
+                psutil.Process(thread.id).cpu_affinity() for p in serving for thread in p.threads()
+            ]
+    assert [cpu] in found
+    assert running.process.pid not in [p.pid for p in serving]
 
 
 def test_a_draft_model_on_a_worker_may_be_another_file(tiny_dense: Path, tiny_moe: Path) -> None:

@@ -13,7 +13,7 @@ from lab.synth import plan_preset, write_header_only
 from lab.synth.shape import PRESETS
 from offload.model import ModelFacts, is_experts
 from offload.model_file import read_facts
-from offload.times.context import ContextOptions, context_memory
+from offload.times.context_memory import ContextOptions, context_memory
 
 _MIB = 1 << 20
 SPEC = ContextOptions(4096, device_checkpoints=False)

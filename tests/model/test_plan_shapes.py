@@ -29,13 +29,13 @@ from offload.plan.slot_layout import slot_layout
 from offload.plan.weights import device_bytes, ring_slots
 from offload.plan.workload import DECODING, USUAL, PlannedWork, TokenMix
 from offload.routing.routing import SHARES, HitCurve
-from offload.times.context import ContextOptions, context_memory
+from offload.times.context_memory import ContextOptions, context_memory
 from offload.times.decodes import best_s, cpu_s, streamed_s
 from offload.times.first_table import modelled, modelled_crossover
 from offload.times.machine import TYPICAL, Machine
 from offload.times.min_batch import NEVER
 from offload.times.prompts import prefill_s
-from offload.times.search import Wanted, budget_s, fill
+from offload.times.search import TimingRequest, budget_s, fill
 from offload.times.table import CONTRADICTS, TOLERANCE, Way, agreeing
 from offload.times.work import model_work
 from specoffload.cli import app
@@ -275,8 +275,8 @@ def test_a_first_start_measures_r1_in_time(
         return [true_s(way, n)]
 
     most_s = budget_s(true_s(Way.IN_PLACE, 1), len(ways))
-    wanted = Wanted(ways, n_most=plan.n_ubatch, part=part)
-    fill(table, wanted, time_size, lambda: most_s - spent_s, "")
+    request = TimingRequest(ways, n_most=plan.n_ubatch, part=part)
+    fill(table, request, time_size, lambda: most_s - spent_s, "")
     assert spent_s <= 14.0 + true_s(Way.STREAMED, 1)
     found = table.without_modelled().min_batch(plan.n_ubatch)
     true = modelled_crossover(machine, work, plan.sharing)
@@ -305,8 +305,8 @@ def test_the_page_of_plans_is_made_by_its_script(
 def test_a_row_has_the_speed_at_the_end_of_its_context(shapes: dict[str, ModelFacts]) -> None:
     for title in ("DeepSeek-R1", "Qwen3-235B-A22B", "gpt-oss-120b"):
         short = plans.plan_of(shapes[title], 48, None, 4096)
-        request = replace(short.request, context=ContextOptions(131072))
-        long = replace(short, request=request)  # the same sharing of memory
+        layout = replace(short.layout, context=ContextOptions(131072))
+        long = replace(short, layout=layout)  # the same sharing of memory
         cells = [list(plans.row(its))[6].split(" to ") for its in (short, long)]
         least, most = ([float(its[end]) for its in cells] for end in (0, -1))
         assert least[1] < least[0], title
@@ -368,7 +368,7 @@ def test_a_plan_prices_few_ways(shapes: dict[str, ModelFacts]) -> None:
     class Counting(Machine):
         def __getattribute__(self, name: str) -> object:
             nonlocal priced
-            if name == "per_layer_s":
+            if name == "per_kernel_s":
                 priced += 1
             return super().__getattribute__(name)
 

@@ -18,7 +18,7 @@ def test_two_models_on_two_devices_get_a_part_of_each() -> None:
     models = {"large": "target.gguf", "small": "draft.gguf"}
     configs = {name: config_of(model=demo_file(file), **given) for name, file in models.items()}
     planned = plan_all(configs)
-    assert planned.complaints == ()
+    assert planned.reasons == ()
     sharing = share(planned.needs, planned.room, 2, devices=planned.devices)
     assert sharing.fits(["large", "small"])
     used = [0] * len(SIZES)
@@ -27,7 +27,7 @@ def test_two_models_on_two_devices_get_a_part_of_each() -> None:
         assert got is not None
         for i, n_bytes in enumerate(got.each_device_bytes):
             used[i] += n_bytes
-        _, its = planned_with_context(limited(config, got.each_device_bytes), PlanOptions())
+        its = planned_with_context(limited(config, got.each_device_bytes), PlanOptions())
         for part, most in zip(its.parts or (its,), got.each_device_bytes, strict=True):
             assert part.plan.used_bytes <= most
     assert all(n_bytes <= size for n_bytes, size in zip(used, SIZES, strict=True))

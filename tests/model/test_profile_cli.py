@@ -220,7 +220,7 @@ def test_a_flag_that_changes_nothing_about_a_measurement_is_said() -> None:
     options = measuring_only(
         line_of("--spec-policy", "fixed", command="profile").options, why="profile only measures"
     )
-    assert "--spec-policy ignored: profile only measures" in options.remarks
+    assert "--spec-policy ignored: profile only measures" in options.notes
 
 
 def test_a_recorded_trace_is_replayed(folder: Path, tmp_path: Path) -> None:

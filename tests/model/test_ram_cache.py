@@ -35,7 +35,7 @@ from offload.model_file import read_facts
 from offload.plan.placement import make_plan
 from offload.remote.address import RemoteOptions
 from offload.stream.device import StreamingDevice
-from offload.times.context import context_memory
+from offload.times.context_memory import context_memory
 from offload.times.min_batch import NEVER, MinBatch
 from specoffload.config.options import DiskRoom, Toggle
 from specoffload.generation.generation import GenerateOptions
@@ -90,8 +90,8 @@ def test_a_cache_in_ram_changes_no_logits(
         wanted = logits(engine)
     with open_engine(path, options(path, kv_offload=False)) as engine:
         found = logits(engine)
-        assert engine.plan is not None
-        assert engine.plan.attention_batch == crossover
+        assert engine.opened.plan is not None
+        assert engine.opened.plan.attention_batch == crossover
     assert np.array_equal(found, wanted)
 
 
@@ -125,14 +125,14 @@ def test_caches_are_in_ram_and_states_on_the_device(path: Path) -> None:
     facts = read_facts(path)
     with open_engine(path, opened) as engine:
         memory = context_memory(facts, engine.layout.context)
-        cache = engine.ram_cache
+        cache = engine.opened.ram_cache
         assert cache is not None
         assert memory.kv_bytes == 0
         assert cache.cache_bytes == pytest.approx(memory.host_kv_bytes, abs=1 << 14)
         assert (cache.state_bytes > 0) is (memory.recurrent_bytes > 0)
         assert cache.state_bytes <= memory.recurrent_bytes
     with open_engine(path, engine_options(opened, kv_offload=True)) as engine:
-        assert engine.ram_cache is None
+        assert engine.opened.ram_cache is None
 
 
 def test_a_sequence_is_saved_in_one_place_and_loaded_in_the_other(path: Path) -> None:
@@ -160,7 +160,7 @@ def test_two_devices_share_a_model_whose_cache_is_in_ram(path: Path) -> None:
             options(path, kv_offload=place, device="sim,sim"), tensor_split=(1, 1)
         )
         with open_engine(path, opened) as engine:
-            assert len(engine.devices) == 2
+            assert len(engine.opened.devices) == 2
             found[place] = logits(engine)
     assert np.array_equal(found[True], found[False])
 
@@ -305,7 +305,7 @@ def test_workers_get_the_caches_of_their_layers(
             for place in (True, False):
                 with open_engine(tiny_moe, engine_options(opened, kv_offload=place)) as engine:
                     its.append(remote_logits(engine))
-                    assert engine.remote is not None
+                    assert engine.opened.remote is not None
                     words = engine.layout.cache_words
                 sent = "sends the caches of their layers to RPC0"
                 of_cpu = "the CPU computes attention, because flash attention is off"

@@ -10,7 +10,7 @@ from resolved import config_of
 from specoffload.chat.conversation import Content, Conversation, Reasoning
 from specoffload.chat.format import ChatFormat
 from specoffload.config.speculation import NO_DRAFTS
-from specoffload.generation.generation import GenerateOptions, Piece
+from specoffload.generation.generation import GenerateOptions, TextPiece
 from specoffload.generation.statistics import GenerationStats
 from specoffload.session.chat import answer
 from specoffload.session.session import Session
@@ -30,7 +30,7 @@ def written(session: Session, **options: Any) -> tuple[str, str, GenerationStats
             thought += part.text
         elif isinstance(part, Content):
             said += part.text
-        elif isinstance(part, Piece):
+        elif isinstance(part, TextPiece):
             stats = part.stats or stats
     return thought, said, stats
 

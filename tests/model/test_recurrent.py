@@ -68,7 +68,7 @@ def test_sequences_of_unequal_lengths_have_the_same_states_on_split_layers(hybri
             sequences = engine.sequences
             sequences.extend_batch([(s, PROMPT[s : s + n], 0) for s, n in enumerate(lengths)])
             found.append(np.concatenate(sequences.extend_batch([(s, [5], 1) for s in range(4)])))
-            if engine.hybrid is not None:
+            if engine.opened.weights.hybrid is not None:
                 assert engine.counters().n_pairs_host > 0
     assert np.array_equal(*found)
 
@@ -217,7 +217,7 @@ def test_a_small_ubatch_has_room_for_fewer_snapshots_and_it_is_said(
     asked = engine_options(device="cpu", n_ctx=256, n_ubatch=n_ubatch, n_rs_seq=wanted)
     with open_engine(path, asked) as engine:
         assert engine.sequences.n_rs_seq == taken
-        is_said = any("snapshots" in note for note in engine.notes)
+        is_said = any("snapshots" in note for note in engine.opened.notes)
         assert is_said == (preset == WITH_SNAPSHOTS and wanted > taken)
         for n in (1, n_ubatch, n_ubatch + 1, 3 * n_ubatch + 1):
             engine.sequences.extend(0, [1] * n, 0)

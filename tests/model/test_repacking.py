@@ -96,8 +96,10 @@ def test_layouts_are_measured_once_and_kept(
     )
     for _ in range(2):
         with Session(config) as session:
-            assert session.target.repacking.setting == "not repacked"
-            said = [note for note in session.target.notes if note.startswith("--repack auto")]
+            assert session.target.start.repacking.setting == "not repacked"
+            said = [
+                note for note in session.target.opened.notes if note.startswith("--repack auto")
+            ]
             assert len(said) == 2
     assert sorted(kind for kind in timed if kind in KINDS) == sorted(KINDS)
     assert len(KeptFile(tmp_path).load()[0].layouts) == 2
@@ -106,5 +108,5 @@ def test_layouts_are_measured_once_and_kept(
 def test_beside_a_gpu_the_flag_says_that_it_has_no_effect(tiny_moe: Path) -> None:
     options = engine_options(device="sim", n_ctx=256, n_threads=1, repack=True)
     with open_engine(tiny_moe, options) as engine:
-        (note,) = [note for note in engine.notes if note.startswith("--repack")]
+        (note,) = [note for note in engine.opened.notes if note.startswith("--repack")]
     assert note.startswith("--repack: no effect with sim")

@@ -12,10 +12,13 @@ from zlib import crc32
 
 import pytest
 from image_parts import model_with_projector, png
+from test_block import spec_type
 from test_eagle import pair
 from test_slots import SPECS, Answer, model, open_slots, together
 
 from lab.synth import write_preset
+from lab.synth.block import write_block
+from lab.synth.eagle import write_target
 from lab.synth.mtp import write_mtp
 from offload.errors import BadRequest
 from offload.images.building import image_library
@@ -135,6 +138,22 @@ def test_windows_whose_checkpoints_are_large(
         assert answer.stats.n_cached_tokens >= 408, "the slot keeps what it holds"
 
 
+def test_another_last_message_finds_the_end_of_the_prompt_before(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large windows, whose conversation moves to host memory for a request that runs alone."""
+    monkeypatch.setattr(slots, "_SMALL_BYTES", 0)
+    path = preset("gpt-oss-20b", models)
+    with open_slots(path, SPECS["alone"], 2, cache_ram_bytes=1 << 26, **SMALL) as session:
+        first = again(session)
+        told = [*text_of(session), *first.tokens]
+        together(session, [[*told, 7, 8, 9]], OPTIONS)
+        together(session, [[5] * 50], OPTIONS)
+        assert [slot.n_held for slot in session.batcher.slots].count(0) == 1, "it has moved"
+        (other,) = together(session, [[*told, 11, 12, 13]], OPTIONS)
+        assert other.stats.n_cached_tokens == len(text_of(session)) - 1
+
+
 @pytest.mark.parametrize("kind", MTP)
 def test_layers_that_draft(kind: str, models: Path, tmp_path: Path) -> None:
     path = write_mtp(models, kind)
@@ -151,6 +170,18 @@ def test_an_eagle_file(models: Path, tmp_path: Path) -> None:
     def opened(**more: Any) -> Session:
         spec = {"--spec-type": "draft-eagle3", **DRAFTS}
         return open_slots(target, spec, 1, draft=eagle, **SMALL, **more)
+
+    assert check_all_ways(opened, tmp_path) >= 399
+
+
+@pytest.mark.parametrize("variant", ["dflash", "dspark-conf"])
+def test_a_block_draft(variant: str, models: Path, tmp_path: Path) -> None:
+    target = write_target(models, "qwen3moe")
+    draft = write_block(models, target, variant)
+
+    def opened(**more: Any) -> Session:
+        spec = {"--spec-type": spec_type(draft), **DRAFTS}
+        return open_slots(target, spec, 1, draft=draft, **SMALL, **more)
 
     assert check_all_ways(opened, tmp_path) >= 399
 

@@ -9,11 +9,12 @@ import llama_cpp as llama
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from plans import with_context
+from plans import context_of
 from resolved import config_of
 
 from lab.synth import write_preset
 from offload.engine import open_engine
+from specoffload.opening.choices import StartChoices
 from specoffload.opening.target import target_options
 
 TEXT = [(7 * i) % 200 + 3 for i in range(160)]
@@ -58,7 +59,7 @@ def _our_logits(path: Path, flags: dict[str, object]) -> NDArray[np.float32]:
     exact = {"flash_attn": "off", "type_k": "f32", "type_v": "f32"}
     config = config_of(model=path, device="cpu", threads=1, ctx_size=256, ubatch_size=256,
                        **exact, **flags)  # fmt: skip
-    with open_engine(path, target_options(config)) as engine:
+    with open_engine(path, target_options(config, StartChoices.as_asked(config))) as engine:
         return np.array(engine.sequences.extend(0, TEXT)[-1])
 
 
@@ -76,8 +77,8 @@ def test_logits_are_libllamas_with_the_same_settings(path: Path, line: str) -> N
 
 
 def test_the_default_context_is_the_longer_one(path: Path) -> None:
-    plain = with_context(config_of(model=path, device="cpu")).ctx_size
+    plain = context_of(config_of(model=path, device="cpu")).n_ctx
     flags = LINES["yarn"] | {"yarn_orig_ctx": 0}
-    longer = with_context(config_of(model=path, device="cpu", **flags)).ctx_size
+    longer = context_of(config_of(model=path, device="cpu", **flags)).n_ctx
     assert plain is not None
     assert longer == 4 * plain

@@ -113,5 +113,5 @@ def test_cells_that_a_rewind_leaves_are_counted(
 
         assert surplus() == 0
         sequences.restore(0, checkpoint)
-        monkeypatch.setattr(engine._context, "remove", lambda *_: True)
+        monkeypatch.setattr(engine.opened.context, "remove", lambda *_: True)
         assert surplus() == 2

@@ -57,16 +57,16 @@ def test_what_routers_chose_for_small_batches_is_recorded(
 ) -> None:
     with opened(record=True, hybrid=hybrid) as engine:
         engine.sequences.extend(0, range(1, 5), n_logits=4)
-        assert engine.routing.recorded() == {}
+        assert engine.opened.routing.recorded() == {}
         assert engine.counters().n_recorded == 0, "off until it is turned on"
-        engine.routing.is_on = True
+        engine.opened.routing.is_on = True
         read.clear()
         for n in (1, 1, 4):
             engine.sequences.extend(0, range(10, 10 + n), n_logits=n)
-        with engine.routing.paused():
+        with engine.opened.routing.paused():
             engine.build_anew()
         expected = {layer: np.concatenate(ids[:3]) for layer, ids in read.items()}
-        recorded = engine.routing.recorded()
+        recorded = engine.opened.routing.recorded()
         assert recorded.keys() == expected.keys()
         for layer, ids in expected.items():
             assert recorded[layer].tolist() == ids.tolist()
@@ -74,16 +74,16 @@ def test_what_routers_chose_for_small_batches_is_recorded(
         # Prompts are not recorded. Their last layer computes one token.
         engine.sequences.extend(0, range(20, 40), n_logits=1)
         engine.sequences.extend(0, range(20, 120), n_logits=1)
-        assert engine.routing.n_tokens == 6
+        assert engine.opened.routing.n_tokens == 6
 
 
 def test_recording_changes_no_bit_and_off_records_nothing() -> None:
     logits = []
     for record in (False, True):
         with opened(record=record, hybrid=True) as engine:
-            engine.routing.is_on = True
+            engine.opened.routing.is_on = True
             rows = [engine.sequences.extend(0, [7 + i], n_logits=1) for i in range(8)]
             logits.append(np.concatenate(rows))
             assert (engine.counters().n_recorded > 0) == record
-            assert (engine.routing.n_tokens == 8) == record
+            assert (engine.opened.routing.n_tokens == 8) == record
     assert np.array_equal(logits[0], logits[1])

@@ -73,8 +73,8 @@ def test_remote_layers_give_the_logits_of_one_process(
     for order in ("auto", "last"):
         remote = RemoteOptions((worker.address,), order=order)
         with open_engine(path, options("sim", remote)) as engine:
-            assert engine.remote is not None
-            assert 0 < sum(map(len, engine.remote.layers)) < engine.facts.n_layers
+            assert engine.opened.remote is not None
+            assert 0 < sum(map(len, engine.opened.remote.layers)) < engine.facts.n_layers
             np.testing.assert_array_equal(logits(engine), expected)
             assert engine.counters().streamed_bytes > 0  # local experts stream
 
@@ -91,9 +91,9 @@ def test_f32_layers_of_a_cpu_give_the_logits_of_one_process(
         o = options("cpu", remote)
         o = engine_options(o, n_gpu_layers=n_remote)
         with open_engine(exact, o) as engine:
-            assert engine.remote is not None
+            assert engine.opened.remote is not None
             n_there = (n_remote or engine.facts.n_layers) + (order == "only")
-            assert sum(map(len, engine.remote.layers)) == n_there
+            assert sum(map(len, engine.opened.remote.layers)) == n_there
             np.testing.assert_array_equal(logits(engine), expected)
 
 
@@ -116,8 +116,8 @@ def test_each_layer_is_where_the_plan_says(
         open_engine(path, engine_options(options("sim", remote), tensor_split=shares)) as engine,
     ):
         found = re.findall(r"layer +(\d+) assigned to device (\S+),", caplog.text)
-        assert engine.remote is not None
-        theirs = engine.remote.layers[0]
+        assert engine.opened.remote is not None
+        theirs = engine.opened.remote.layers[0]
         assert {int(i): name.startswith("RPC") for i, name in found} == {
             i: i in theirs for i in range(engine.facts.n_layers + 1)
         }
@@ -133,12 +133,12 @@ def test_two_workers_and_local_layers_between(models: Path, worker: Worker) -> N
         with open_engine(
             path, engine_options(options("sim", remote), tensor_split=(1.0, 1.0, 2.0))
         ) as engine:
-            assert engine.remote is not None
-            assert [len(its) for its in engine.remote.layers] == [2, 1]
+            assert engine.opened.remote is not None
+            assert [len(its) for its in engine.opened.remote.layers] == [2, 1]
             np.testing.assert_array_equal(logits(engine), expected)
         o = engine_options(options("sim", remote), tensor_split=(1.0, 0.0, 2.0))
         with open_engine(path, o) as engine:
-            assert "; no layers are left for RPC1" in " ".join(engine.notes)
+            assert "; no layers are left for RPC1" in " ".join(engine.opened.notes)
 
 
 @needs_rpc
@@ -150,7 +150,7 @@ def test_two_local_devices_and_a_worker(models: Path, worker: Worker) -> None:
         remote = RemoteOptions((worker.address,), order=order)
         o = engine_options(options("sim,sim", remote), tensor_split=(2.0, 3.0, 2.0))
         with open_engine(path, o) as engine:
-            assert len(engine.parts) == 2
+            assert len(engine.opened.weights.parts) == 2
             np.testing.assert_array_equal(logits(engine), expected)
 
 
@@ -175,9 +175,11 @@ def test_layers_are_divided_by_measured_time(
         with monkeypatch.context() as patched:
             patched.setattr(probing, "measured_speed", speed)
             with open_engine(path, asked) as engine:
-                assert engine.remote is not None
-                n_remote.append(sum(map(len, engine.remote.layers)))
-                assert any("divided by expected time (RPC0: " in note for note in engine.notes)
+                assert engine.opened.remote is not None
+                n_remote.append(sum(map(len, engine.opened.remote.layers)))
+                assert any(
+                    "divided by expected time (RPC0: " in note for note in engine.opened.notes
+                )
                 np.testing.assert_array_equal(logits(engine), expected)
     assert 0 < n_remote[1] < n_remote[0]
 
@@ -234,8 +236,8 @@ def test_only_activations_cross_the_network_in_one_round_trip(
     with Relay(worker.address) as relay:
         remote = RemoteOptions((relay.address,))
         with open_engine(path, options(device, remote)) as engine:
-            assert engine.remote is not None
-            assert not engine.remote.has_head
+            assert engine.opened.remote is not None
+            assert not engine.opened.remote.has_head
             for n_tokens in (64, 1):
                 for is_measured in (False, False, True):  # the first decodes send their graph
                     before = relay.n_bytes, relay.n_turns
@@ -261,7 +263,7 @@ def test_a_remote_draft_drafts_the_same_tokens(worker: Worker) -> None:
         with Session(config) as session:
             pieces = list(session.generate("Once upon a time", GenerateOptions(n_predict=60)))
             assert isinstance(session.draft, Engine)
-            assert (session.draft.remote is not None) is ("-devd" in flags)
+            assert (session.draft.opened.remote is not None) is ("-devd" in flags)
             stats = pieces[-1].stats
             assert stats is not None
             return "".join(piece.text for piece in pieces), stats.acceptance_rate or 0.0
@@ -332,7 +334,7 @@ def test_workers_and_devices_that_are_not_there_are_one_sentence(worker: Worker)
     with open_engine(
         model, engine_options(options("sim", one), tensor_split=(1.0, 2.0, 3.0))
     ) as engine:
-        said = " ".join(engine.notes)
+        said = " ".join(engine.opened.notes)
         assert "only the first 2 of 3 shares count, for 2 devices (RPC0, sim)" in said
     with pytest.raises(DeviceUnavailable, match="--tensor-split leaves sim no layers"):
         open_engine(model, engine_options(options("sim", one), tensor_split=(1.0, 0.0)))

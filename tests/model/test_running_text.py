@@ -22,7 +22,7 @@ from offload.model import layer_of
 from offload.stream import layer_clock
 from offload.stream.layer_clock import BrokenOff, LayerClock
 from offload.times.min_batch import NEVER, MinBatch
-from offload.times.search import Wanted
+from offload.times.search import TimingRequest
 from offload.times.table import CostTable, Way
 from specoffload.opening.draft_model import real_text
 
@@ -40,16 +40,16 @@ def engine(models: Path) -> Iterator[Engine]:
     )  # fmt: skip
     one = engine_options(device="sim", min_batch=MinBatch(1, 1), n_ctx=1024)
     with open_engine(path, one) as whole:
-        assert whole.plan is not None
-        vram = whole.plan.resident_bytes + int(CACHED * whole.plan.slot_bytes)
+        assert whole.opened.plan is not None
+        vram = whole.opened.plan.resident_bytes + int(CACHED * whole.opened.plan.slot_bytes)
     # Prefetching is off, because the number of prefetched copies depends on timing.
     streaming = Streaming(vram_bytes=vram, prefetch=False)
     options = engine_options(
         device="sim", min_batch=MinBatch(1, 1), n_ctx=1024, n_ubatch=128, streaming=streaming
     )
     with open_engine(path, options) as engine:
-        assert engine.plan is not None
-        assert engine.plan.slot_bytes <= 1.05 * CACHED * whole.plan.slot_bytes
+        assert engine.opened.plan is not None
+        assert engine.opened.plan.slot_bytes <= 1.05 * CACHED * whole.opened.plan.slot_bytes
         yield engine
 
 
@@ -69,8 +69,8 @@ def test_measured_sizes_copy_what_running_text_copies(
         )
     )  # fmt: skip
     table = CostTable(32, 3)
-    wanted = Wanted((Way.STREAMED,), n_least=12, n_verify=16)
-    measure(engine, text, table, wanted, "2026-01-02", most_s=40.0)
+    request = TimingRequest((Way.STREAMED,), n_least=12, n_verify=16)
+    measure(engine, text, table, request, "2026-01-02", most_s=40.0)
     for n in (1, 4, 16):
         walk = TextWalk(engine.sequences, 0, text, 16, 900)
         running = sum(walk.time_s(n) for _ in range(N_TOKENS // n)) / (N_TOKENS // n)
@@ -103,8 +103,8 @@ def test_sizes_of_drafts_are_timed_after_another_size(
 
     monkeypatch.setattr(TextWalk, "time_s", time_s)
     monkeypatch.setattr(TextWalk, "lead", lead)
-    wanted = Wanted(WAYS, n_least=2, n_verify=8, n_most=8)
-    measure(engine, real_text(engine), CostTable(32, 3), wanted, "2026-01-02", most_s=20.0)
+    request = TimingRequest(WAYS, n_least=2, n_verify=8, n_most=8)
+    measure(engine, real_text(engine), CostTable(32, 3), request, "2026-01-02", most_s=20.0)
     before = {n: [sizes[at - 1] for at in timed if sizes[at] == n and at] for n in (1, 2, 4, 8)}
     assert all(len(found) >= 2 for found in before.values())
     assert {n: set(found) for n, found in before.items() if n > 1} == {n: {1} for n in (2, 4, 8)}
@@ -136,7 +136,7 @@ def test_every_way_is_timed_in_one_pass(
     before, copies, text = engine.min_batch, engine.counters().misses, real_text(engine)
     table = CostTable(32, 3)
     seconds = measure(
-        engine, text, table, Wanted(WAYS), "2026-01-02", most_s=1.0,
+        engine, text, table, TimingRequest(WAYS), "2026-01-02", most_s=1.0,
         on_entry=lambda: entered_s.append(now_s[0]),
     )  # fmt: skip
     # A timing that has begun is ended, but none begins after the budget.
@@ -157,8 +157,8 @@ def test_a_decode_is_broken_off_behind_some_layers_which_tell_what_all_take(
 ) -> None:
     text = real_text(engine)
     assert engine.device is not None
-    assert engine.plan is not None
-    layers = sorted({layer_of(entry.name) for entry in engine.plan.streamed})
+    assert engine.opened.plan is not None
+    layers = sorted({layer_of(entry.name) for entry in engine.opened.plan.streamed})
 
     def misses() -> float:
         return float(sum(e.schedule.counters.misses for e in engine.device.executors.values()))

@@ -17,6 +17,7 @@ from types import ModuleType
 import pytest
 import resolved
 from budgets import ON_GPU, budget
+from vocabularies import write
 
 from lab.options import Streaming
 from offload import engine as engine_module
@@ -27,11 +28,12 @@ from offload.ggml.backend import Device
 from offload.model_file import read_facts
 from offload.opening import start as engine_start
 from offload.plan.weights import device_bytes
-from offload.times.context import ContextOptions, context_memory
+from offload.times.context_memory import ContextOptions, context_memory
 from offload.times.min_batch import NEVER, MinBatch
-from offload.times.search import Wanted
-from offload.times.table import CostTable, Entry, Way
+from offload.times.search import TimingRequest
+from offload.times.table import CostTable, DecodeTime, Way
 from specdec.errors import SpecDecError, VocabularyMismatch
+from specdec.options import OF_TEXT, SpecOptions
 from specoffload.config.options import DraftEngine, DraftOptions
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import NO_DRAFTS
@@ -99,7 +101,7 @@ def test_a_number_of_tokens_streams_where_slots_are_few(
             target.sequences.extend(0, [7] * n)
             assert target.counters().cuts > before.cuts
         assert target.counters().passes > 0
-        assert not any(device.declined for device in target.devices)
+        assert not any(device.declined for device in target.opened.devices)
     assert "--min-batch" not in caplog.text
     monkeypatch.setattr(Device, "supports", lambda self, node: not node.is_op("MUL_MAT_ID"))
     with Session(config_of(**few)):
@@ -117,12 +119,17 @@ def test_min_batch_auto_takes_the_side_that_was_faster(
     monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
 
     def measured(
-        _: Engine, tokens: list[int], table: CostTable, wanted: Wanted, *__: object, **___: object
+        _: Engine,
+        tokens: list[int],
+        table: CostTable,
+        request: TimingRequest,
+        *__: object,
+        **___: object,
     ) -> float:
-        for way in wanted.ways:
+        for way in request.ways:
             seconds = streamed_s if way is Way.STREAMED else 1.0
             for n in (1, 64, 512):
-                table.add(way, n, Entry(seconds, n_timed=1))
+                table.add(way, n, DecodeTime(seconds, n_timed=1))
         return 0.0
 
     monkeypatch.setattr(costs, "measure", measured)
@@ -148,7 +155,7 @@ def test_units_of_one_decode_are_not_expected_seconds(curve: str | None) -> None
     config = config_of(device="cpu", use_profile=False)
     config = replace(config, spec=replace(config.spec, batch_costs=curve))
     with Session(config) as session:
-        assert session.target.threads.expected_s(1) is None
+        assert session.target.opened.threads.expected_s(1) is None
 
 
 def test_threads_are_governed_by_measured_seconds(
@@ -158,12 +165,12 @@ def test_threads_are_governed_by_measured_seconds(
 
     def measured(_: Engine, tokens: list[int], table: CostTable, *__: object, **___: object) -> int:
         for n, seconds in ((1, 0.25), (2, 0.5), (4, 1.5)):
-            table.add(Way.IN_PLACE, n, Entry(seconds, n_timed=1))
+            table.add(Way.IN_PLACE, n, DecodeTime(seconds, n_timed=1))
         return 0
 
     monkeypatch.setattr(costs, "measure", measured)
     with Session(config_of(device="cpu")) as session:
-        expected_s = [session.target.threads.expected_s(n) for n in (1, 2, 3, 4)]
+        expected_s = [session.target.opened.threads.expected_s(n) for n in (1, 2, 3, 4)]
         assert expected_s == pytest.approx([0.25, 0.5, 1.0, 1.5])
 
 
@@ -172,24 +179,25 @@ def test_the_target_leaves_room_for_the_draft_and_its_context() -> None:
     config = config_of(spec_given={"--spec-policy": "fixed"}, of_draft=of_draft)
     facts = read_facts(demo_file("draft.gguf"))
     with Session(config) as session:
-        reserved = session.target.options.wanted.reserve_bytes
+        reserved = session.target.start.options.wanted.reserve_bytes
         assert session.draft is not None
         context = context_memory(facts, ContextOptions(256, 512))
         assert reserved == device_bytes(facts) + context.total_bytes
-    with Session(replace(config, draft=None)) as session:
-        assert session.target.options.wanted.reserve_bytes == 0
+    with Session(replace(config, spec=replace(config.spec, draft=None))) as session:
+        assert session.target.start.options.wanted.reserve_bytes == 0
 
 
 # -- failures midway -------------------------------------------------------------------------------
 
 
-def test_a_draft_of_another_vocabulary_leaves_nothing_open(
-    engines: list[Engine], tiny_moe: Path
+def test_a_draft_that_cannot_be_translated_is_refused_before_anything_is_opened(
+    engines: list[Engine], tmp_path: Path
 ) -> None:
-    with pytest.raises(VocabularyMismatch):
-        Session(config_of(draft=tiny_moe))
-    assert len(engines) == 2
-    assert all_are_closed(engines)
+    draft = write(tmp_path / "draft.gguf", "none")
+    why = r"draft\.gguf has no tokenizer\. .*--spec-replace.* Name another file with --draft"
+    with pytest.raises(VocabularyMismatch, match=why):
+        Session(config_of(draft=draft))
+    assert not engines
 
 
 @pytest.mark.parametrize("engine", [DraftEngine.AUTO, DraftEngine.TORCH])
@@ -364,6 +372,7 @@ from offload.ggml.context import Context
 from specoffload.opening.start import open_target, session_start
 import resolved
 from budgets import ON_GPU, budget
+from vocabularies import write
 
 def stop(self, *batch):
     library().structs._lib.ggml_abort(b"ops.cpp", 1, b"GGML_ASSERT(row < n) failed")
@@ -388,6 +397,24 @@ def test_a_file_that_stops_the_library_does_so_while_it_is_opened(warmup: bool) 
     assert ended.returncode == (2 if warmup else 0)
     sentence = r"specoffload: cannot open \S+\.gguf, the library stopped at an assertion: .*row < n"
     assert bool(re.search(sentence, ended.stderr)) == warmup
+
+
+# -- what a start decides --------------------------------------------------------------------------
+
+
+def test_a_start_leaves_the_configuration_as_the_user_said_it() -> None:
+    """On a CPU alone, a start chooses a context, drops drafters of the text, and ignores flags."""
+    config = replace(config_of(device="cpu", ctx_size=None, draft=None), gpu_flags=("-ngl",))
+    spec = replace(config.spec.without_drafts, options=SpecOptions(drafters=OF_TEXT))
+    config = replace(config, spec=spec)
+    decided = start.session_start(config)
+    assert decided.config is config
+    assert (decided.choices.n_ctx, decided.choices.spec.options.drafters) == (2048, ())
+    assert len(decided.notes) == len(config.reasons) + 2, "on the context, and on -ngl"
+    with Session(config) as session:
+        assert session.config is config
+        assert session.target.n_ctx == 2048
+        assert {*decided.notes, *decided.choices.spec.reasons} <= {*session.notes}
 
 
 # -- flags that need a GPU -------------------------------------------------------------------------

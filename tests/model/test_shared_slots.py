@@ -112,8 +112,8 @@ def test_streamed_is_resident_for_every_slot_count(
     model: Path, resident: NDArray[np.float32], n_slots: int | None, depth: int
 ) -> None:
     with open_engine(model, options(with_slots(model, n_slots, depth=depth))) as engine:
-        assert engine.plan is not None
-        (pool,) = engine.plan.layout.pools
+        assert engine.opened.plan is not None
+        (pool,) = engine.opened.plan.layout.pools
         # Kinds with one stride need a little more memory (`SlotPool.joined`).
         assert n_slots is None or n_slots * 15 // 16 <= pool.n_slots <= n_slots
         assert np.array_equal(logits(engine), resident)
@@ -151,8 +151,8 @@ def test_a_layer_is_one_cut_whatever_it_is_made_of(
     monkeypatch.setattr(Executor, "prepare", noting)
     with open_engine(model, options(Streaming())) as engine:
         engine.sequences.extend(0, [1, 2])
-        assert engine.plan is not None
-        n_layers = len(engine.plan.layout.groups)
+        assert engine.opened.plan is not None
+        n_layers = len(engine.opened.plan.layout.groups)
         counters = engine.counters()
         assert counters.router_reads == n_layers
         assert counters.cuts == len(engine.facts.expert_weights)

@@ -18,12 +18,13 @@ def test_objects_show_themselves_in_a_line(tiny_moe: Path) -> None:
     with open_engine(tiny_moe, half) as engine:
         engine.sequences.extend(0, [1, 2, 3])
         assert engine.device is not None
-        assert engine.store is not None
+        store = engine.opened.weights.store
+        assert store is not None
         (executor,) = engine.device.executors.values()
         pool = executor.schedule.pools[0]
         shown = {type(one).__name__: repr(one) for one in (
             engine, engine.sequences, engine.device, engine.device.inner, executor,
-            executor._stream, executor.schedule, pool, engine.store, engine.store.experts,
+            executor._stream, executor.schedule, pool, store, store.experts,
         )}  # fmt: skip
     assert shown["Engine"] == f"Engine({tiny_moe.name} on sim, 512 cells)"
     assert shown["Sequences"] == "Sequences(1 of 512 cells, lengths [3])"

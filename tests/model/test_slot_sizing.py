@@ -21,7 +21,7 @@ from offload.model_file import read_facts
 from offload.opening.opened import Opening
 from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, Plan, PlanRequest, make_plan
 from offload.store.store import Store
-from offload.times.context import ContextOptions, context_memory
+from offload.times.context_memory import ContextOptions, context_memory
 from offload.times.min_batch import MinBatch
 
 MIB = 1 << 20
@@ -119,16 +119,16 @@ def test_slots_take_what_the_estimate_left_out(model: Path, counting: CountingDe
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Opening, "_warm_up", takes_more)
         with open_engine(model, options(limit, n_cpu_moe=99)) as engine:
-            assert engine.plan is not None
-            assert taken + engine.plan.slot_bytes <= limit
-            slot_bytes = sum(p.slot_bytes for p in engine.plan.layout.pools)
-            left = limit - taken - engine.plan.slot_bytes - working_bytes
+            assert engine.opened.plan is not None
+            assert taken + engine.opened.plan.slot_bytes <= limit
+            slot_bytes = sum(p.slot_bytes for p in engine.opened.plan.layout.pools)
+            left = limit - taken - engine.opened.plan.slot_bytes - working_bytes
             assert 0 <= left < slot_bytes + 2 * 8192
             expected = engine.sequences.extend(0, tokens(40))
             assert engine.counters().copies > 0
-            assert any("after a warm-up of 64 tokens" in note for note in engine.notes)
+            assert any("after a warm-up of 64 tokens" in note for note in engine.opened.notes)
             held = counting.in_use
-            assert held >= engine.plan.slot_bytes
+            assert held >= engine.opened.plan.slot_bytes
     assert counting.in_use == 0, "closing gives all back"
     with open_engine(model, engine_options(options(None), device="cpu")) as plain:
         assert np.allclose(plain.sequences.extend(0, tokens(40)), expected, atol=1e-4)
@@ -142,14 +142,14 @@ def test_a_gpu_keeps_some_memory_free_whatever_is_asked_for(
     usable = facts.size_bytes + context - MIB
     counting.total_bytes = usable + LEAST_FREE_BYTES
     with open_engine(model, options(counting.total_bytes)) as engine:
-        plan = engine.plan
+        plan = engine.opened.plan
         assert plan is not None
         assert plan.streamed
         assert plan.resident_bytes + plan.reserve_bytes + plan.slot_bytes <= usable
         assert any("512 MiB stay free for its driver" in reason for reason in plan.reasons)
     with open_engine(model, options(usable)) as engine:
-        assert engine.plan is not None
-        assert not any("stay free" in reason for reason in engine.plan.reasons)
+        assert engine.opened.plan is not None
+        assert not any("stay free" in reason for reason in engine.opened.plan.reasons)
 
 
 def test_a_refusal_leaves_fewer_slots_and_a_working_engine(
@@ -159,8 +159,8 @@ def test_a_refusal_leaves_fewer_slots_and_a_working_engine(
     limit = facts.size_bytes + context_memory(facts, ContextOptions(256, 64)).total_bytes - MIB
     counting.most_slots_bytes = 3 * MIB
     with open_engine(model, options(limit)) as engine:
-        assert engine.plan is not None
-        assert 0 < engine.plan.slot_bytes <= 3 * MIB
+        assert engine.opened.plan is not None
+        assert 0 < engine.opened.plan.slot_bytes <= 3 * MIB
         assert np.isfinite(engine.sequences.extend(0, tokens(40))).all()
     assert counting.in_use == 0
 
@@ -171,12 +171,12 @@ def test_slots_taken_without_a_warm_up_are_fewer_if_the_device_refuses(
     facts = read_facts(model)
     limit = facts.size_bytes + context_memory(facts, ContextOptions(256, 64)).total_bytes - MIB
     with open_engine(model, options(limit, n_cpu_moe=99)) as engine:
-        (part,) = engine.parts
+        (part,) = engine.opened.weights.parts
         assert part.plan.slot_bytes > 3 * MIB
         expected = engine.sequences.extend(0, tokens(40))
         counting.most_slots_bytes = 3 * MIB
         part.builder.take_slots(part.plan, part.device)
-        assert "the device refused the" in engine.notes[-1]
+        assert "the device refused the" in engine.opened.notes[-1]
         engine.sequences.rewind(0, 0)
         assert np.array_equal(engine.sequences.extend(0, tokens(40)), expected)
     assert counting.in_use == 0

@@ -18,7 +18,9 @@ from lab.options import engine_options
 from lab.synth import write_preset
 from offload.engine import open_engine
 from offload.errors import BadRequest, DeviceFailed, NotWritten
+from offload.kv_overrides import KvOverride
 from offload.model_file import read_facts
+from specdec.decoding.loop import StepReport
 from specdec.options import MOST_DRAFTED
 from specoffload.config.resolution import demo_file, demo_prompts
 from specoffload.generation.generation import GenerateOptions
@@ -50,7 +52,7 @@ def draft_of(spec: str, kind: str, models: Path) -> Path | None:
     return {"itself": model(kind, models), "stranger": model(kind, models, 7)}.get(spec)
 
 
-SERVING = ("cache_disk", "cache_ram_bytes", "slot_save_path", "slot_similarity")
+SERVING = ("cache_disk", "cache_idle_slots", "cache_ram_bytes", "slot_save_path", "slot_similarity")
 
 
 def open_slots(model: Path, spec: dict[str, object], parallel: int, **more: Any) -> Session:
@@ -192,17 +194,17 @@ def test_a_draft_model_drafts_for_all_and_changes_no_answer(pair: Session, exact
     texts = texts_of(pair)
     with open_slots(exact, SPECS["alone"], 1, ctx_size=2048) as alone:
         wanted = [answer.tokens for answer in in_turn(alone, texts, options)]
-    n_steps = 0
+    n_rounds = 0
 
-    def count(_: object) -> None:
-        nonlocal n_steps
-        n_steps += 1
+    def count(report: StepReport) -> None:
+        nonlocal n_rounds
+        n_rounds += len(report.rounds)
 
-    pair.batcher.on_round.append(count)
+    pair.batcher.on_step.append(count)
     got = together(pair, texts, options)
-    pair.batcher.on_round.pop()
+    pair.batcher.on_step.pop()
     assert sum(answer.stats.n_accepted for answer in got) > 20
-    assert n_steps < len(texts) * N_PREDICT
+    assert n_rounds < len(texts) * N_PREDICT
     assert min(pair.counters()[name] for name in ("joint_steps", "draft_batches")) > 0
     for text, answer, tokens in zip(texts, got, wanted, strict=True):
         Plain(exact).check(text, answer.tokens, tokens)
@@ -385,6 +387,19 @@ def test_a_time_limit_ends_an_answer_as_it_is(pair: Session) -> None:
     assert len(answer.tokens) <= 1 + MOST_DRAFTED, "it ends with its first round"
     unlimited = GenerateOptions(ignore_eos=True, time_limit_s=1e9, n_predict=12)
     assert len(together(pair, [text], unlimited)[0].tokens) == 12
+
+
+@pytest.mark.parametrize("limit", [{"n_indent": 60}, {"t_max_predict_ms": 1}])
+def test_limits_of_lines_end_an_answer(pair: Session, limit: dict[str, int]) -> None:
+    text = texts_of(pair)[0]
+    whole, cut = (
+        together(pair, [text], GenerateOptions(ignore_eos=True, n_predict=200, **its))[0]
+        for its in ({}, limit)
+    )
+    assert len(cut.tokens) < len(whole.tokens)
+    assert cut.tokens == whole.tokens[: len(cut.tokens)]
+    assert "\n" in cut.text
+    assert whole.text.startswith(cut.text)
 
 
 # -- prompts that are kept -------------------------------------------------------------------------
@@ -639,12 +654,14 @@ def test_a_slot_of_another_model_of_the_same_shape_is_refused(tmp_path: Path) ->
     renamed = tmp_path / "renamed.gguf"
     renamed.write_bytes(paths[1].read_bytes())
     linear = {"rope_scaling": "linear", "rope_scale": 8.0}
+    overridden = {"kv_overrides": (KvOverride("llama.attention.layer_norm_rms_epsilon", 0.5),)}
     with open_slots(paths[1], SPECS["alone"], 1, slot_save_path=tmp_path) as session:
         together(session, [texts_of(session)[4]], GenerateOptions(n_predict=4, ignore_eos=True))
         saved = session.change_slot(0, "save", "chat")
     for path, more, words in (
         (paths[2], {}, r"chat was saved with another model \(hash\)"),
         (paths[1], linear, "chat was saved with another rope setting"),
+        (paths[1], overridden, r"chat was saved with another --override-kv \(none\) than this one"),
         (paths[1], {"type_k": "f16"}, "chat was saved with another type of cached keys"),
     ):
         with open_slots(path, SPECS["alone"], 1, slot_save_path=tmp_path, **more) as session:

@@ -19,6 +19,7 @@ from offload.errors import DeviceFailed, DoesNotFit
 from offload.ggml.backend import Stream
 from offload.measuring import measure_split
 from offload.schedule.division import MeasuredCosts, SideTimes
+from offload.schedule.splitter import ByCosts
 from offload.stream import split_path as path_module
 from offload.stream.cpu_side import HostGraph
 from offload.stream.device import StreamingDevice
@@ -83,7 +84,7 @@ def started(config: Config) -> tuple[str, list[bool], list[int]]:
     with Session(config) as session:
         (line,) = (note for note in session.notes if note.startswith("--hybrid"))
         assert any(note.startswith("split layers: an expert takes") for note in session.notes)
-        ways = session.target.ways.now
+        ways = session.target.opened.weights.ways.now
         sizes = [ways.splits(n) for n in range(1, 65)]
         assert session.target.sequences.length(0) == 0
         options = GenerateOptions(n_predict=6, ignore_eos=True)
@@ -149,7 +150,8 @@ def test_a_disturbed_measurement_is_made_once_more(monkeypatch: pytest.MonkeyPat
     bad = replace(good, host=SideTimes({1: 1e-5, 2: 2e-5, 4: 7e-3, 8: 4e-5}))
     made: list[dict[str, MeasuredCosts]] = []
     monkeypatch.setattr("offload.measuring._measured_split", lambda _: made.pop())
-    target = cast(Engine, SimpleNamespace(hybrid=object()))
+    weights = SimpleNamespace(hybrid=object())
+    target = cast(Engine, SimpleNamespace(opened=SimpleNamespace(weights=weights)))
     made += [{"sim": good}, {"sim": bad}]
     assert measure_split(target) == {"sim": good}
     made += [{"sim": bad}, {"sim": good}]
@@ -281,3 +283,26 @@ def test_a_measurement_that_fails_keeps_nobody_from_starting(
     n_computed = 0
     with pytest.raises(DeviceFailed, match="computing experts"):
         Session(config_of(Toggle.ON))
+
+
+def test_serving_times_split_layers_again_and_keeps_what_it_found(folder: Path) -> None:
+    """All times are 30 times too long, so they do not contradict each other."""
+    config = config_of(Toggle.ON, ctx_size=1024)
+    with Session(config):
+        pass
+    (file,) = folder.glob("*.json")
+    kept = json.loads(file.read_text(encoding="utf-8"))
+    its = kept["runs"][0]["split"]["host"]
+    clean = dict(its["by_rows_s"])
+    its["by_rows_s"] = {n: 30 * s for n, s in clean.items()}
+    file.write_text(json.dumps(kept), encoding="utf-8")
+    with Session(config) as session:
+        options = GenerateOptions(n_predict=900, ignore_eos=True)
+        assert sum(len(p.tokens) for p in session.generate("def f(", options)) == 900
+        assert session.counters()["split_timings"] >= 8
+        splitter = session.target.opened.weights.ways.now.splitter
+    again = json.loads(file.read_text(encoding="utf-8"))["runs"][0]["split"]["host"]["by_rows_s"]
+    assert isinstance(splitter, ByCosts)
+    for n in ("1", "2", "4"):
+        assert again[n] <= 10 * clean[n]
+        assert splitter.costs.host_s[int(n)] <= 10 * max(clean.values())

@@ -131,7 +131,25 @@ def test_a_start_that_finds_it_slower_says_both_times_and_splits_nothing(
 
 def sizes_of(session: Session) -> list[int]:
     """Return the sizes of batches whose layers are split now."""
-    return session.target.ways.now.split_sizes
+    return session.target.opened.weights.ways.now.split_sizes
+
+
+def test_a_pause_ends_a_trial_under_way(pause_s: list[float]) -> None:
+    """Decodes that nothing is learnt from are computed in the usual way, as before the trial."""
+    with Session(config_of(SLOW_LINK, "1", Toggle.AUTO)) as session:
+        assert 1 in sizes_of(session), "the link is slow"
+        pause_s.append(0.03)
+        answering = Answering(session, 1)
+        for _ in answering.steps():
+            if 1 not in sizes_of(session):
+                break
+        assert session.counters()["split_trials"] == 1, "it is under way"
+        assert 1 not in sizes_of(session)
+        with session.costs.paused():
+            assert 1 in sizes_of(session)
+        assert 1 in sizes_of(session)
+        assert session.counters()["split_changes"] == 0
+        answering.cancel()
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -141,7 +159,7 @@ def test_while_answering_it_goes_over_to_what_is_faster_and_back(
     """`n` requests run at once, so each batch has `n` tokens."""
     with Session(config_of(SLOW_LINK, "1", Toggle.AUTO, n)) as session:
         assert {1, 2} <= set(sizes_of(session)), "the link is slow"
-        assert isinstance(session.target.ways.now.splitter, ByCosts)
+        assert isinstance(session.target.opened.weights.ways.now.splitter, ByCosts)
         answering = Answering(session, n)
         with caplog.at_level(logging.WARNING):
             pause_s.append(0.03)

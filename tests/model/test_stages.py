@@ -27,7 +27,7 @@ from offload.ggml.deferred import Deferred
 from offload.model_file import read_facts
 from offload.plan.placement import PlanRequest, make_plan
 from offload.times.min_batch import NEVER, MinBatch
-from offload.trace.trace import COMPUTE, COPY, CPU, Event, Trace
+from offload.trace.trace import COMPUTE, COPY, CPU, Trace, TraceEvent
 
 UBATCH = 80
 PROMPT = 3 * UBATCH + 30  # the last ubatch is shorter
@@ -62,9 +62,9 @@ def texts(engine: Engine) -> tuple[list[NDArray[np.float32]], bytes]:
     sequences.rewind(0, 0)
     # The thread reads logits and hidden rows, which libllama wants of each ubatch.
     rows.append(sequences.extend(0, tokens(engine, 128, 7)))
-    engine._context.keep_rows()
+    engine.opened.context.keep_rows()
     rows.append(sequences.extend(0, tokens(engine, 2 * UBATCH, 9), n_logits=2))
-    return [*rows, engine._context.rows(2 * UBATCH)], state
+    return [*rows, engine.opened.context.rows(2 * UBATCH)], state
 
 
 def check(path: Path, device: str, n_deferred: int | None = 5, **changes: Any) -> None:
@@ -74,7 +74,7 @@ def check(path: Path, device: str, n_deferred: int | None = 5, **changes: Any) -
     with opened(path, device, **changes) as engine:
         found, state = texts(engine)
         *first, last = engine.counters_by_device().values()
-        assert not any(device.declined for device in engine.devices)
+        assert not any(device.declined for device in engine.opened.devices)
     assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
     assert state == saved
     assert [counters.n_deferred for counters in first] == [0] * len(first)
@@ -209,7 +209,7 @@ def test_a_signal_ends_a_prompt_on_both_devices(models: Path, number: signal.Sig
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
         with opened(path, sims(path, SHARES[2], ("2MB/s", "2MB/s"))) as engine:
-            (deferred,) = engine.devices[1]._deferred.values()
+            (deferred,) = engine.opened.devices[1]._deferred.values()
             entered = threading.Event()
             press = partial(os.kill, os.getpid(), number)
             watch = threading.Thread(target=pressed, args=(deferred, press, entered))
@@ -266,7 +266,7 @@ def test_the_links_of_two_devices_copy_at_the_same_time_for_a_small_batch(models
         assert min(steps) <= 1.1
 
 
-def total_bytes(copies: Sequence[Event]) -> int:
+def total_bytes(copies: Sequence[TraceEvent]) -> int:
     return sum(int(copy.args["bytes"]) for copy in copies)
 
 

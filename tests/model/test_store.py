@@ -30,8 +30,8 @@ from offload.model import ModelFacts, TensorEntry
 from offload.model_file import read_facts
 from offload.plan.placement import make_plan
 from offload.store import store as store_module
-from offload.store.store import Room, Store, StoreOptions
-from offload.times.context import ContextOptions
+from offload.store.store import HostRoom, Store, StoreOptions
+from offload.times.context_memory import ContextOptions
 
 TOKENS = [1, 7, 3, 200, 11]
 ON_CPU = StoreOptions()
@@ -319,7 +319,7 @@ def test_a_tensor_that_was_not_planned_is_refused_by_name(tiny_moe: Path) -> Non
 def test_too_little_memory_is_refused_before_anything_is_read(
     tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "room_now", lambda: Room(1 << 20, "free memory"))
+    monkeypatch.setattr(store_module, "room_now", lambda: HostRoom(1 << 20, "free memory"))
     with pytest.raises(DoesNotFit, match=r"free memory\); use --mmap"):
         load(tiny_moe, ON_CPU)
     loaded = load(tiny_moe, StoreOptions(keep_page_cache=True))

@@ -132,8 +132,8 @@ def test_a_dense_model_of_which_few_layers_fit_streams_the_rest(tiny_dense: Path
         plain = logits(engine)
     for streaming in (Streaming(n_gpu_layers=1), Streaming(n_gpu_layers=1, depth=0)):
         with open_engine(tiny_dense, options(streaming)) as engine:
-            assert engine.plan is not None
-            assert engine.plan.streamed_bytes > 0
+            assert engine.opened.plan is not None
+            assert engine.opened.plan.streamed_bytes > 0
             assert np.array_equal(logits(engine), plain)
             assert engine.counters().copies > 0
 

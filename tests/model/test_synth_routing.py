@@ -27,10 +27,10 @@ def chosen(path: Path) -> list[NDArray[np.int16]]:
     streaming = Streaming(record_routing=True)
     options = engine_options(device="sim", min_batch=MinBatch(1, 1), n_ctx=512, streaming=streaming)
     with open_engine(path, options) as engine:
-        engine.routing.is_on = True
+        engine.opened.routing.is_on = True
         for token in drawn_text(engine.n_vocab, N_TOKENS):
             engine.sequences.extend(0, [token], n_logits=1)
-        return [experts[-N_TOKENS:] for experts in engine.routing.recorded().values()]
+        return [experts[-N_TOKENS:] for experts in engine.opened.routing.recorded().values()]
 
 
 def recency(tokens: NDArray[np.int32], n_slots: int) -> float:

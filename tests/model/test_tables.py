@@ -138,7 +138,7 @@ def test_a_table_on_the_disk_gives_the_same_bits(model: Path, device: str) -> No
     with open_engine(model, options(device, None, streaming)) as engine:
         assert engine.layout.tables is not None
         assert not engine.layout.on_disk
-        assert engine.tables is None
+        assert engine.opened.tables is None
         assert engine.disk_counters() == {}
         whole = logits(engine)
     sizes = [facts.expert_bytes + table_bytes - 1]  # all experts are in memory
@@ -149,7 +149,7 @@ def test_a_table_on_the_disk_gives_the_same_bits(model: Path, device: str) -> No
             assert engine.layout.on_disk == {TABLE}
             assert engine.layout.reads_disk == (ram_bytes < facts.expert_bytes)
             assert np.array_equal(logits(engine), whole)
-            (words,) = [note for note in engine.notes if "looked up" in note]
+            (words,) = [note for note in engine.opened.notes if "looked up" in note]
             assert "stay on the disk (with them" in words
             assert "--ram is" in words
 
@@ -162,7 +162,7 @@ def test_the_page_cache_of_mmap_is_no_room_for_a_table_either(model: Path) -> No
     chosen = engine_options(chosen, keep_page_cache=True)
     with open_engine(model, chosen) as engine:
         assert engine.layout.on_disk
-        assert engine.store is not None
+        assert engine.opened.weights.store is not None
         assert np.array_equal(logits(engine), whole)
 
 

@@ -14,12 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from resolved import config_of
 
 from lab.options import Streaming, engine_options
 from numa.machine import read_topology
 from numa.memory import PlacedMemory
 from numa.place import PAGE_BYTES, Candidate, Strategy
-from numa.topology import Core, Node, Topology
+from numa.threads import Processors
+from numa.topology import Core, MemoryNode, Topology
 from offload.engine import Engine, EngineOptions, open_engine
 from offload.ggml.backend import Stream
 from offload.ggml.library import abi
@@ -27,8 +29,12 @@ from offload.model_file import read_facts
 from offload.plan.store_layout import plan_layout
 from offload.schedule.splitter import stay
 from offload.threads.numa_plan import NumaPlan, PagePlacer, make_numa_plan
+from specoffload.bench import llama_server
 from specoffload.bench.load import Watch
+from specoffload.commands.tune import _with_threads
+from specoffload.config.options import DraftOptions
 from specoffload.config.resolution import demo_file
+from specoffload.session.session import Session
 
 CPUS = tuple(sorted(os.sched_getaffinity(0)))
 PLACING = [Strategy.SINGLE, Strategy.INTERLEAVE, Strategy.ROWS, Strategy.DISTRIBUTE]
@@ -49,8 +55,8 @@ def two_nodes(cpus: Sequence[int] = CPUS) -> Topology:
     return replace(
         here,
         nodes=(
-            Node(0, tuple(cpus[:1]), 4 * gib, 4 * gib, (10, 20)),
-            Node(1, tuple(cpus[1:2]), 4 * gib, 4 * gib, (20, 10)),
+            MemoryNode(0, tuple(cpus[:1]), 4 * gib, 4 * gib, (10, 20)),
+            MemoryNode(1, tuple(cpus[1:2]), 4 * gib, 4 * gib, (20, 10)),
         ),
         cores=tuple(Core((cpu,), i) for i, cpu in enumerate(cpus[:2])),
         allowed_cpus=tuple(cpus[:2]),
@@ -93,9 +99,9 @@ def test_a_processor_lost_while_running_is_noticed_and_logged(
             "offload.threads.engine_threads._bound_cpus", lambda: {numa.decode.cpus[0]}
         )
         engine.sequences.extend(0, [1])
-        assert engine.threads.notes == [], "only every third decode is checked"
+        assert engine.opened.threads.notes == [], "only every third decode is checked"
         engine.sequences.extend(0, [1])
-        assert any(f"processor {lost} as planned" in note for note in engine.threads.notes)
+        assert any(f"processor {lost} as planned" in note for note in engine.opened.threads.notes)
         assert any(f"processor {lost}" in record.getMessage() for record in caplog.records)
 
 
@@ -132,11 +138,11 @@ def test_each_thread_is_found_where_the_plan_has_it(tiny_dense: Path) -> None:
     before = os.sched_getaffinity(0)
     numa = plan_of(two_nodes(), Strategy.ROWS, 2)
     with open_engine(tiny_dense, engine_options(device="cpu", n_ctx=64, numa=numa)) as engine:
-        assert engine.threads.bound == {"decode": numa.decode.cpus, "batch": numa.batch.cpus}
-        assert engine.threads.notes == []
+        assert engine.opened.threads.bound == {"decode": numa.decode.cpus, "batch": numa.batch.cpus}
+        assert engine.opened.threads.notes == []
         engine.sequences.extend(0, [1])
-        engine.threads.check()
-        assert engine.threads.bound["decode"] == numa.decode.cpus
+        engine.opened.threads.check()
+        assert engine.opened.threads.bound["decode"] == numa.decode.cpus
     assert os.sched_getaffinity(0) == before, "the calling thread is left as it was"
 
 
@@ -147,10 +153,63 @@ def test_a_team_of_one_binds_the_calling_thread_during_the_decode_only(tiny_dens
     numa = plan_of(topology, Strategy.SINGLE, 1)
     assert numa.decode.cpus == (cpu,)
     with open_engine(tiny_dense, engine_options(device="cpu", n_ctx=64, numa=numa)) as engine:
-        assert engine.threads.bound["decode"] == (cpu,)
-        with engine.threads.computing(1):
+        assert engine.opened.threads.bound["decode"] == (cpu,)
+        with engine.opened.threads.computing(1):
             assert os.sched_getaffinity(0) == {cpu}
         assert os.sched_getaffinity(0) == before
+
+
+def tasks() -> list[int]:
+    return [int(task.name) for task in Path("/proc/self/task").iterdir()]
+
+
+@needs_two
+def test_threads_run_on_the_given_processors_only(tiny_dense: Path) -> None:
+    """As on a machine with performance cores, of which one is given here."""
+    before, cpu = os.sched_getaffinity(0), CPUS[-1]
+    plain = engine_options(device="cpu", n_ctx=256, n_threads=2, n_threads_batch=2)
+    expected = logits_of(tiny_dense, plain)
+    for task in tasks():  # tests before this one bound threads of OpenMP, which stay
+        os.sched_setaffinity(task, before)
+    chosen = replace(plain, decode_on=Processors((cpu,)), batch_on=Processors((cpu,)))
+    assert np.array_equal(logits_of(tiny_dense, chosen), expected)
+    with open_engine(tiny_dense, chosen) as engine:
+        threads = engine.opened.threads
+        assert threads.sentence == f"threads run on processor {cpu}"
+        with threads.computing(2):
+            assert os.sched_getaffinity(0) == {cpu}
+        engine.sequences.extend(0, [1, 2])
+        assert {cpu} in [os.sched_getaffinity(task) for task in tasks()]
+        assert threads.notes == []
+    assert os.sched_getaffinity(0) == before, "the calling thread is left as it was"
+    for task in tasks():
+        os.sched_setaffinity(task, before)
+
+
+@needs_two
+def test_strict_threads_are_found_on_a_processor_each(tiny_dense: Path) -> None:
+    """`--cpu-strict 1 -C ... -Cb ...` with one thread for a token, and two for batches."""
+    before, cpus = os.sched_getaffinity(0), CPUS[:2]
+    plain = engine_options(device="cpu", n_ctx=256, n_threads=1, n_threads_batch=2)
+    expected = logits_of(tiny_dense, plain)
+    for task in tasks():
+        os.sched_setaffinity(task, before)
+    one, two = Processors(cpus[1:], strict=True), Processors(cpus, strict=True)
+    strict = replace(plain, decode_on=one, batch_on=two)
+    assert np.array_equal(logits_of(tiny_dense, strict), expected)
+    with open_engine(tiny_dense, strict) as engine:
+        threads = engine.opened.threads
+        assert threads.bound == {"decode": cpus[1:], "batch": cpus}
+        assert threads.notes == []
+        assert threads.sentence == (
+            f"threads run for one token on processor {cpus[1]}, one thread each and for several "
+            f"tokens on processors {cpus[0]}-{cpus[1]}, one thread each"
+        )
+        with threads.computing(1):
+            assert os.sched_getaffinity(0) == {cpus[1]}
+    assert os.sched_getaffinity(0) == before, "the calling thread is left as it was"
+    for task in tasks():
+        os.sched_setaffinity(task, before)
 
 
 def test_a_processor_that_is_not_there_is_named_and_the_engine_computes(tiny_dense: Path) -> None:
@@ -160,14 +219,14 @@ def test_a_processor_that_is_not_there_is_named_and_the_engine_computes(tiny_den
     expected = logits_of(tiny_dense, plain)
     assert np.array_equal(logits_of(tiny_dense, engine_options(plain, numa=numa)), expected)
     with open_engine(tiny_dense, engine_options(plain, numa=numa)) as engine:
-        assert any(f"processor {gone}" in note for note in engine.threads.notes)
+        assert any(f"processor {gone}" in note for note in engine.opened.threads.notes)
 
 
 def test_a_processor_beyond_the_mask_leaves_the_threads_alone_and_says_so(tiny_dense: Path) -> None:
     numa = plan_of(two_nodes((CPUS[0], 600)), Strategy.ROWS, 2)
     with open_engine(tiny_dense, engine_options(device="cpu", n_ctx=64, numa=numa)) as engine:
-        assert "600" in engine.threads.notes[0]
-        assert engine.threads.bound == {}
+        assert "600" in engine.opened.threads.notes[0]
+        assert engine.opened.threads.bound == {}
         assert np.isfinite(engine.sequences.extend(0, [1, 2])).all()
 
 
@@ -262,20 +321,25 @@ def test_the_cpus_side_of_split_layers_computes_with_a_pool_that_stays(tiny_moe:
     options = engine_options(device="sim", n_ctx=64, n_threads=1, n_threads_batch=1)
     options = engine_options(options, streaming=Streaming(hybrid=True, splitter=stay))
     with open_engine(tiny_moe, options) as engine:
-        assert engine.hybrid is not None
+        assert engine.opened.weights.hybrid is not None
         engine.sequences.extend(0, [1])
         assert engine.counters().split_layers > 0
-        one = pool_of(engine.hybrid.team.stream)
+        one = pool_of(engine.opened.weights.hybrid.team.stream)
         engine.sequences.extend(0, [2, 3])
         assert one is not None
-        assert pool_of(engine.hybrid.team.stream) == one, "as many threads, so the same pool"
+        assert pool_of(engine.opened.weights.hybrid.team.stream) == one, (
+            "as many threads, so the same pool"
+        )
 
 
 def test_alternating_numbers_are_taken_in_the_order_of_the_mask() -> None:
     topology = read_topology(Path("/nowhere"))
     cores = tuple(Core((cpu,), cpu % 2) for cpu in (0, 2, 4, 1, 3, 5))
     gib = 1 << 30
-    nodes = (Node(0, (0, 2, 4), gib, gib, (10, 20)), Node(1, (1, 3, 5), gib, gib, (20, 10)))
+    nodes = (
+        MemoryNode(0, (0, 2, 4), gib, gib, (10, 20)),
+        MemoryNode(1, (1, 3, 5), gib, gib, (20, 10)),
+    )
     topology = replace(
         topology,
         nodes=nodes,
@@ -291,3 +355,44 @@ def test_alternating_numbers_are_taken_in_the_order_of_the_mask() -> None:
     assert any("alternate" in reason for reason in plan.reasons)
     rotated = planned.in_mask_order(openmp=False)
     assert rotated.decode.cpus[0] == max(planned.decode.cpus)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [({"cpu_mask": "-C"}, "--cpu-mask"), ({"cpu_strict_batch": "x"}, "--cpu-strict-batch")],
+)
+def test_tune_searches_no_threads_if_flags_say_where_they_run(
+    flags: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    config = config_of(device="cpu", cpu_mask=((CPUS[0],),))
+    tuned, (_, here, why) = _with_threads(config, flags, 60.0)
+    assert tuned is config
+    assert (here, why) == ("1 thread", f"not searched: {said} was given")
+
+
+def test_the_llama_server_of_bench_runs_on_the_same_processors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama_server, "_help_text", lambda _: "")
+    on = config_of(device="cpu", cpu_mask=((CPUS[0],),), cpu_strict=True).decode_on
+    tuned = llama_server.TunedLlama(0, 0, 512, on_gpu=False)
+    program, model = tmp_path / "llama-server", tmp_path / "m.gguf"
+    words = llama_server._command(program, model, tuned, (), n_ctx=512, n_threads=1, on=on)
+    assert words[5:11] == ["-t", "1", "--cpu-mask", hex(1 << CPUS[0]), "--cpu-strict", "1"]
+    words = llama_server._command(program, model, tuned, (), n_ctx=512, n_threads=1)
+    assert "--cpu-mask" not in words
+
+
+@needs_two
+def test_a_draft_model_has_processors_of_its_own() -> None:
+    draft = demo_file("draft.gguf")
+    config = config_of(
+        draft=draft, device="cpu", ctx_size=512, use_profile=False, threads=1,
+        cpu_mask=((CPUS[0],),), of_draft=DraftOptions(cpu_mask=((CPUS[1],),), cpu_strict=True),
+    )  # fmt: skip
+    with Session(config) as session:
+        assert session.target.opened.threads.sentence == f"threads run on processor {CPUS[0]}"
+        assert session.draft is not None
+        threads = session.draft.opened.threads  # type: ignore[attr-defined]
+        assert threads.bound == {"decode": CPUS[1:2], "batch": CPUS[1:2]}
+        assert threads.notes == []

@@ -18,7 +18,7 @@ from lab.synth import write_preset
 from offload.engine import Engine, open_engine
 
 _ROOT = Path(offload.__file__).parent
-DEVICES = {"plan/devices.py", "plan/ranges.py", "plan/search.py", "stream/parts.py",
+DEVICES = {"plan/devices.py", "plan/ranges.py", "plan/search.py",
            "stream/link_speed.py"}  # fmt: skip
 DISK = {"schedule/from_disk.py", *(f"store/{path.name}" for path in (_ROOT / "store").glob("*.py"))}
 

@@ -120,7 +120,7 @@ def test_own_layers_draft_after_a_tree_as_after_its_text(models: Path) -> None:
     """The rows of the kept path are those of the same tokens decoded one after the other."""
     path = write_mtp(models, "glm4moe")
     with open_engine(path, options("cpu", n_tree_leaves=6, mtp=True)) as engine:
-        sequences, layers = engine.sequences, engine.row_draft
+        sequences, layers = engine.sequences, engine.opened.row_draft
         assert layers is not None
         text, drafts = [*PROMPT, 10, 20, 40], []
         for kept in ([], [0, 1, 3]):
@@ -176,7 +176,7 @@ def test_the_default_drafters_write_trees(exact: Path, judge: Judge) -> None:
     with open_session(exact, {}) as opened:
         judged(opened, judge, all_prompts()[:4], requests=(GREEDY, SAMPLED))
         counts = opened.counters()
-        assert opened.target.row_draft is not None
+        assert opened.target.opened.row_draft is not None
     assert counts["tree_rounds"] > 0
 
 
@@ -189,8 +189,10 @@ def test_a_second_request_makes_trees_chains_until_it_ends(exact: Path, judge: J
         ]
         rounds: list[tuple[bool, bool]] = []
         first = opened.start(prompts[0], replace(GREEDY, n_predict=250))
-        opened.batcher.on_round.append(
-            lambda round_: rounds.append((second is None, bool(round_.draft.parents)))
+        opened.batcher.on_step.append(
+            lambda report: rounds.extend(
+                (second is None, bool(round_.draft.parents)) for _, round_ in report.rounds
+            )
         )
         second = None
         while not opened.is_idle:

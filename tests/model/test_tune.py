@@ -14,7 +14,7 @@ from resolved import config_of
 
 from lab.synth import write_preset
 from offload.plan.ubatch_search import UbatchTrial
-from offload.times.search import Wanted
+from offload.times.search import TimingRequest
 from offload.times.table import CostTable, Way, entry_of
 from specoffload import report
 from specoffload.commands import tune_ubatch
@@ -33,7 +33,7 @@ def fake_times(times_ms: Times, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let decodes take the given milliseconds, whoever measures them."""
 
     def measured(
-        target: object, text: object, table: CostTable, wanted: Wanted, date: str, *,
+        target: object, text: object, table: CostTable, request: TimingRequest, date: str, *,
         on_entry: Callable[[], object], **rest: object,
     ) -> None:  # fmt: skip
         for n, times in times_ms.items():
@@ -153,7 +153,7 @@ def test_the_tuned_ubatch_is_planned_and_opened(
     def measured(self: object, session: Session) -> UbatchTrial:
         return UbatchTrial(session.target.layout.context.n_ubatch * 1e-3, 1e-3)
 
-    monkeypatch.setattr(tune_ubatch._Search, "_measured", measured)
+    monkeypatch.setattr(tune_ubatch._UbatchSearch, "_measured", measured)
     row = tuned(streaming(), monkeypatch)["--ubatch-size"]
     assert row["chosen"] == "128"
     assert "512: prompts" in row["why"]
@@ -179,7 +179,7 @@ def test_an_interrupted_search_goes_on_where_it_was(
             raise KeyboardInterrupt
         return UbatchTrial(1e-3 if timed[-1] == 512 else 2e-3, 1e-3)
 
-    monkeypatch.setattr(tune_ubatch._Search, "_measured", measured)
+    monkeypatch.setattr(tune_ubatch._UbatchSearch, "_measured", measured)
     with contextlib.suppress(KeyboardInterrupt):
         tuned(streaming(), monkeypatch)
     assert timed == [512, 1024]

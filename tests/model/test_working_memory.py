@@ -50,7 +50,7 @@ def check(path: Path, n_ubatch: int) -> None:
         for n in (n_ubatch // 3, n_ubatch, 1, 3, 64):
             engine.sequences.extend(0, [(13 * i + 5 * n) % engine.n_vocab for i in range(n)])
         planned = working_memory(engine.facts, n_ubatch, splits=True, on_gpu=False)
-        (executor,) = engine.parts[0].device.executors.values()
+        (executor,) = engine.opened.weights.parts[0].device.executors.values()
         its = of_run(executor)
     print(planned, its)
     for name, most in (

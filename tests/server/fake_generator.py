@@ -35,17 +35,16 @@ from offload.errors import (
     WorkerUnavailable,
 )
 from offload.ggml.library import log as native_log
-from offload.notes import Note, NoteKind
+from offload.notes import Note, NoteKind, OnProgress
 from offload.stream.bell_use import BELLS
 from specoffload.generation.generation import (
     FinishReason,
     GenerateOptions,
     ModelCard,
-    OnProgress,
-    Piece,
     SlotAction,
     SlotInfo,
     SlotResult,
+    TextPiece,
     ignore,
 )
 from specoffload.generation.statistics import GenerationStats
@@ -113,9 +112,9 @@ def abort() -> None:
 class FakeRequest:
     """A running request. `source` yields its pieces."""
 
-    def __init__(self, source: Generator[Piece, None, None]) -> None:
+    def __init__(self, source: Generator[TextPiece, None, None]) -> None:
         self.source = source
-        self.pieces: deque[Piece] = deque()
+        self.pieces: deque[TextPiece] = deque()
         self.error: Exception | None = None
         self.is_over = False
 
@@ -239,7 +238,7 @@ class FakeGenerator:
 
     def _pieces(
         self, text: str, n_prompt: int, options: GenerateOptions
-    ) -> Generator[Piece, None, None]:
+    ) -> Generator[TextPiece, None, None]:
         self._note("start")
         end = "abandoned"
         try:
@@ -248,9 +247,9 @@ class FakeGenerator:
         finally:
             self._note(end)
 
-    def _answer(self, text: str, n_prompt: int, options: GenerateOptions) -> Iterator[Piece]:
+    def _answer(self, text: str, n_prompt: int, options: GenerateOptions) -> Iterator[TextPiece]:
         for part in range(1, 4) if "[parts]" in text else ():
-            yield Piece("", n_prompt_read=part * n_prompt // 4)
+            yield TextPiece("", n_prompt_read=part * n_prompt // 4)
         if "[prefill]" in text:
             time.sleep(0.7)
         said = SAID.findall(text)
@@ -275,7 +274,7 @@ class FakeGenerator:
             shown = stops.feed(symbol)
             if shown:
                 so_far = GenerationStats(n_prompt, n) if options.timings_per_token else None
-                yield Piece(shown, tuple(shown.encode()), so_far=so_far)
+                yield TextPiece(shown, tuple(shown.encode()), so_far=so_far)
             if stops.stopped:
                 break
         stats = GenerationStats(
@@ -283,7 +282,7 @@ class FakeGenerator:
         )
         text = "" if stops.stopped else stops.finish()
         fills = finish == "length" and (options.n_predict is None or options.n_predict > room)
-        yield Piece(text, (), finish, stats, stopping_word=stops.word, fills_context=fills)
+        yield TextPiece(text, (), finish, stats, stopping_word=stops.word, fills_context=fills)
 
     def _symbols(self, answer: str, forever: bool) -> Iterator[str]:
         yield from answer

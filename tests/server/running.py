@@ -17,13 +17,15 @@ from specoffload.chat.conversation import ChatSettings
 from specoffload.generation.generation import GenerateOptions
 from specoffload.server.access import AccessRules
 from specoffload.server.api.app import create_app
+from specoffload.server.api.context import ServerContext
+from specoffload.server.api.one_model import OneModel
 from specoffload.server.api.shared import SharedParts
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.health import RestartPolicy, Watchdog
 from specoffload.server.renderer import Renderer
-from specoffload.server.router.app import create_router
 from specoffload.server.router.model import Entry, RoutedEngine, Served
 from specoffload.server.router.pool import ModelPool
+from specoffload.server.router.several import SeveralModels
 from specoffload.server.router.sharing import Share
 from specoffload.server.run import TlsFiles, listen, serve_until, url_of
 from specoffload.server.sockets import SocketLimits
@@ -60,14 +62,13 @@ class Running:
         self._listening = threading.Event()
         self._arguments = (factory or FakeFactory(), access, max_queue)
         self._limits, self._watchdog = limits, watchdog
-        self._app_options = {
-            "has_page": has_page,
-            "has_metrics": has_metrics,
+        self._of_context = {
             "strict_model": strict_model,
             "chat": chat,
             "defaults": defaults,
             "name": name,
         }
+        self._has_page, self._has_metrics = has_page, has_metrics
         self._thread = threading.Thread(target=self._run, name="server")
         self._thread.start()
         assert self._listening.wait(20)
@@ -114,11 +115,13 @@ class Running:
                 max_queue=max_queue,
                 policy=QUICK_RESTART,
                 watchdog=self._watchdog,
-                chat=self._app_options["chat"],
+                chat=self._of_context["chat"],
                 say=self.lines.append,
             )
             with closing(Renderer(time_limit_s=1.0)) as renderer:
-                app = create_app(engine, access=access, renderer=renderer, **self._app_options)
+                context = ServerContext(engine, renderer, **self._of_context)
+                models = OneModel(context, has_metrics=self._has_metrics)
+                app = create_app(models, access=access, has_page=self._has_page)
                 await serve_until(
                     *(self._stop, app, engine, listener, 1.0, self._hear, self._limits),
                     **self._place,
@@ -181,8 +184,7 @@ class RunningModels(Running):
                     policy=QUICK_RESTART,
                     say=lambda line: self.lines.append(f"{entry.name}: {line}"),
                 )
-                app = create_app(engine, renderer=renderer, has_metrics=True, shared=self.shared)
-                return Served(engine, app)
+                return Served(engine, ServerContext(engine, renderer, shared=self.shared))
 
             self.pool = ModelPool(
                 self.entries(),
@@ -191,15 +193,15 @@ class RunningModels(Running):
                 say=self.lines.append,
                 **self._of_pool,
             )
-            router = create_router(
+            models = SeveralModels(
                 self.pool,
                 entries=self.entries,
-                access=access,
                 shared=self.shared,
                 has_metrics=True,
                 autoload=self._autoload,
             )
-            place = (self._stop, router, self.pool, listener, self._grace_s, self._hear)
+            app = create_app(models, access=access)
+            place = (self._stop, app, self.pool, listener, self._grace_s, self._hear)
             await serve_until(*place)
 
 

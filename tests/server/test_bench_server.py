@@ -11,7 +11,7 @@ from running import StartServer
 
 from lab.bench_server.__main__ import main
 from lab.bench_server.client import alone, ask, load
-from specoffload.generation.generation import Piece
+from specoffload.generation.generation import TextPiece
 from specoffload.server.api.native import NativeWording
 
 PROMPTS = ["hello", "there"]
@@ -33,7 +33,7 @@ def test_a_lost_and_a_doubled_token_are_noticed(
     assert not well.differing
     told, n_told = NativeWording.piece, 0
 
-    def piece(wording: NativeWording, index: int, piece: Piece) -> bytes:
+    def piece(wording: NativeWording, index: int, piece: TextPiece) -> bytes:
         nonlocal n_told
         n_told += 1
         times = mistake if piece.finish_reason is None and n_told % 7 == 0 else 1

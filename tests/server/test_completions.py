@@ -79,6 +79,18 @@ def test_several_answers_to_each_prompt(start_server: StartServer) -> None:
     assert all("time_limit_s=9" in text for text in texts)
 
 
+@pytest.mark.parametrize("path", ["/completion", "/infill", "/v1/completions"])
+def test_limits_of_lines_reach_the_answer(start_server: StartServer, path: str) -> None:
+    server = start_server(FakeFactory())
+    around = {"input_prefix": "[options]", "input_suffix": ""} if path == "/infill" else {}
+    found = _post(
+        server, path, **{"prompt": "[options]", "n_indent": 4, "t_max_predict_ms": 250} | around
+    )
+    text = found["content"] if "content" in found else found["choices"][0]["text"]
+    assert "n_indent=4" in text
+    assert "t_max_predict_ms=250" in text
+
+
 def test_a_request_that_breaks_off_takes_its_other_answers_along(
     start_server: StartServer,
 ) -> None:

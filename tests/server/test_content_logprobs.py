@@ -13,7 +13,7 @@ from offload.sampling.answers import ChosenLogprob, TokenLogprob
 from specoffload.chat.families import FAMILIES, GENERIC
 from specoffload.chat.format import ChatPrompt
 from specoffload.chat.parser import AnswerForm
-from specoffload.generation.generation import Piece
+from specoffload.generation.generation import TextPiece
 from specoffload.server.api.openai import ChatWording
 from specoffload.server.api.requests import ChatRequest
 from specoffload.slots.stopping import StopScanner
@@ -36,7 +36,7 @@ REASONED = {
 }
 
 
-def pieces_of(tokens: list[str], stops: StopScanner, n_at_once: int) -> list[Piece]:
+def pieces_of(tokens: list[str], stops: StopScanner, n_at_once: int) -> list[TextPiece]:
     """The pieces of an answer of these tokens, as the engine makes them."""
     found = []
     for at in range(0, len(tokens), n_at_once):
@@ -46,14 +46,14 @@ def pieces_of(tokens: list[str], stops: StopScanner, n_at_once: int) -> list[Pie
             shown += stops.feed(token)
             if stops.stopped:
                 break
-        found.append(Piece(shown, tuple(range(len(taken))), logprobs=tuple(taken)))
+        found.append(TextPiece(shown, tuple(range(len(taken))), logprobs=tuple(taken)))
         if stops.stopped:
             return [*found, ended("stop", stops.word)]
     last = ended("stop")
-    return [*found, Piece(stops.finish(), (), "stop", last.stats)]
+    return [*found, TextPiece(stops.finish(), (), "stop", last.stats)]
 
 
-def told(wording: ChatWording, pieces: list[Piece]) -> list[dict[str, Any]]:
+def told(wording: ChatWording, pieces: list[TextPiece]) -> list[dict[str, Any]]:
     lines = b"".join(wording.piece(0, piece) for piece in pieces).decode().splitlines()
     return [json.loads(line[6:])["choices"][0] for line in lines if line]
 

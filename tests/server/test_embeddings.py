@@ -21,7 +21,7 @@ from lab.options import engine_options
 from lab.synth import write_preset
 from offload.engine import Engine, open_engine
 from offload.errors import BadModel, BadRequest, DoesNotFit, NotSupported
-from offload.times.context import OWN, OWN_REQUIRED
+from offload.times.context_memory import OWN, OWN_REQUIRED
 from specoffload.config.options import ServeOptions
 from specoffload.config.resolution import for_serving
 from specoffload.session.session import Session
@@ -47,9 +47,9 @@ def _opened(model: Path, pooling: str, device: str = "cpu") -> Engine:
 def states(tiny_dense: Path) -> dict[str, Rows]:
     """The states of each text's tokens, [n, width], without pooling."""
     with _opened(tiny_dense, "none") as engine:
-        assert engine.embedder is not None
+        assert engine.opened.embedder is not None
         tokens = {t: engine.tokenize(t, add_special=True, parse_special=True) for t in TEXTS}
-        return {text: engine.embedder.embed(ids) for text, ids in tokens.items()}
+        return {text: engine.opened.embedder.embed(ids) for text, ids in tokens.items()}
 
 
 def _mean(rows: Rows) -> Rows:
@@ -138,10 +138,10 @@ def test_other_poolings_take_one_of_the_states(
     tiny_dense: Path, states: dict[str, Rows], pooling: str
 ) -> None:
     with _opened(tiny_dense, pooling) as engine:
-        assert engine.embedder is not None
+        assert engine.opened.embedder is not None
         tokens = engine.tokenize(TEXTS[0], add_special=True, parse_special=True)
-        [found] = engine.embedder.embed(tokens)
-        [again] = engine.embedder.embed(tokens)  # the first call leaves no state
+        [found] = engine.opened.embedder.embed(tokens)
+        [again] = engine.opened.embedder.embed(tokens)  # the first call leaves no state
     assert found == pytest.approx(states[TEXTS[0]][-1 if pooling == "last" else 0], abs=2e-2)
     assert (found == again).all()
 
@@ -150,14 +150,14 @@ def test_streamed_weights_make_the_same_embeddings(tiny_moe: Path) -> None:
     found = []
     for device in ("cpu", "sim"):
         with _opened(tiny_moe, "mean", device) as engine:
-            assert engine.embedder is not None
+            assert engine.opened.embedder is not None
             tokens = engine.tokenize(TEXTS[0] * 3, add_special=True, parse_special=True)
             engine.sequences.extend(0, tokens[:5])
-            found.append(engine.embedder.embed(tokens)[0])
+            found.append(engine.opened.embedder.embed(tokens)[0])
             engine.sequences.extend(0, tokens[5:9])
             assert engine.counters().streamed_bytes > 0 or device == "cpu"
             with pytest.raises(DoesNotFit, match="at most 64"):
-                engine.embedder.embed([1] * 65)
+                engine.opened.embedder.embed([1] * 65)
     assert found[0] == pytest.approx(found[1], abs=2e-2)
 
 

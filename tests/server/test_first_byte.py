@@ -15,7 +15,7 @@ from running import Running, StartServer, eventually, http
 from specoffload.generation.generation import GenerateOptions
 from specoffload.server.api import streaming
 from specoffload.server.api.streaming import TicketGroup
-from specoffload.server.engine.client import EngineClient, Ticket
+from specoffload.server.engine.client import EngineClient, SubmittedJob
 from specoffload.server.engine.messages import CompletionJob, GeneratingJob, JobEvent, Started
 
 HANG = "[hang-now]"  # the engine accepts the prompt, and makes no piece
@@ -110,9 +110,9 @@ class _Engine:
 
     def submit(
         self, job: GeneratingJob, hear: Callable[[JobEvent, float], None], client: str
-    ) -> Ticket:
+    ) -> SubmittedJob:
         self.hears.append(hear)
-        return Ticket(len(self.hears), job, client, hear, lambda ticket: None)
+        return SubmittedJob(len(self.hears), job, client, hear, lambda ticket: None)
 
 
 def test_a_list_of_prompts_begins_when_all_that_were_submitted_are_accepted() -> None:

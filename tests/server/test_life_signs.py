@@ -16,7 +16,7 @@ from told_answers import ended, no_parser
 from specoffload.chat.conversation import Content
 from specoffload.server.api import life_signs, streaming
 from specoffload.server.api.anthropic import AnthropicWording
-from specoffload.server.router import app as router
+from specoffload.server.router import waiting
 
 CLAUDE_CODE = "claude-cli/2.1.197 (external, cli)"
 PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/completion"]
@@ -83,7 +83,7 @@ def _check_signs(path: str, signs: list[dict[str, Any]], n_least: int) -> None:
 def test_signs_come_at_a_third_of_the_usual_limits() -> None:
     assert life_signs.SIGN_S * 3 <= 15  # people set Codex's limit to 15 s
     assert life_signs.SIGN_S * life_signs.N_PINGS * 3 <= 300  # Claude Code's limit, without pings
-    assert router._HEADER_PATIENCE_S == streaming._KEEP_ALIVE_S == life_signs.SIGN_S
+    assert waiting._HEADER_PATIENCE_S == streaming._KEEP_ALIVE_S == life_signs.SIGN_S
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def test_claude_code_gets_an_event_that_it_counts(agent: str, counted: int) -> N
 def loading(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningModels]:
     """A server of models that load for a second, one of them in vain."""
     for name in ("SIGN_S", "_HEADER_PATIENCE_S", "_NEWS_S"):
-        monkeypatch.setattr(router, name, 0.1)
+        monkeypatch.setattr(waiting, name, 0.1)
     factories = {
         "good": FakeFactory(name="good", load_s=0.8),
         "bad": FakeFactory(name="bad", load_s=0.8, bad_model=True),

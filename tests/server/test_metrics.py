@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from specoffload.generation.statistics import GenerationStats
-from specoffload.server.metrics import Metrics
+from specoffload.server.metrics import Metrics, page_of
 
 STATS = GenerationStats(
     n_prompt_tokens=10,
@@ -27,9 +27,8 @@ STATS = GenerationStats(
 
 
 def _samples(metrics: Metrics, engine: Any = None) -> dict[tuple[str, str], float]:
-    page = metrics.page(
-        engine or {}, n_running=1, n_waiting=2, n_parallel=4, n_connections_closed=3
-    )
+    metrics.of_engine.update(engine or {})
+    page = page_of(metrics.families(n_running=1, n_waiting=2, n_parallel=4))
     return {
         (sample.name, next(iter(sample.labels.values()), "")): sample.value
         for family in text_string_to_metric_families(page.decode())
@@ -83,9 +82,7 @@ def test_histograms_have_vllms_names_its_label_and_whole_buckets() -> None:
     for waited_s, first_s in ((0.0, 0.03), (8.5, 9.0)):
         metrics.add_first_token(first_s)
         metrics.add(replace(STATS, waited_s=waited_s), 2.5 + waited_s)
-    page = metrics.page(
-        {}, n_running=0, n_waiting=0, n_parallel=1, n_connections_closed=0, model="m"
-    )
+    page = page_of(metrics.families(n_running=0, n_waiting=0, n_parallel=1, model="m"))
     families = {f.name: f for f in text_string_to_metric_families(page.decode())}
     for name, total_s in {
         "vllm:time_to_first_token_seconds": 9.03,
@@ -105,6 +102,6 @@ def test_histograms_have_vllms_names_its_label_and_whole_buckets() -> None:
 
 
 def test_every_name_has_one_of_three_prefixes() -> None:
-    page = Metrics().page({}, n_running=0, n_waiting=0, n_parallel=1, n_connections_closed=0)
+    page = page_of(Metrics().families(n_running=0, n_waiting=0, n_parallel=1))
     for family in text_string_to_metric_families(page.decode()):
         assert family.name.split(":")[0] in ("llamacpp", "vllm", "specoffload")

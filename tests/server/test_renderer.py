@@ -20,7 +20,7 @@ from running import eventually
 from offload.errors import BadRequest, DeviceFailed
 from specoffload.chat.conversation import Conversation, Tool
 from specoffload.chat.format import ChatFormat, ChatPrompt
-from specoffload.server.renderer import Renderer, Structure, _Worker
+from specoffload.server.renderer import Renderer, Structure, _RenderProcess
 from specoffload.server.rendering_turns import MOST_PROCESSES, MOST_QUICK, Turns
 
 HI = Conversation(({"role": "user", "content": "hi"},))
@@ -119,7 +119,7 @@ def test_a_grammar_that_takes_all_memory_is_refused() -> None:
     """llguidance ends its process by SIGABRT if it gets no memory."""
     patterns = [{"pattern": f"a{{{i}}}|[a-z]*{i}[a-z]*"} for i in range(24)]
     slow = Structure(json_schema=json.dumps({"allOf": patterns}))
-    worker = _Worker(time_limit_s=5.0, patience_s=5.0)
+    worker = _RenderProcess(time_limit_s=5.0, patience_s=5.0)
 
     def abort() -> None:
         assert worker._process is not None

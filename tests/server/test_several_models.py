@@ -198,7 +198,8 @@ def test_a_client_that_leaves_before_its_turn_closes_nothing(start: Start) -> No
     """`one` is busy, so `two` has to wait. When its client leaves, `one` stays open."""
     server = start()
     text_of(say(server, "one"))
-    slow = threading.Thread(target=say, args=(server, "one", "[slow]" + "long " * 20))
+    eventually(lambda: not server.pool.models["one"].is_busy)  # with the first request
+    slow = threading.Thread(target=say, args=(server, "one", "[slow]" + "long " * 60))
     slow.start()
     eventually(lambda: server.pool.models["one"].is_busy)
     body = {"model": "two", "prompt": "x"}
@@ -211,8 +212,8 @@ def test_a_client_that_leaves_before_its_turn_closes_nothing(start: Start) -> No
 def test_a_stream_hears_of_loading_while_it_waits(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specoffload.server.router.app._HEADER_PATIENCE_S", 0.1)
-    monkeypatch.setattr("specoffload.server.router.app._NEWS_S", 0.1)
+    monkeypatch.setattr("specoffload.server.router.waiting._HEADER_PATIENCE_S", 0.1)
+    monkeypatch.setattr("specoffload.server.router.waiting._NEWS_S", 0.1)
     server = start({"one": FakeFactory(name="one", load_s=2.0)})
     body = {"model": "one", "prompt": "[say]yes[/say]", "stream": True}
     with http.stream("POST", server.url + "/v1/completions", json=body) as answer:
@@ -234,7 +235,7 @@ def test_a_stream_hears_of_loading_while_it_waits(
 def test_a_refusal_after_the_header_is_an_event(
     start: Start, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr("specoffload.server.router.app._HEADER_PATIENCE_S", 0.1)
+    monkeypatch.setattr("specoffload.server.router.waiting._HEADER_PATIENCE_S", 0.1)
     server = start({"one": FakeFactory(name="one", load_s=0.8, bad_model=True)})
     message = [{"role": "user", "content": "x"}]
     body = {"model": "one", "stream": True, "max_tokens": 9, "messages": message}
@@ -427,6 +428,8 @@ def test_metrics_and_props_belong_to_a_model(start: Start) -> None:
     assert counts == {"one": 2.0, "two": 1.0}
     is_open = {s.labels["model"]: s.value for s in families["specoffload:model_open"].samples}
     assert is_open == {"one": 1.0, "two": 0.0}
+    (closed,) = families.pop("specoffload:connections_closed").samples  # the server's, no model's
+    assert (closed.labels, closed.value) == ({}, 0.0)
     assert all("model" in s.labels for family in families.values() for s in family.samples)
     assert http.get(server.url + "/props").json()["role"] == "router"
     assert http.get(server.url + "/props?model=one").json()["model_alias"] == "one"

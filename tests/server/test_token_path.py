@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from running import StartServer, http
 
 from offload.sampling.answers import ChosenLogprob, TokenLogprob
-from specoffload.generation.generation import Piece
+from specoffload.generation.generation import TextPiece
 from specoffload.generation.statistics import GenerationStats
 from specoffload.server.api.answers import MARK, TextLine, server_sent
 from specoffload.server.engine.messages import Finished, JobOutput, Outputs
@@ -48,7 +48,7 @@ def test_a_prepared_line_is_the_event_with_its_text(text: str, model: str) -> No
 
 LOGPROBS = (ChosenLogprob(TokenLogprob(1, b"a", -0.5), ()),)
 PIECES = st.builds(
-    Piece,
+    TextPiece,
     st.text(max_size=5),
     st.tuples(st.integers()),
     finish_reason=st.sampled_from([None, None, "stop"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes as C
 import errno
 import json
 import os
@@ -438,6 +439,15 @@ def kill_computing_process(worker: RunningWorker) -> None:
         if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text():
             os.kill(int(child), signal.SIGKILL)
     eventually(lambda: "error: the computing process ended (signal 9)" in worker.text, 10)
+
+
+def test_a_stop_that_another_thread_gets_ends_the_worker(tiny_moe: Path) -> None:
+    """The kernel chooses the thread, and the main one sleeps until it is woken."""
+    with working(tiny_moe, "--device", SIM) as running:
+        pid = running.process.pid
+        threads = [thread.id for thread in psutil.Process(pid).threads() if thread.id != pid]
+        assert C.CDLL(None).tgkill(pid, threads[0], signal.SIGTERM) == 0
+        assert running.ended() == 0
 
 
 def test_a_server_goes_on_when_the_computing_process_has_died(tiny_moe: Path) -> None:

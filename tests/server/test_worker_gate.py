@@ -25,7 +25,7 @@ from offload.remote.address import Address
 from offload.remote.hello import LayersAsked, WorkerState, ask_for, status_of
 from offload.remote.probe import COUNT_DEVICES, GREETING, count_devices, greet, greeting_answer
 from specoffload.server import worker_gate
-from specoffload.server.worker_gate import Gate, _is_ours, closed_first
+from specoffload.server.worker_gate import WorkerGate, _is_ours, closed_first
 
 needs_rpc = pytest.mark.skipif(not has_rpc(), reason="libllama is compiled without ggml's RPC")
 
@@ -49,14 +49,14 @@ class _StillWorker:
 
 
 @contextmanager
-def gate(worker: object) -> Iterator[Gate]:
-    with Gate("127.0.0.1", 0, worker, ()) as made:  # type: ignore[arg-type]
+def gate(worker: object) -> Iterator[WorkerGate]:
+    with WorkerGate("127.0.0.1", 0, worker, ()) as made:  # type: ignore[arg-type]
         threading.Thread(target=made.serve_forever, args=(0.02,), daemon=True).start()
         yield made
         made.shutdown()
 
 
-def connected(made: Gate) -> socket.socket:
+def connected(made: WorkerGate) -> socket.socket:
     return socket.create_connection(made.server_address[:2], timeout=10)  # type: ignore[arg-type]
 
 

@@ -40,7 +40,7 @@ from offload.remote.secret import MAGIC, Secret
 from specoffload.config.rpc_secret import read_secret
 from specoffload.errors import UsageError
 from specoffload.server import worker_gate
-from specoffload.server.worker_gate import Gate
+from specoffload.server.worker_gate import WorkerGate
 
 SECRET, OTHER = Secret.of("correct horse battery staple"), Secret.of("a" * 32)
 _SOON_S = 60.0
@@ -69,7 +69,7 @@ class _StillWorker:
 class _Guarded:
     """A gate with or without a secret, before a worker that only records."""
 
-    def __init__(self, gate: Gate, worker: _StillWorker) -> None:
+    def __init__(self, gate: WorkerGate, worker: _StillWorker) -> None:
         self.worker, self.said = worker, worker.said
         host, port = gate.server_address[:2]
         self.address = Address(str(host), int(port))
@@ -84,7 +84,7 @@ class _Guarded:
 @contextmanager
 def guarded(secret: Secret | None = SECRET) -> Iterator[_Guarded]:
     worker = _StillWorker()
-    with Gate("127.0.0.1", 0, worker, (), secret) as gate:  # type: ignore[arg-type]
+    with WorkerGate("127.0.0.1", 0, worker, (), secret) as gate:  # type: ignore[arg-type]
         threading.Thread(target=gate.serve_forever, args=(0.02,), daemon=True).start()
         yield _Guarded(gate, worker)
         gate.shutdown()
@@ -374,8 +374,8 @@ def test_a_worker_with_a_secret_computes_the_same_logits(
     for _ in range(2):  # the second engine of this process has the same passage
         remote = RemoteOptions((replace(worker.address, secret=SECRET),))
         with open_engine(tiny_moe, options("sim", remote)) as engine:
-            assert engine.remote is not None
-            assert str(worker.address) in engine.remote.words  # not the passage's port
+            assert engine.opened.remote is not None
+            assert str(worker.address) in engine.opened.remote.words  # not the passage's port
             np.testing.assert_array_equal(logits(engine), expected)
     with pytest.raises(WorkerUnavailable, match="has a secret"):
         open_engine(tiny_moe, options("sim", RemoteOptions((worker.address,))))

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from specoffload.chat.conversation import CallPiece, Content, Delta, Reasoning
 from specoffload.chat.families import GENERIC
 from specoffload.chat.parser import AnswerForm, StreamParser
-from specoffload.generation.generation import FinishReason, Piece
+from specoffload.generation.generation import FinishReason, TextPiece
 from specoffload.generation.statistics import GenerationStats
 
 STATS = GenerationStats(n_prompt_tokens=10, n_tokens=7, n_cached_tokens=4)
 
 
-def ended(reason: FinishReason, word: str | None = None) -> Piece:
+def ended(reason: FinishReason, word: str | None = None) -> TextPiece:
     """The last piece of an answer."""
-    return Piece("", (), reason, STATS, stopping_word=word)
+    return TextPiece("", (), reason, STATS, stopping_word=word)
 
 
 def no_parser() -> StreamParser:

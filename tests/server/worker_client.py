@@ -24,7 +24,7 @@ from offload.ggml.rpc import RemoteWeights, add_worker
 from offload.model_file import read_facts
 from offload.remote.address import parse_address
 from offload.remote.hello import LayersAsked, ask_for
-from offload.times.context import ContextOptions
+from offload.times.context_memory import ContextOptions
 
 _CONTEXT = ContextOptions(n_ctx=256, n_batch=64, n_ubatch=64, n_outputs=64, n_threads=1,
                           n_threads_batch=1, flash_attn="off")  # fmt: skip

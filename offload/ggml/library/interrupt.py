@@ -38,7 +38,7 @@ _PAGE = mmap.PAGESIZE
 _HEEDS_AT = 2048  # offset of the byte that is 1 during decodes that signals may abort
 
 
-class _Flag:
+class _InterruptFlag:
     def __init__(self) -> None:
         self.fd = os.memfd_create("specoffload-interrupt")
         os.ftruncate(self.fd, _PAGE)
@@ -53,7 +53,7 @@ class _Flag:
         os.lseek(self.fd, 0, os.SEEK_SET)
 
 
-_flag: _Flag | None = None
+_flag: _InterruptFlag | None = None
 _heeded = False  # True during a decode that a signal or `stop` may abort
 _may_stop = False  # True in a process that ignores signals, and whose decodes `stop` may end
 _stopped = False  # True from `stop` until `go_on`
@@ -121,7 +121,7 @@ def watch(lib: Any, context: int) -> None:
     """Let signals abort the decodes of `context` (on backends that compute on the CPU)."""
     global _flag
     if _flag is None:
-        _flag = _Flag()
+        _flag = _InterruptFlag()
     lib.llama_set_abort_callback(context, _flag.strlen, _flag.address)
 
 
@@ -170,7 +170,7 @@ _NOTHING = nullcontext()
 
 
 @contextmanager
-def _stoppable(flag: _Flag) -> Iterator[None]:
+def _stoppable(flag: _InterruptFlag) -> Iterator[None]:
     global _heeded
     flag.memory[0] = 0
     _heeded = True
@@ -186,7 +186,7 @@ def _stoppable(flag: _Flag) -> Iterator[None]:
 
 
 @contextmanager
-def _routed(pending: Pending, flag: _Flag, can_abort: bool) -> Iterator[None]:
+def _routed(pending: Pending, flag: _InterruptFlag, can_abort: bool) -> Iterator[None]:
     global _heeded
     flag.clear()
     with deferred(pending):

@@ -34,7 +34,7 @@ _MACHINES = {
 }
 
 
-class _Program(C.Structure):
+class _SocketFilter(C.Structure):
     _fields_ = (("n", C.c_ushort), ("steps", C.c_void_p))
 
 
@@ -64,7 +64,7 @@ def _notified_of_listen() -> int:
         (_RETURN, 0, 0, _ALLOW),
     ]
     code = C.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
-    program = _Program(len(steps), C.addressof(code))
+    program = _SocketFilter(len(steps), C.addressof(code))
     libc = C.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(C.get_errno(), f"no_new_privs: {os.strerror(C.get_errno())}")

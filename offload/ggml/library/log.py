@@ -33,7 +33,9 @@ _errors: collections.deque[str] = collections.deque(maxlen=8)
 _last_level = logging.INFO
 _unfinished = ""  # a line that came in pieces
 _UNUSED = "model has unused tensor"
+_OVERRIDE = re.compile(r"Using metadata override \([ \w]+\) '(.*)' = ")
 _OVERFLOW = "possible training context overflow"
+_overridden: set[str] = set()  # keys of the metadata that the library read from overrides
 _has_spare_cells = False  # True while a context is opened that is longer than its texts
 pending = Pending()  # a Ctrl-C that arrived while a line was being logged
 _opening: str | None = None  # the model file that is being opened
@@ -63,6 +65,8 @@ def _end_line() -> None:
     line, _unfinished = _unfinished.strip("\n"), ""
     if not line.strip(". "):
         return
+    if override := _OVERRIDE.search(line):
+        _overridden.add(override[1])
     if interrupt.is_stopped():  # the library reports the stopped decode as a failure
         _logger.debug("%s", line)
         return
@@ -171,6 +175,14 @@ def _stop(sentence: str, cause: EndCause) -> NoReturn:
 def take_reason() -> str:
     """Return why the last call failed: its distinct error lines, joined."""
     return "; ".join(dict.fromkeys(take_errors())) or "no reason given"
+
+
+def take_overridden() -> frozenset[str]:
+    """Return the keys of the metadata that the library read from overrides since the last call."""
+    _end_line()
+    keys = frozenset(_overridden)
+    _overridden.clear()
+    return keys
 
 
 def take_errors() -> list[str]:

@@ -43,8 +43,8 @@ def check(lib: Any) -> None:
     overhead = C.sizeof(abi.ggml_object) + C.sizeof(abi.ggml_tensor)
     same("ggml_tensor_overhead()", overhead, lib.ggml_tensor_overhead())
     for kind in GGMLQuantizationType:
-        found = (lib.ggml_type_name(kind) or b"").decode().upper()
-        same(f"type {int(kind)}", kind.name, found)
+        type_name = (lib.ggml_type_name(kind) or b"").decode().upper()
+        same(f"type {int(kind)}", kind.name, type_name)
         if kind.name in _BLOCKS:
             block = lib.ggml_blck_size(kind), lib.ggml_type_size(kind)
             same(f"the block of {kind.name}", GGML_QUANT_SIZES[kind], block)
@@ -89,8 +89,8 @@ def _check_device(lib: Any, device: int) -> None:
     same("the registry's devices", call("get_device_count")(mirror.reg), 1)
     same("the registry's device 0", call("get_device")(mirror.reg, 0), device)
     wanted = b"ggml_backend_set_n_threads"
-    found = lib.ggml_backend_reg_get_proc_address(mirror.reg, wanted)
-    same("get_proc_address", call("get_proc_address")(mirror.reg, wanted), found)
+    address = lib.ggml_backend_reg_get_proc_address(mirror.reg, wanted)
+    same("get_proc_address", call("get_proc_address")(mirror.reg, wanted), address)
 
     call = _entries(
         "ggml_backend_buffer_type_i", abi.ggml_backend_buffer_type.from_address(buft).iface
@@ -112,7 +112,7 @@ _WEIGHTS = tuple(float(i % 7 - 3) for i in range(_N_IN * _N_OUT * _N_EXPERTS))
 _INPUT = tuple(float(i % 5 - 2) for i in range(_N_IN * _N_TOKENS))
 
 
-class _Graph:
+class _TestGraph:
     """A graph in C of scale(view(mul_mat_id(experts, input, ids))) and mul_mat(dense, rows)."""
 
     def __init__(self, lib: Any, context: int) -> None:
@@ -139,11 +139,11 @@ class _Graph:
 
 
 @contextmanager
-def _allocated_graph(lib: Any, device: int) -> Iterator[tuple[_Graph, int]]:
+def _allocated_graph(lib: Any, device: int) -> Iterator[tuple[_TestGraph, int]]:
     """Yield the graph, whose tensors lie in a buffer."""
     context = lib.ggml_init(abi.ggml_init_params(_CONTEXT_BYTES, None, True))
     try:
-        graph = _Graph(lib, context)
+        graph = _TestGraph(lib, context)
         buft = lib.ggml_backend_dev_buffer_type(device)
         buffer = lib.ggml_backend_alloc_ctx_tensors_from_buft(context, buft)
         try:
@@ -154,7 +154,7 @@ def _allocated_graph(lib: Any, device: int) -> Iterator[tuple[_Graph, int]]:
         lib.ggml_free(context)
 
 
-def _check_nodes(lib: Any, g: _Graph) -> None:
+def _check_nodes(lib: Any, g: _TestGraph) -> None:
     """Compare ggml_cgraph with its accessors. Each pointer is checked before it is followed."""
     mirror = abi.ggml_cgraph.from_address(g.address)
     same("graph.size", mirror.size, lib.ggml_graph_size(g.address))
@@ -175,7 +175,7 @@ def _check_nodes(lib: Any, g: _Graph) -> None:
     same("the uses of two nodes", (counts[at[g.view]], counts[at[g.product]]), (1, 0))
 
 
-def _check_tensors(lib: Any, g: _Graph) -> None:
+def _check_tensors(lib: Any, g: _TestGraph) -> None:
     """Compare ggml_tensor, read through the mirror, with how the tensors were made."""
     experts, routed, view, scaled = map(_tensor, (g.experts, g.routed, g.view, g.scaled))
     for address, op in zip(g.nodes, ("MUL_MAT_ID", "VIEW", "SCALE", "MUL_MAT"), strict=True):
@@ -198,7 +198,7 @@ def _check_tensors(lib: Any, g: _Graph) -> None:
     same("extra", experts.extra, None)
 
 
-def _check_buffer(lib: Any, buffer: int, g: _Graph) -> None:
+def _check_buffer(lib: Any, buffer: int, g: _TestGraph) -> None:
     mirror = abi.ggml_backend_buffer.from_address(buffer)
     same("the buffer's type", mirror.buft, lib.ggml_backend_buffer_get_type(buffer))
     same("the buffer's size", mirror.size, lib.ggml_backend_buffer_get_size(buffer))
@@ -212,7 +212,7 @@ def _check_buffer(lib: Any, buffer: int, g: _Graph) -> None:
     same("data of a view", _tensor(g.view).data, routed.data + _VIEW_OFFSET_BYTES)
 
 
-def _check_compute(lib: Any, device: int, g: _Graph) -> None:
+def _check_compute(lib: Any, device: int, g: _TestGraph) -> None:
     """Compute the graph through the mirrored vtable, and compare its numbers with Python's."""
     call = _entries("ggml_backend_device_i", abi.ggml_backend_device.from_address(device).iface)
     for node in g.nodes:

@@ -22,6 +22,9 @@ import llama_cpp.llama_cpp as llama
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.ggml.library.override_array import override_array
+from offload.kv_overrides import read_override
+
 _LOAD_WITHOUT_MMAP = 0
 _CONTEXT_KEYS = ("n_ctx", "n_batch", "n_ubatch", "n_threads", "n_threads_batch")
 
@@ -35,7 +38,8 @@ class Untouched:
 
     def __init__(self, asked: dict[str, Any]) -> None:
         """`asked`: path, device (None: the CPU), cpu_weights (pattern of names that stay in host
-        memory, "" for none), repack, flash_attn (-1, 0, 1) and the context's sizes."""
+        memory, "" for none), repack, flash_attn (-1, 0, 1), the context's sizes, and perhaps
+        kv_overrides (values of --override-kv)."""
         self._model = self._open_model(asked)
         self._context = self._open_context(asked)
         self._memory = llama.llama_get_memory(self._context)
@@ -52,13 +56,16 @@ class Untouched:
         device = by_name(asked["device"].encode()) if asked["device"] else None
         devices = (C.c_void_p * 2)(device, None)
         params.devices = C.cast(devices, C.c_void_p)
+        overrides = tuple(map(read_override, asked.get("kv_overrides", ())))
+        array = override_array(llama, overrides)
+        params.kv_overrides = C.cast(array, type(params.kv_overrides))
         if asked["cpu_weights"]:
             # Without mmap libllama keeps these weights in the device's own pinned buffer.
             params.load_mode = _LOAD_WITHOUT_MMAP
             cpu = C.CFUNCTYPE(C.c_void_p)(("ggml_backend_cpu_buffer_type", llama._lib))()
             pattern = C.create_string_buffer(asked["cpu_weights"].encode())
-            overrides = (C.c_void_p * 4)(C.addressof(pattern), cpu, None, None)
-            params.tensor_buft_overrides = C.cast(overrides, C.c_void_p)
+            buffers = (C.c_void_p * 4)(C.addressof(pattern), cpu, None, None)
+            params.tensor_buft_overrides = C.cast(buffers, C.c_void_p)
         model = llama.llama_model_load_from_file(asked["path"].encode(), params)
         if not model:
             raise LibraryRefused("the model could not be loaded: does it fit beside what is open?")

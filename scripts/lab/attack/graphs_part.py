@@ -42,7 +42,7 @@ from offload.stream.options import StreamingOptions
 from offload.worker.serving import WorkerOptions
 from specoffload.server import worker as server_worker
 from specoffload.server.worker import Worker
-from specoffload.server.worker_gate import Gate
+from specoffload.server.worker_gate import WorkerGate
 
 # Presets, and tiny mixtures for operations that no preset has: states, an indexer, rows that a
 # graph computes as floats, shared caches, streams and positions of several kinds.
@@ -77,7 +77,7 @@ class _Served:
         known = WorkerFacts.of(facts)
         say = self.lines.append
         worker = Worker(options, known, say, lambda *_: None, n_layers=facts.n_layers)
-        with contextlib.closing(worker), Gate("127.0.0.1", 0, worker, ()) as gate:
+        with contextlib.closing(worker), WorkerGate("127.0.0.1", 0, worker, ()) as gate:
             if error := worker.open_device().error:
                 raise RuntimeError(error)
             self.address = Address("127.0.0.1", int(gate.server_address[1]))

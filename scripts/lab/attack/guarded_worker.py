@@ -97,7 +97,7 @@ def _sum_of(weights: Any) -> int:
     return found
 
 
-def serve_guarded(line: Connection, options: WorkerOptions) -> None:
+def serve_guarded(line: Connection, options: WorkerOptions, no_doorbell: str = "") -> None:
     """Do what serve_layers does, with guards."""
     guards = _Guards()
     sums: dict[int, int] = {}
@@ -118,4 +118,4 @@ def serve_guarded(line: Connection, options: WorkerOptions) -> None:
 
     setattr(weights_module.NamedWeights, "load", loaded)  # noqa: B010
     setattr(WorkerDevice, "is_spent", property(checked))  # noqa: B010
-    serve_layers(line, options)
+    serve_layers(line, options, no_doorbell)

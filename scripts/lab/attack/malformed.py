@@ -48,7 +48,7 @@ stream_options chat_template_kwargs reasoning_effort system reasoning_format add
 continue_final_message thinking input instructions previous_response_id stop_sequences text
 response_fields user min_keep xtc_probability top_n_sigma dynatemp_range adaptive_target metadata
 timings_per_token return_tokens parallel_tool_calls max_tokens prompt max_completion_tokens
-messages content tokens filename n_predict __class__
+messages content tokens filename n_predict n_indent t_max_predict_ms __class__
 """
 _FIELDS = (
     *_FIELD_NAMES.split(),

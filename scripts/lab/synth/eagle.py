@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,10 @@ def write_target(folder: Path, architecture: str) -> Path:
     return path
 
 
-def eagle_shape(width: int, n_tokens: int, **metadata: Any) -> Shape:
-    """The shape of a file for targets with rows of `width` values, with keys of its header."""
-    header: dict[str, Any] = {
-        "block_count": 1,
+def header_of_layers(width: int, n_layers: int) -> dict[str, Any]:
+    """The header of a file that drafts from rows of `width` values of three layers."""
+    return {
+        "block_count": n_layers,
         "context_length": 4096,
         "embedding_length": width,
         "feed_forward_length": 2 * width,
@@ -52,8 +53,19 @@ def eagle_shape(width: int, n_tokens: int, **metadata: Any) -> Shape:
         "rope.dimension_count": 32,
         "rope.freq_base": 1e4,
         "target_layers": (1, 2, 4),
-        "target_hidden_size": width,
     }
+
+
+def with_map(tensors: Iterable[Tensor], width: int, n_tokens: int) -> list[Tensor]:
+    """The tensors of a file that drafts `N_MAPPED` of the target's tokens only, with the map."""
+    cut = [replace(t, shape=(width, N_MAPPED)) if t.name == "output.weight" else t for t in tensors]
+    step = n_tokens // N_MAPPED
+    return [*cut, Tensor("d2t", (N_MAPPED,), Type.I64, Fill("steps", float(step)))]
+
+
+def eagle_shape(width: int, n_tokens: int, **metadata: Any) -> Shape:
+    """The shape of a file for targets with rows of `width` values, with keys of its header."""
+    header = header_of_layers(width, 1) | {"target_hidden_size": width}
     return Shape("eagle3", "eagle3", header | metadata, n_tokens, quant="f32", unchecked=True)
 
 
@@ -81,11 +93,7 @@ def write_eagle(
     plan = plan_shape(shape)
     tensors = list(plan.tensors)
     if mapped:
-        step = n_tokens // N_MAPPED
-        tensors = [
-            replace(t, shape=(width, N_MAPPED)) if t.name == "output.weight" else t for t in tensors
-        ]
-        tensors.append(Tensor("d2t", (N_MAPPED,), Type.I64, Fill("steps", float(step))))
+        tensors = with_map(tensors, width, n_tokens)
     if own_embeddings:
         tensors.append(Tensor("token_embd.weight", (width, n_tokens), Type.F32, Fill("normal")))
     return write(replace(plan, tensors=tuple(tensors)), path, 5)

@@ -77,7 +77,8 @@ MODELS: Mapping[str, str] = {
 }
 # Mixtures that no text is generated with token by token, and what happens with them.
 REFUSED: Mapping[str, str] = {
-    "dflash": "a draft that only works inside its target's context; refused when it is opened",
+    "dflash": "a draft for another model, which `--draft` names; alone it is refused when it is "
+    "opened",
     "graniteswitch": "needs adapters in the file, of which no shape is known to us; refused when "
     "it is opened",
     "llada-moe": "writes by diffusion, without a KV cache; refused when it is opened",

@@ -18,13 +18,12 @@ from lab.options import engine_options
 from lab.train.shapes import EOS_ID, N_CTX, SEED
 from offload.engine import Engine, open_engine
 from offload.ggml.library.lib import library
+from specoffload.draft_making.continuations import N_PROMPT, continued
 
 STRIDE = 1536  # windows of N_CTX tokens overlap by a quarter, so most tokens see 512 before them
 N_AGREED = 64
 
 N_PARALLEL = 32
-N_PROMPT, N_NEW = 96, 96
-LENGTH = N_PROMPT + N_NEW
 
 
 class LlamaModel:
@@ -131,7 +130,7 @@ def own_agreement(engine: Engine, prompt: str) -> float:
 
     The engine must be open with layers for multi-token prediction.
     """
-    layers, sequences = engine.row_draft, engine.sequences
+    layers, sequences = engine.opened.row_draft, engine.sequences
     assert layers is not None
     history = engine.tokenize(prompt, add_special=False, parse_special=False)
     sequences.rewind(0, 0)
@@ -160,6 +159,7 @@ def make_continuations(
         device="cpu",
         n_ctx=N_PARALLEL * 256,
         n_sequences=N_PARALLEL,
+        n_outputs=N_PROMPT,
         n_threads=n_threads,
         n_threads_batch=n_threads,
     )
@@ -169,18 +169,5 @@ def make_continuations(
         while (elapsed := time.monotonic() - begun) < deadline_s or not parts:
             progress.update(bar, completed=elapsed)
             prompts = np.stack([tokens[s : s + N_PROMPT] for s in rng.choice(starts, N_PARALLEL)])
-            parts.append(continued(engine, prompts))
+            parts.append(continued(engine, prompts)["tokens"].astype(np.uint16))
     return np.concatenate(parts)
-
-
-def continued(engine: Engine, prompts: np.ndarray) -> np.ndarray:
-    """Continue each prompt of [n, N_PROMPT] greedily. Returns uint16 [n, LENGTH]."""
-    out = np.zeros((len(prompts), LENGTH), dtype=np.uint16)
-    out[:, :N_PROMPT] = prompts
-    for i, prompt in enumerate(prompts.tolist()):
-        engine.sequences.rewind(i, 0)
-        out[i, N_PROMPT] = engine.sequences.extend(i, prompt, 1)[0].argmax()
-    for at in range(N_PROMPT, LENGTH - 1):
-        rows = engine.sequences.extend_batch([(i, [int(row[at])], 1) for i, row in enumerate(out)])
-        out[:, at + 1] = [row[0].argmax() for row in rows]
-    return out

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from lab.train.corpus import load_split, pick_prompts, python_version, write_prompts
-from lab.train.evaluate import N_NEW, make_continuations
+from lab.train.evaluate import make_continuations
 from lab.train.export import Vocabulary, export_pair
 from lab.train.measure import measure_mtp, measure_pair
 from lab.train.model import LanguageModel
@@ -35,6 +35,7 @@ from lab.train.train import (
     plain_loss,
     train,
 )
+from specoffload.draft_making.continuations import N_NEW
 
 console = Console()
 N_MTP_TEXTS = 500  # texts of 512 tokens that the layer for multi-token prediction learns from

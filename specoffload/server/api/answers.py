@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
+
+from starlette.datastructures import Headers
 
 from specoffload.chat.conversation import Delta, Message
 from specoffload.chat.parser import StreamParser
-from specoffload.generation.generation import Piece
+from specoffload.generation.generation import TextPiece
 from specoffload.generation.statistics import GenerationStats
-
-Json = dict[str, Any]
+from specoffload.server.api.refusals import Json
 
 to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 DONE = b"data: [DONE]\n\n"
@@ -19,6 +19,14 @@ MARK = "‡"  # the place of a text in the JSON of a `TextLine`
 
 
 # ---- events of a stream
+
+STREAM_HEADERS = Headers(
+    {
+        "content-type": "text/event-stream; charset=utf-8",
+        "cache-control": "no-cache",
+        "x-accel-buffering": "no",  # keeps nginx from holding events back
+    }
+)
 
 
 def server_sent(body: Json) -> bytes:
@@ -115,6 +123,13 @@ def timings_of(stats: GenerationStats) -> Json:
         }
     if stats.streamed_bytes:
         timings["streamed_bytes"] = stats.streamed_bytes
+    if stats.n_choices:
+        timings["routing"] = {
+            "choices": stats.n_choices,
+            "kept": ratio(stats.n_choices_kept, stats.n_choices),
+            "hits": ratio(stats.n_choices_cached, stats.n_choices),
+            "hits_without": ratio(stats.n_own_cached, stats.n_choices),
+        }
     return timings
 
 
@@ -129,7 +144,7 @@ class ParsedAnswer:
         self.n_reasoning = 0  # tokens of reasoning, without those of the round that ends it
         self._parser = parser
 
-    def add(self, piece: Piece) -> list[Delta]:
+    def add(self, piece: TextPiece) -> list[Delta]:
         """Read a piece, and return the parts that it adds."""
         deltas = self._parser.feed(piece.text)
         if self._parser.is_reasoning:

@@ -15,10 +15,8 @@ from starlette.responses import JSONResponse, Response
 
 from specoffload.chat.conversation import CallPiece, Content, Delta, of_whole_characters
 from specoffload.chat.parser import StreamParser
-from specoffload.generation.generation import Piece
-from specoffload.server.api.answers import Json
+from specoffload.generation.generation import TextPiece
 from specoffload.server.api.body import checked, ignore
-from specoffload.server.api.context import BodyRoute, ServerContext
 from specoffload.server.api.life_signs import (
     Pings,
     StreamStart,
@@ -28,8 +26,9 @@ from specoffload.server.api.life_signs import (
     start_of,
 )
 from specoffload.server.api.message_input import CountRequest, MessagesRequest, as_chat
-from specoffload.server.api.refusals import Api, error_body, problem_response
+from specoffload.server.api.refusals import Api, Json, error_body, problem_response
 from specoffload.server.api.requests import ChatRequest, ConversationRequest
+from specoffload.server.api.routes import BodyRoute, context_of
 from specoffload.server.api.streaming import EventWording
 from specoffload.server.engine.messages import Problem, Started
 
@@ -90,7 +89,7 @@ class AnthropicWording(EventWording):
         self._blocks[-1][name] += delta.text
         return [*events, self._delta(f"{kind}_delta", name, delta.text)]
 
-    def finish(self, last: Piece, n_reasoning: int) -> list[Json]:
+    def finish(self, last: TextPiece, n_reasoning: int) -> list[Json]:
         events = [*self.opening_events(), *self._close()]
         assert last.stats is not None
         word = last.stopping_word if last.stopping_word in self._stops else None
@@ -168,21 +167,22 @@ def _object(arguments: str) -> Json:
     Arguments are incomplete if the token limit has cut the call short.
     """
     try:
-        found = of_whole_characters(json.loads(arguments))
+        value = of_whole_characters(json.loads(arguments))
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 # ---- routes
 
 
-def anthropic_router(context: ServerContext) -> APIRouter:
+def anthropic_router() -> APIRouter:
     router = APIRouter(tags=["Anthropic"], route_class=BodyRoute)
 
     @router.post("/v1/messages")
     async def messages(request: Request, body: MessagesRequest) -> Response:
         """The model's next turn."""
+        context = context_of(request)
         if body.thread is not None:
             return problem_response(_NO_THREADS)
         chat, ignored = as_chat(body)
@@ -201,6 +201,7 @@ def anthropic_router(context: ServerContext) -> APIRouter:
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request, body: CountRequest) -> Response:
         """The number of tokens that a conversation takes as a prompt."""
+        context = context_of(request)
         chat, ignored = as_chat(body)
         ignore(request, ignored)
         n_tokens = await context.n_tokens(request, checked(chat, ConversationRequest))

@@ -18,28 +18,22 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from specoffload import __version__
-from specoffload.chat.conversation import ChatSettings
 from specoffload.errors import KNOWN
-from specoffload.generation.generation import AskedOptions, GenerateOptions
 from specoffload.server.access import AccessRules, Gate, origin_pattern
 from specoffload.server.api.anthropic import anthropic_router
 from specoffload.server.api.body import fault
 from specoffload.server.api.brief import embeddings_router, slots_router, text_router
-from specoffload.server.api.context import ServerContext
-from specoffload.server.api.images import MediaRules
 from specoffload.server.api.kept import streams_router
+from specoffload.server.api.models import Models
 from specoffload.server.api.native import native_router
 from specoffload.server.api.openai import openai_router
 from specoffload.server.api.refusals import problem_response
 from specoffload.server.api.responses import responses_router
-from specoffload.server.api.shared import SharedParts
 from specoffload.server.api.status import status_router
 from specoffload.server.api.stored import stored_router
 from specoffload.server.decoding import Decoding
-from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.messages import Problem, RequestFailed, problem_of
 from specoffload.server.page import add_page
-from specoffload.server.renderer import Renderer
 
 log = logging.getLogger("specoffload.server")
 
@@ -67,66 +61,40 @@ _REFUSED: dict[int | str, dict[str, Any]] = {
 
 
 def create_app(
-    engine: EngineClient,
-    *,
-    access: AccessRules | None = None,
-    defaults: GenerateOptions | None = None,
-    has_page: bool = True,
-    has_metrics: bool = False,
-    strict_model: bool = False,
-    media: MediaRules | None = None,
-    chat: ChatSettings | None = None,
-    renderer: Renderer | None = None,
-    shared: SharedParts | None = None,
-    name: str = "",
+    models: Models, *, access: AccessRules | None = None, has_page: bool = True
 ) -> FastAPI:
-    """Return the application. The caller starts and closes `engine` and `renderer`.
+    """Return the application, which has the same routes for one model and for several.
 
-    `defaults` and `chat` have the values of fields that a request leaves out. `has_page` puts the
-    chat page at `/`. `has_metrics` opens /metrics. `strict_model` refuses requests that name
-    another model. `media` says which images requests may name.
-    `shared` has the parts of a server of several models, which then has their routes and asks for
-    the key. `name` is the model's, if it is known before the model is loaded.
+    The caller starts and closes the engines of `models`. `has_page` puts the chat page at `/`.
     """
-    app = bare_app()
-    if shared is None:
-        guard(app, access or AccessRules())
-    context = ServerContext(
-        engine,
-        renderer or Renderer(),
-        defaults or AskedOptions(),
-        chat or ChatSettings(),
-        strict_model=strict_model,
-        media=media,
-        shared=shared,
-        name=name,
-    )
-    app.state.context = context
-    app.include_router(status_router(context, has_metrics=has_metrics))
-    if shared is None:
-        app.include_router(streams_router(context.shared.streams))
-        app.include_router(stored_router(context.shared.stored))
-    for make_router in (
-        *(text_router, openai_router, native_router, anthropic_router, responses_router),
-        *(embeddings_router, slots_router),
+    app = _bare_app()
+    _guard(app, access or AccessRules())
+    app.state.models = models
+    for router in (
+        status_router(models),
+        *models.own_routers(),
+        streams_router(models.shared.streams),
+        stored_router(models.shared.stored),
+        *(text_router(), openai_router(), native_router(), anthropic_router(), responses_router()),
+        *(embeddings_router(), slots_router()),
     ):
-        app.include_router(make_router(context))
+        app.include_router(router)
     if has_page:
         add_page(app)
     return app
 
 
-def bare_app() -> FastAPI:
+def _bare_app() -> FastAPI:
     """Return an application without routes, whose errors have llama-server's form."""
     # No /docs, because its page loads scripts from another host. No redirects, because they would
     # go to the name in the client's Host header.
     app = FastAPI(docs_url=None, redoc_url=None, redirect_slashes=False, responses=_REFUSED)
-    app.openapi = functools.cache(lambda: describe(app.routes))  # type: ignore[method-assign]
+    app.openapi = functools.cache(lambda: _describe(app.routes))  # type: ignore[method-assign]
     _add_error_handlers(app)
     return app
 
 
-def guard(app: FastAPI, access: AccessRules) -> None:
+def _guard(app: FastAPI, access: AccessRules) -> None:
     """Let the application refuse requests by `access`, and decode the bodies of others."""
     app.add_middleware(Decoding)
     app.add_middleware(Gate, rules=access)
@@ -160,7 +128,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        faults = [{**found, "loc": found["loc"][1:]} for found in error.errors()]
+        faults = [{**told, "loc": told["loc"][1:]} for told in error.errors()]
         return problem_response(fault(faults).problem)
 
     async def gone(request: Request, error: Exception) -> Response:
@@ -181,7 +149,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, unforeseen)
 
 
-def describe(routes: Sequence[BaseRoute]) -> dict[str, Any]:
+def _describe(routes: Sequence[BaseRoute]) -> dict[str, Any]:
     """Return the OpenAPI document of all routes but the chat page's."""
     document = get_openapi(
         title="specoffload",

@@ -23,8 +23,8 @@ _ROLES = ("system", "developer")
 
 def billing_chars(role: str, content: str) -> int:
     """Return how many characters the billing line takes at the beginning of a message's text."""
-    found = _LINE.match(content) if role in _ROLES else None
-    return found.end() if found else 0
+    match = _LINE.match(content) if role in _ROLES else None
+    return match.end() if match else 0
 
 
 def has_billing_line(request: ConversationRequest) -> bool:

@@ -163,23 +163,23 @@ def read_json(data: bytearray) -> dict[str, Any]:
     text = data.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
     try:
         try:
-            found = from_json(text, allow_inf_nan=False)
+            body = from_json(text, allow_inf_nan=False)
         except ValueError:
             whole = without_half_pairs(text)
             if whole is None:
                 raise
-            found = from_json(whole, allow_inf_nan=False)
+            body = from_json(whole, allow_inf_nan=False)
     except ValueError as e:
         raise invalid(f"the body is not JSON: {e}") from e
-    if not isinstance(found, dict):
+    if not isinstance(body, dict):
         raise invalid("the body must be a JSON object")
-    return found
+    return body
 
 
-def checked(found: dict[str, Any], kind: type[_Body]) -> _Body:
-    """Return `found` as `kind`. Raises RequestFailed (400) with the first fault and its place."""
+def checked(body: dict[str, Any], kind: type[_Body]) -> _Body:
+    """Return `body` as `kind`. Raises RequestFailed (400) with the first fault and its place."""
     try:
-        return kind.model_validate(found)
+        return kind.model_validate(body)
     except ValidationError as e:
         raise fault(e.errors(include_url=False, include_context=False, include_input=False)) from e
 

@@ -16,10 +16,10 @@ from starlette.responses import JSONResponse, Response
 
 from offload.errors import BadRequest
 from specoffload.generation.generation import SlotAction, SlotResult
-from specoffload.server.api.answers import Json
 from specoffload.server.api.body import ignore, ignored_names
-from specoffload.server.api.context import BodyRoute, ServerContext
+from specoffload.server.api.context import ServerContext
 from specoffload.server.api.parameters import prompts_of
+from specoffload.server.api.refusals import Json
 from specoffload.server.api.requests import (
     DetokenizeRequest,
     EmbeddingsRequest,
@@ -27,6 +27,7 @@ from specoffload.server.api.requests import (
     SlotRequest,
     TokenizeRequest,
 )
+from specoffload.server.api.routes import BodyRoute, context_of
 from specoffload.server.engine import calls
 from specoffload.server.engine.messages import Prompt, RequestFailed, unavailable
 
@@ -35,12 +36,13 @@ Row = NDArray[np.float32]
 _COUNTS = {"save": ("n_saved", "n_written"), "restore": ("n_restored", "n_read")}
 
 
-def text_router(context: ServerContext) -> APIRouter:
+def text_router() -> APIRouter:
     router = APIRouter(tags=["text"], route_class=BodyRoute)
 
     @router.post("/tokenize")
     async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         """Token ids of a text, with their pieces if asked for."""
+        context = context_of(request)
         ignore(request, ignored_names(body))
         function = calls.tokenize_in_pieces if body.with_pieces else calls.tokenize
         arguments = body.content, body.add_special, body.parse_special
@@ -52,6 +54,7 @@ def text_router(context: ServerContext) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
         """The text of token ids; special tokens are written out."""
+        context = context_of(request)
         ignore(request, ignored_names(body))
         content = await context.engine.call(calls.detokenize, body.tokens)
         return JSONResponse({"content": content})
@@ -70,19 +73,20 @@ def _piece(piece: bytes) -> str | list[int]:
 # ---- embeddings
 
 
-def embeddings_router(context: ServerContext) -> APIRouter:
+def embeddings_router() -> APIRouter:
     router = APIRouter(tags=["embeddings"], route_class=BodyRoute)
 
     @router.post("/v1/embeddings")
     async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
         """One vector of length 1 for each input; 501 if the model makes none."""
+        context = context_of(request)
         context.check_model(body.model)
         ignore(request, ignored_names(body))
-        found = await _embedded(context, request, prompts_of(body.input, "input"))
-        n_tokens = sum(one.n_tokens for one in found)
+        embeddings = await _embedded(context, request, prompts_of(body.input, "input"))
+        n_tokens = sum(one.n_tokens for one in embeddings)
         data = [
             {"object": "embedding", "index": at, "embedding": _openai_vector(one, body)}
-            for at, one in enumerate(found)
+            for at, one in enumerate(embeddings)
         ]
         usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
         answer = {"object": "list", "data": data, "model": context.card.name, "usage": usage}
@@ -93,11 +97,12 @@ def embeddings_router(context: ServerContext) -> APIRouter:
     async def embedding(request: Request, body: NativeEmbeddingRequest) -> Response:
         """The vector of each text, or without pooling one of each token; 501 if the model makes
         none."""
+        context = context_of(request)
         ignore(request, ignored_names(body))
         given = body.content if body.content is not None else body.input
-        found = await _embedded(context, request, prompts_of(given, "content"))
+        embeddings = await _embedded(context, request, prompts_of(given, "content"))
         # As in llama-server, vectors of texts have length 1, and those of tokens any length.
-        vectors = [[unit_length(r) if one.is_pooled else r for r in one.rows] for one in found]
+        vectors = [[unit_length(r) if one.is_pooled else r for r in one.rows] for one in embeddings]
         return JSONResponse(
             [
                 {"index": at, "embedding": [row.tolist() for row in rows]}
@@ -115,21 +120,21 @@ async def _embedded(
 
     Stops when the client leaves.
     """
-    found: list[calls.Embedded] = []
+    embeddings: list[calls.Embedded] = []
     for prompt in prompts:
-        found.append(await context.engine.call(calls.embed, prompt))
+        embeddings.append(await context.engine.call(calls.embed, prompt))
         if await request.is_disconnected():
             break
-    return found
+    return embeddings
 
 
-def _openai_vector(found: calls.Embedded, body: EmbeddingsRequest) -> str | list[float]:
-    if not found.is_pooled:
+def _openai_vector(embedding: calls.Embedded, body: EmbeddingsRequest) -> str | list[float]:
+    if not embedding.is_pooled:
         raise BadRequest(
             "without pooling there is a vector for each token, which this API has no place for: "
             "start the server with --pooling mean or last, or use /embedding"
         )
-    row = found.rows[0]
+    row = embedding.rows[0]
     if body.dimensions is not None and body.dimensions > len(row):
         raise BadRequest(f"dimensions {body.dimensions}: this model's vectors have {len(row)}")
     row = unit_length(row[: body.dimensions])
@@ -148,12 +153,13 @@ def unit_length(row: Row) -> Row:
 # ---- slots
 
 
-def slots_router(context: ServerContext) -> APIRouter:
+def slots_router() -> APIRouter:
     router = APIRouter(tags=["slots"], route_class=BodyRoute)
 
     @router.get("/slots")
     async def slots(request: Request) -> Response:
         """The contents of each slot, and the progress of its request."""
+        context = context_of(request)
         engine, n_ctx = context.engine, context.card.n_ctx
         if request.query_params.get("fail_on_no_slot") and engine.n_running >= engine.n_parallel:
             raise RequestFailed(unavailable("no slot available"))
@@ -182,6 +188,7 @@ def slots_router(context: ServerContext) -> APIRouter:
         request: Request, number: int, action: SlotAction, body: SlotRequest | None = None
     ) -> Response:
         """Saves, restores or erases what an idle slot holds."""
+        context = context_of(request)
         ignore(request, ignored_names(body or SlotRequest()))
         filename = "" if body is None else body.filename or ""
         if action != "erase" and not filename:

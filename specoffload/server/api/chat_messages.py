@@ -115,8 +115,8 @@ def _call(where: str, call: ToolCall) -> dict[str, Any]:
         function = {"name": call.custom.name, "arguments": arguments}
     else:
         raise BadRequest(f"{where}: a call needs an object 'function' or 'custom' with its name")
-    found: dict[str, Any] = {"type": "function", "function": function}
-    return found | ({"id": call.id} if call.id else {})
+    fields: dict[str, Any] = {"type": "function", "function": function}
+    return fields | ({"id": call.id} if call.id else {})
 
 
 # ---- text
@@ -128,8 +128,8 @@ def _thoughts(message: ChatMessage) -> str | None:
         return known
     parts = [part.foreign for _, part in _parts(message) if part.foreign is not None]
     for given in (parts, message.thinking_blocks, message.reasoning_details):
-        if found := "".join(filter(None, map(thoughts_of, given or ()))):
-            return found
+        if thoughts := "".join(filter(None, map(thoughts_of, given or ()))):
+            return thoughts
     return None
 
 

@@ -6,26 +6,23 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 from fastapi import Request
-from fastapi.routing import APIRoute
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from offload.errors import BadRequest
 from specoffload.chat.conversation import ChatSettings
 from specoffload.chat.format import ChatFormat, ChatPrompt
 from specoffload.chat.tool_schemas import SchemaNote
-from specoffload.generation.generation import GenerateOptions, ModelCard
+from specoffload.generation.generation import AskedOptions, GenerateOptions, ModelCard
 from specoffload.server.access import client_of
 from specoffload.server.api.billing_line import BILLING_LINE, has_billing_line
 from specoffload.server.api.body import (
     MOST_BYTES,
-    has_body,
     ignore,
     ignored_names,
     read_json,
@@ -35,7 +32,6 @@ from specoffload.server.api.image_reading import (
     ImageReader,
     ImageText,
     needed_images,
-    until_left,
 )
 from specoffload.server.api.images import (
     MOST_FETCHES,
@@ -46,6 +42,7 @@ from specoffload.server.api.images import (
     TakenImage,
 )
 from specoffload.server.api.kept import STREAM_ID
+from specoffload.server.api.leaving import until_left
 from specoffload.server.api.parameters import (
     conversation_of,
     generate_options,
@@ -87,7 +84,7 @@ log = logging.getLogger("specoffload.server")
 
 
 class ServerContext:
-    """State shared by all routes. `defaults` and `chat` fill in for a request.
+    """What the routes share for a model. `defaults` and `chat` fill in for a request.
 
     With `strict_model`, requests that name another model are refused. Otherwise each such name is
     logged once.
@@ -97,22 +94,23 @@ class ServerContext:
         self,
         engine: EngineClient,
         renderer: Renderer,
-        defaults: GenerateOptions,
-        chat: ChatSettings,
+        defaults: GenerateOptions | None = None,
+        chat: ChatSettings | None = None,
         *,
         strict_model: bool = False,
         shared: SharedParts | None = None,
         media: MediaRules | None = None,
         name: str = "",
     ) -> None:
-        """`name` is the model's, if it is known before the model is loaded."""
+        """`media` says which images requests may name. `shared` has the parts that all models of a
+        server share. `name` is the model's, if it is known before the model is loaded."""
         self.engine = engine
-        self.defaults = defaults
+        self.defaults = defaults or AskedOptions()
         self.shared = shared or SharedParts()
         self.created = int(time.time())  # Unix seconds
         self._name = name
         self._renderer = renderer
-        self._chat = chat
+        self._chat = chat or ChatSettings()
         self._format: tuple[ModelCard, ChatFormat] | None = None
         self._strict_model = strict_model
         self.media = media or MediaRules()
@@ -220,9 +218,9 @@ class ServerContext:
         asked = answer_options(prompt, options)
         text = ImageText(prompt.text, images.marker, prompt.cache_ends)
         taken = await images.fetched(self._fetches)
-        ((text, found),) = await self._images_read(request, [(text, taken)], add_special=False)
+        ((text, pixels),) = await self._images_read(request, [(text, taken)], add_special=False)
         self._note_left_out(request, [*images.left_out, *text.left_out])
-        return ChatJob(text.text, asked, found, text.ends), prompt
+        return ChatJob(text.text, asked, pixels, text.ends), prompt
 
     def _images(self, marker: str | None = None) -> ConversationImages:
         return ConversationImages(self.media, are_read=self.card.reads_images, marker=marker)
@@ -257,7 +255,10 @@ class ServerContext:
             return [(text, None) for text, _ in wanted]
         reader, client = self._reader, client_of(request)
         read = reader.read(wanted, decoder, client, add_special=add_special)
-        return await until_left(request.receive, read)
+        decoded = await until_left(request.receive, read)
+        if decoded is None:
+            raise RequestFailed(unavailable("the client has left"))  # which nobody hears
+        return decoded
 
     def _note_left_out(self, request: Request, names: Sequence[str]) -> None:
         """Tell client and operator which images could not be read and are left out."""
@@ -373,52 +374,3 @@ class ServerContext:
 def _turn_of(request: Request) -> tuple[str, int]:
     """Return a request's client and the bytes of its body, by which rendering takes turns."""
     return client_of(request), request.scope.get(_N_BYTES, 0)
-
-
-class _HeldResponse(Response):
-    """Another response, with which what is held for its request is let go."""
-
-    def __init__(self, response: Response, held: ExitStack) -> None:
-        super().__init__()
-        self._response, self._held = response, held
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._held:
-            await self._response(scope, receive, send)
-
-
-class BodyRoute(APIRoute):
-    """A route whose body is read by `ServerContext.json_of`, before FastAPI checks it."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def handle_read(request: Request) -> Response:
-            context: ServerContext = request.app.state.context
-            with ExitStack() as held:
-                read = _ReadRequest(_called_json(request.scope), request.receive)
-                if context.card and has_body(request.headers):
-                    read.found = await context.json_of(request, held)
-                response = await handle(read)
-                return _HeldResponse(response, held.pop_all())
-
-        return handle_read if self.body_field is not None else handle
-
-
-def _called_json(scope: Scope) -> Scope:
-    """The scope with application/json as the body's type, because FastAPI reads nothing else."""
-    name = b"content-type"
-    others = [(key, value) for key, value in scope["headers"] if key != name]
-    return {**scope, "headers": [*others, (name, b"application/json")]}
-
-
-class _ReadRequest(Request):
-    """A request whose body is `found`."""
-
-    found: dict[str, Any] | None = None
-
-    async def body(self) -> bytes:
-        return b"" if self.found is None else b"{}"  # FastAPI only checks whether there is a body
-
-    async def json(self) -> Any:
-        return self.found

@@ -35,10 +35,10 @@ class SetAside(RequestModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _set_aside(cls, found: Any) -> Any:
-        if not isinstance(found, dict):
-            return found
-        given = {name: value for name, value in found.items() if name != "foreign"}
+    def _set_aside(cls, sent: Any) -> Any:
+        if not isinstance(sent, dict):
+            return sent
+        given = {name: value for name, value in sent.items() if name != "foreign"}
         kind = given.get("type")
         if not isinstance(kind, str) or kind in cls.known_types:
             return given
@@ -48,8 +48,8 @@ class SetAside(RequestModel):
     @model_serializer(mode="wrap")
     def _as_sent(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Return the JSON from which the same is read again, as for a response that is kept."""
-        found: dict[str, Any] = fields(self) if self.foreign is None else self.foreign
-        return found
+        sent: dict[str, Any] = fields(self) if self.foreign is None else self.foreign
+        return sent
 
 
 def readable_text(part: Mapping[str, Any]) -> str | None:

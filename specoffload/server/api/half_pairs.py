@@ -25,11 +25,11 @@ def without_half_pairs(data: bytes | bytearray) -> bytes | None:
     """Return JSON text with U+FFFD in place of each half; None if it has none, or too many."""
     parts: list[bytes] = []
     at = 0
-    while found := _UP_TO_HALF.match(data, at):
-        if found[1] is None:
+    while match := _UP_TO_HALF.match(data, at):
+        if match[1] is None:
             return b"".join([*parts, data[at:]]) if parts else None
         if len(parts) == 2 * _MOST:
             return None
-        parts += [bytes(data[at : found.start(1)]), _REPLACEMENT]
-        at = found.end()
+        parts += [bytes(data[at : match.start(1)]), _REPLACEMENT]
+        at = match.end()
     return None

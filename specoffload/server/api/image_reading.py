@@ -6,20 +6,15 @@ a decoder.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
-
-from starlette.types import Receive
 
 from offload.errors import BadRequest
-from offload.images.decoding import Bitmap, Found
+from offload.images.decoding import Bitmap, DecodedImage
 from specoffload.server.api.images import OMITTED, TakenImage, chosen
 from specoffload.server.engine.calls import check_fits
 from specoffload.server.engine.client import EngineClient
-from specoffload.server.engine.messages import RequestFailed, unavailable
 from specoffload.server.image_decoding import DecodingGate, image_pixels, image_sizes
 from specoffload.session.images import PromptImages, without_images
 
@@ -42,8 +37,7 @@ class ImageText:
         return ImageText(text, self.marker, ends, (*self.left_out, *names.values()))
 
 
-Read = TypeVar("Read")
-Wanted = Sequence[tuple[ImageText, Sequence[TakenImage]]]
+RequestImages = Sequence[tuple[ImageText, Sequence[TakenImage]]]
 """The prompts of a request, each with its images."""
 
 
@@ -64,7 +58,7 @@ class ImageReader:
         return prompt, PromptImages(prompt.marker, tuple(sizes)) if sizes else None
 
     async def read(
-        self, wanted: Wanted, decoder: Path, client: str, *, add_special: bool
+        self, wanted: RequestImages, decoder: Path, client: str, *, add_special: bool
     ) -> list[tuple[ImageText, PromptImages | None]]:
         """Return each prompt of a request with those of its images that could be read.
 
@@ -81,11 +75,11 @@ class ImageReader:
             return [(prompt, None) for prompt, _, _ in sized]
         # The images that are needed come first, and then the latest ones.
         order = sorted(range(len(kept)), key=lambda at: (bool(kept[at].name), -at))
-        found, stored = await image_pixels(
+        decoded, stored = await image_pixels(
             _files([kept[at] for at in order]), [sizes[at] for at in order],
             decoder, self._gate, client,
         )  # fmt: skip
-        in_order = iter([found[order.index(at)] for at in range(len(kept))])
+        in_order = iter([decoded[order.index(at)] for at in range(len(kept))])
         result: list[tuple[ImageText, PromptImages | None]] = []
         try:
             for prompt, images, _ in sized:
@@ -103,7 +97,7 @@ def needed_images(images: PromptImages) -> list[TakenImage]:
 
 
 async def _sized(
-    wanted: Wanted, decoder: Path
+    wanted: RequestImages, decoder: Path
 ) -> list[tuple[ImageText, list[TakenImage], list[Bitmap]]]:
     """Return each prompt, its images and their sizes, without images that have no size.
 
@@ -128,38 +122,15 @@ def _files(images: Sequence[TakenImage]) -> list[bytes]:
     return [image.file for image in images if isinstance(image.file, bytes)]
 
 
-async def until_left(receive: Receive, work: Coroutine[Any, Any, Read]) -> Read:
-    """Return the result of `work`, which is cancelled when the client leaves.
-
-    `receive` gets the client's events. Raises RequestFailed, which nobody hears, for a client that
-    has left.
-    """
-
-    async def leaving() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(leaving())
-    try:
-        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise RequestFailed(unavailable("the client has left"))
-    finally:
-        for task in (working, gone):
-            task.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
-
-
 def settled(
-    prompt: ImageText, images: Sequence[TakenImage], found: Sequence[Found]
+    prompt: ImageText, images: Sequence[TakenImage], decoded: Sequence[DecodedImage]
 ) -> tuple[ImageText, list[TakenImage], list[Bitmap]]:
     """Return the prompt, the images and the bitmaps without what could not be read.
 
     Raises BadRequest for an image that is needed.
     """
     names: dict[int, str] = {}
-    for at, (image, bitmap) in enumerate(zip(images, found, strict=True)):
+    for at, (image, bitmap) in enumerate(zip(images, decoded, strict=True)):
         if isinstance(bitmap, Bitmap):
             continue
         if not image.name:
@@ -167,5 +138,5 @@ def settled(
             raise BadRequest(words) from bitmap
         names[at] = image.name
     kept = [image for at, image in enumerate(images) if at not in names]
-    bitmaps = [bitmap for bitmap in found if isinstance(bitmap, Bitmap)]
+    bitmaps = [bitmap for bitmap in decoded if isinstance(bitmap, Bitmap)]
     return prompt.without(names), kept, bitmaps

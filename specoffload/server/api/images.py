@@ -286,9 +286,9 @@ def from_base64(where: str, data: str) -> bytes:
         return _in_data_url(where, data)
     packed = "".join(data.split()).translate(_URL_SAFE).rstrip("=")
     try:
-        found = base64.b64decode(packed + "=" * (-len(packed) % 4), validate=True)
+        raw = base64.b64decode(packed + "=" * (-len(packed) % 4), validate=True)
     except (binascii.Error, ValueError) as e:
         raise BadRequest(f"{where}: the image is not base64 ({e})") from e
-    if not found:
+    if not raw:
         raise BadRequest(f"{where}: the image is empty")
-    return found
+    return raw

@@ -23,6 +23,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specoffload.server.api.body import invalid
+from specoffload.server.api.leaving import until_left
 from specoffload.server.api.refusals import problem_response
 from specoffload.server.engine.messages import Event, RequestFailed, unavailable
 
@@ -41,7 +42,7 @@ class KeptStreams:
     def __init__(self, kept_s: float = 60.0) -> None:
         """`kept_s`: seconds that a stream without a reader is kept."""
         self._kept_s = kept_s
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, _SentMessages] = {}
 
     def keep(self, stream_id: str, begin: Callable[[], ASGIApp]) -> Response:
         """Return the response that runs the answer of `begin` and keeps what it sends.
@@ -56,11 +57,11 @@ class KeptStreams:
         if len(self._streams) >= _MOST_STREAMS and not self._forget_one():
             message = f"{_MOST_STREAMS} streams are kept: try again later, or without X-Stream-Id"
             raise RequestFailed(unavailable(message, _RETRY_AFTER_S, Event.QUEUE_FULL))
-        stream = _Stream(begin(), self._kept_s, lambda: self._streams.pop(stream_id, None))
+        stream = _SentMessages(begin(), self._kept_s, lambda: self._streams.pop(stream_id, None))
         self._streams[stream_id] = stream
         return _Reading(stream)
 
-    def find(self, stream_id: str) -> _Stream:
+    def find(self, stream_id: str) -> _SentMessages:
         """Raises RequestFailed (404) if no stream has this id, or has it any more."""
         stream = self._streams.get(stream_id)
         if stream is None:
@@ -96,7 +97,7 @@ def streams_router(streams: KeptStreams) -> APIRouter:
     return router
 
 
-class _Stream:
+class _SentMessages:
     """The messages that an answer has sent so far. It runs until its end or `cancel`."""
 
     def __init__(self, answer: ASGIApp, kept_s: float, forget: Callable[[], object]) -> None:
@@ -174,27 +175,14 @@ class _Stream:
 class _Reading(Response):
     """Sends a stream to one reader, from its beginning and until it ends."""
 
-    def __init__(self, stream: _Stream) -> None:
+    def __init__(self, stream: _SentMessages) -> None:
         super().__init__()
         self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def leave() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-
         with self._stream.reader():
             self._stream.begin(scope)
-            work = asyncio.ensure_future(self._copy(scope, receive, send))
-            left = asyncio.ensure_future(leave())
-            try:
-                await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in (work, left):
-                    task.cancel()
-                await asyncio.gather(work, left, return_exceptions=True)
-            if not work.cancelled():
-                work.result()
+            await until_left(receive, self._copy(scope, receive, send))
 
     async def _copy(self, scope: Scope, receive: Receive, send: Send) -> None:
         stream, at = self._stream, 0

@@ -17,7 +17,8 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specoffload.server.api.answers import Json, server_sent
+from specoffload.server.api.answers import server_sent
+from specoffload.server.api.refusals import Json
 
 SIGN_S = 5.0  # seconds of silence after which an event is sent; a third of 15
 N_PINGS = 20  # pings after which Claude Code gets an event that it counts: 100 s, a third of 300

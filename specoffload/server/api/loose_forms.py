@@ -24,8 +24,8 @@ def parts_of(value: Any) -> Any:
 
     One part stands for a list of one, a text in the list for a part of text, and null for no part.
     """
-    found = [value] if isinstance(value, dict) else value
-    return [_part(one) for one in found if one is not None] if isinstance(found, list) else found
+    parts = [value] if isinstance(value, dict) else value
+    return [_part(one) for one in parts if one is not None] if isinstance(parts, list) else parts
 
 
 def _part(value: Any) -> Any:
@@ -38,22 +38,22 @@ def _part(value: Any) -> Any:
 
 def text_of(value: Any) -> Any:
     """Return the text of parts or of messages. A text and null stay as they are."""
-    found = [value] if isinstance(value, dict) else value
-    if not isinstance(found, list):
+    parts = [value] if isinstance(value, dict) else value
+    if not isinstance(parts, list):
         return value
     inner = [
-        one.get("content") or one.get("text") if isinstance(one, dict) else one for one in found
+        one.get("content") or one.get("text") if isinstance(one, dict) else one for one in parts
     ]
     return "\n".join(filter(None, map(flat_text, inner)))
 
 
 def text_or_parts(value: Any) -> Any:
     """Return a tool's result as it is if it is text, parts or null. Return other JSON as text."""
-    found = [value] if isinstance(value, dict) and _is_text(value) else value
-    is_parts = isinstance(found, list) and all(
-        isinstance(part, dict) and isinstance(part.get("type"), str) for part in found
+    parts = [value] if isinstance(value, dict) and _is_text(value) else value
+    is_parts = isinstance(parts, list) and all(
+        isinstance(part, dict) and isinstance(part.get("type"), str) for part in parts
     )
-    return found if found is None or isinstance(found, str) or is_parts else _json(found)
+    return parts if parts is None or isinstance(parts, str) or is_parts else _json(parts)
 
 
 def _is_text(part: Mapping[str, Any]) -> bool:
@@ -88,10 +88,10 @@ def object_of(value: Any) -> Any:
         return {}
     if isinstance(value, str):
         try:
-            found = of_whole_characters(json.loads(value))
+            read = of_whole_characters(json.loads(value))
         except (ValueError, RecursionError):
             return value
-        return found if isinstance(found, dict) else value
+        return read if isinstance(read, dict) else value
     return value
 
 
@@ -175,17 +175,17 @@ def flat_choice(value: Any) -> Any:
 
 def anthropic_choice(value: Any) -> Any:
     """Return `tool_choice` in Anthropic's form: an object with a type, and a name for a tool."""
-    found = flat_choice(value)
+    choice = flat_choice(value)
     own = {} if not isinstance(value, dict) else value
-    if isinstance(found, str):
-        return own | {"type": "any" if found == "required" else found}
-    return found | {"type": "tool"} if found is not value and isinstance(found, dict) else value
+    if isinstance(choice, str):
+        return own | {"type": "any" if choice == "required" else choice}
+    return choice | {"type": "tool"} if choice is not value and isinstance(choice, dict) else value
 
 
 def items_of(value: Any) -> Any:
     """Return the items of the Responses API, from texts and from messages of chats, too."""
-    found = [value] if isinstance(value, dict) else value
-    return [item for one in found for item in _items(one)] if isinstance(found, list) else found
+    items = [value] if isinstance(value, dict) else value
+    return [item for one in items for item in _items(one)] if isinstance(items, list) else items
 
 
 def _items(value: Any) -> list[Any]:

@@ -29,10 +29,10 @@ class MediaBytes:
         self._before = b""
         while True:
             if self._is_inside:
-                found = _BASE64.match(data, at)
-                assert found is not None  # the expression matches everywhere
-                self.n_bytes += found.end() - at
-                at = found.end()
+                match = _BASE64.match(data, at)
+                assert match is not None  # the expression matches everywhere
+                self.n_bytes += match.end() - at
+                at = match.end()
                 if at == len(data):
                     return
                 self._is_inside = False

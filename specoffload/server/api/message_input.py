@@ -11,7 +11,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from offload.errors import BadRequest
-from specoffload.server.api.answers import Json
 from specoffload.server.api.foreign_parts import (
     SetAside,
     flat_text,
@@ -29,6 +28,7 @@ from specoffload.server.api.loose_forms import (
     texts_of,
 )
 from specoffload.server.api.omitted import omitted_kind
+from specoffload.server.api.refusals import Json
 from specoffload.server.api.request_model import RequestModel
 from specoffload.server.api.requests import Id, Mark, Whole, function_tool
 
@@ -55,10 +55,10 @@ class ContentBlock(SetAside):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_result_as_text(cls, found: Any) -> Any:
-        if not isinstance(found, dict) or found.get("type") != "tool_result":
-            return found
-        return {**found, "content": text_or_parts(found.get("content"))}
+    def _with_result_as_text(cls, sent: Any) -> Any:
+        if not isinstance(sent, dict) or sent.get("type") != "tool_result":
+            return sent
+        return {**sent, "content": text_or_parts(sent.get("content"))}
 
     @property
     def is_marked(self) -> bool:
@@ -179,8 +179,8 @@ def _tools(request: CountRequest, ignored: list[str]) -> list[Json]:
             continue
         if not tool.name:
             raise BadRequest(f"tools[{at}]: a tool needs a name")
-        found = function_tool(tool.name, tool.description, tool.input_schema, tool.strict)
-        tools.append(found | (_MARK if tool.cache_control is not None else {}))
+        function = function_tool(tool.name, tool.description, tool.input_schema, tool.strict)
+        tools.append(function | (_MARK if tool.cache_control is not None else {}))
     return tools
 
 
@@ -188,10 +188,10 @@ def _response_format(form: Json | None, older: Json | None) -> Json | None:
     """Return the form of the answer as in chat requests. Raises BadRequest for other forms."""
     if form is not None and older is not None and form != older:
         raise BadRequest("output_config.format and output_format differ: send one of them")
-    name, found = ("output_format", older) if form is None else ("output_config.format", form)
-    if found is None:
+    name, form_sent = ("output_format", older) if form is None else ("output_config.format", form)
+    if form_sent is None:
         return None
-    kind, schema = found.get("type"), found.get("schema")
+    kind, schema = form_sent.get("type"), form_sent.get("schema")
     if kind != "json_schema" or not isinstance(schema, dict):
         raise BadRequest(f"{name}: type {kind!r} is not json_schema with a schema, a JSON object")
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
@@ -251,25 +251,29 @@ def _read(
     Blocks of another role's messages are left out, too. Images and files of results stay, because
     the model is told that they are omitted.
     """
-    found: list[ContentBlock] = []
+    blocks_read: list[ContentBlock] = []
     for at, block in enumerate(blocks):
         place = f"{where}[{at}]"
         if _ROLES.get(block.type, role) != role:
             ignored.append(place_and_type(place, block.type))
         elif isinstance(block.content, list):
             inner = _read(f"{place}.content", "result", block.content, ignored)
-            found.append(block.model_copy(update={"content": inner}))
+            blocks_read.append(block.model_copy(update={"content": inner}))
         elif block.foreign is None:
-            found.append(block)
+            blocks_read.append(block)
         elif (text := readable_text(block.foreign)) is not None:
-            found.append(ContentBlock(type="text", text=text, cache_control=block.cache_control))
+            blocks_read.append(
+                ContentBlock(type="text", text=text, cache_control=block.cache_control)
+            )
         elif is_left_out(block.foreign):
             ignored.append(place_and_type(place, block.type))
-            if found and block.cache_control is not None:
-                found[-1] = found[-1].model_copy(update={"cache_control": block.cache_control})
+            if blocks_read and block.cache_control is not None:
+                blocks_read[-1] = blocks_read[-1].model_copy(
+                    update={"cache_control": block.cache_control}
+                )
         else:
-            found.append(block)
-    return found
+            blocks_read.append(block)
+    return blocks_read
 
 
 def _assistant(where: str, blocks: Sequence[ContentBlock]) -> Json:

@@ -12,13 +12,14 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from specoffload.generation.generation import GenerateOptions, Piece
-from specoffload.server.api.answers import Json, timings_of
-from specoffload.server.api.context import BodyRoute, ServerContext
+from specoffload.generation.generation import GenerateOptions, TextPiece
+from specoffload.server.api.answers import timings_of
 from specoffload.server.api.life_signs import native_sign
 from specoffload.server.api.parameters import settings_of
 from specoffload.server.api.probabilities import Placed, TokenPlaces, native_probabilities
+from specoffload.server.api.refusals import Json
 from specoffload.server.api.requests import InfillRequest, NativeRequest
+from specoffload.server.api.routes import BodyRoute, context_of
 from specoffload.server.api.streaming import Wording
 from specoffload.server.engine.messages import (
     CompletionJob,
@@ -32,13 +33,14 @@ from specoffload.session.infill import Fill
 _STOP_TYPES = {"length": "limit", "stop": "eos"}
 
 
-def native_router(context: ServerContext) -> APIRouter:
+def native_router() -> APIRouter:
     router = APIRouter(tags=["llama-server"], route_class=BodyRoute)
 
     @router.post("/completion")
     @router.post("/completions")
     async def completion(request: Request, body: NativeRequest) -> Response:
         """Continues each prompt; several prompts are answered with a list."""
+        context = context_of(request)
         options = await context.options(request, body)
         prompts = await context.prompts(request, body.prompt)
         jobs = [CompletionJob(prompt, options) for prompt in prompts]
@@ -49,6 +51,7 @@ def native_router(context: ServerContext) -> APIRouter:
     @router.post("/infill")
     async def infill(request: Request, body: InfillRequest) -> Response:
         """Writes the text between two others; 501 for a model that was not trained to."""
+        context = context_of(request)
         options = await context.options(request, body)
         extra = tuple((part.filename, part.text) for part in body.input_extra or ())
         fill = Fill(body.input_prefix, body.input_suffix, body.prompt, extra)
@@ -66,7 +69,7 @@ class _NativeAnswer:
         self.texts: list[str] = []
         self.tokens: list[int] = []
         self.n_prompt = 0
-        self.last: Piece | None = None
+        self.last: TextPiece | None = None
         self.probabilities: list[Placed] = []
         self.places = TokenPlaces()
 
@@ -95,12 +98,12 @@ class NativeWording(Wording):
     def sign(self) -> bytes:
         return native_sign(self._answers[0].n_prompt)
 
-    def piece(self, job: int, piece: Piece) -> bytes:
+    def piece(self, job: int, piece: TextPiece) -> bytes:
         answer = self._answers[job]
         answer.texts.append(piece.text)
         answer.tokens += piece.tokens
-        found = answer.places.take(piece)
-        answer.probabilities += found
+        placed = answer.places.take(piece)
+        answer.probabilities += placed
         if piece.finish_reason is not None:
             answer.last = piece
             chunk = self._final(job, "", piece.tokens)
@@ -118,8 +121,8 @@ class NativeWording(Wording):
             }
             if piece.so_far is not None:
                 chunk["timings"] = timings_of(piece.so_far)
-        if found:
-            chunk["completion_probabilities"] = self._probabilities(found)
+        if placed:
+            chunk["completion_probabilities"] = self._probabilities(placed)
         # Write ASCII only, because some clients take U+2028 for the end of a line.
         return b"data: " + json.dumps(chunk).encode() + b"\n\n"
 
@@ -127,8 +130,8 @@ class NativeWording(Wording):
         answers = []
         for job, answer in enumerate(self._answers):
             tokens = answer.tokens if self._with_tokens else ()
-            found = answer.probabilities if self._settings["n_probs"] else None
-            answers.append(self._final(job, "".join(answer.texts), tokens, found))
+            placed = answer.probabilities if self._settings["n_probs"] else None
+            answers.append(self._final(job, "".join(answer.texts), tokens, placed))
         return json.dumps(answers[0] if len(answers) == 1 else answers).encode()
 
     def _probabilities(self, tokens: Sequence[Placed]) -> list[Json]:
@@ -170,7 +173,7 @@ class NativeWording(Wording):
             final["completion_probabilities"] = self._probabilities(probabilities)
         if not self._fields:
             return final
-        return {name: found for name in self._fields if (found := _at(final, name)) is not None}
+        return {name: value for name in self._fields if (value := _at(final, name)) is not None}
 
 
 def _shown(prompt: Prompt) -> str | list[int | str]:
@@ -182,7 +185,7 @@ def _shown(prompt: Prompt) -> str | list[int | str]:
 
 def _at(answer: Json, path: str) -> Any:
     """Return the value at a path such as `generation_settings/n_predict`, or None."""
-    found: Any = answer
+    value: Any = answer
     for name in path.split("/"):
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
+        value = value.get(name) if isinstance(value, dict) else None
+    return value

@@ -13,11 +13,10 @@ from offload.errors import BadRequest
 from offload.sampling.answers import ChosenLogprob
 from specoffload.chat.conversation import CallPiece, Content, Delta, Reasoning
 from specoffload.chat.format import ChatPrompt
-from specoffload.generation.generation import GenerateOptions, Piece
+from specoffload.generation.generation import GenerateOptions, TextPiece
 from specoffload.server.api.answers import (
     DONE,
     MARK,
-    Json,
     ParsedAnswer,
     TextLine,
     server_sent,
@@ -25,7 +24,6 @@ from specoffload.server.api.answers import (
     to_json,
     usage_of,
 )
-from specoffload.server.api.context import BodyRoute, ServerContext
 from specoffload.server.api.life_signs import (
     CHAT_CHUNK,
     TEXT_CHUNK,
@@ -44,8 +42,9 @@ from specoffload.server.api.probabilities import (
     completion_logprobs,
     placed_in,
 )
-from specoffload.server.api.refusals import Api
+from specoffload.server.api.refusals import Api, Json
 from specoffload.server.api.requests import ChatRequest, CompletionRequest, ConversationRequest
+from specoffload.server.api.routes import BodyRoute, context_of
 from specoffload.server.api.streaming import Wording
 from specoffload.server.engine.messages import (
     CompletionJob,
@@ -58,13 +57,14 @@ from specoffload.server.engine.messages import (
 from specoffload.session.infill import Fill
 
 
-def openai_router(context: ServerContext) -> APIRouter:
+def openai_router() -> APIRouter:
     router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
     @router.post("/v1/chat/completions")
     @router.post("/chat/completions")
     async def chat(request: Request, body: ChatRequest) -> Response:
         """The model's next message, `n` times."""
+        context = context_of(request)
         job, prompt = await context.question(request, body)
         wording = ChatWording(prompt, context.card.name, body, start_of(request.scope))
         return context.generate(request, [job], wording, stream=body.stream)
@@ -72,6 +72,7 @@ def openai_router(context: ServerContext) -> APIRouter:
     @router.post("/apply-template")
     async def apply_template(request: Request, body: ConversationRequest) -> Response:
         """The prompt that a conversation becomes."""
+        context = context_of(request)
         text, _ = await context.rendered(request, body, context.media.marker)
         if context.card.adds_bos:  # /completion puts it before the text
             text = text.removeprefix(context.card.bos)
@@ -81,11 +82,13 @@ def openai_router(context: ServerContext) -> APIRouter:
     @router.post("/chat/completions/input_tokens")
     async def input_tokens(request: Request, body: ConversationRequest) -> Response:
         """The number of tokens that a conversation takes as a prompt."""
+        context = context_of(request)
         return JSONResponse(await context.counted(request, body))
 
     @router.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """Continues each prompt `n` times."""
+        context = context_of(request)
         options = await context.options(request, body)
         prompts = await context.prompts(request, body.prompt)
         n = body.n or 1
@@ -129,7 +132,7 @@ class _ChoicesWording(Wording):
         self._head = chunk_head(start, kind, model)
         self._n = body.n or 1  # answers to each prompt
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._lasts: dict[int, Piece] = {}  # last pieces by number of the answer
+        self._lasts: dict[int, TextPiece] = {}  # last pieces by number of the answer
         self._lines: dict[tuple[int, str], TextLine] = {}
 
     def sign(self) -> bytes:
@@ -147,7 +150,7 @@ class _ChoicesWording(Wording):
     def _chunk(self, choice: Json) -> Json:
         return self._head | {"choices": [choice]}
 
-    def _ending(self, at: int, piece: Piece, choice: Json) -> bytes:
+    def _ending(self, at: int, piece: TextPiece, choice: Json) -> bytes:
         """Record the last piece of answer `at`, and return its last chunk."""
         self._lasts[at] = piece
         assert piece.stats is not None  # the engine process checks last pieces
@@ -180,7 +183,7 @@ class ChatWording(_ChoicesWording):
         first = {"role": "assistant", "content": ""}
         return b"".join(server_sent(self._chunk(_delta(at, first))) for at in range(self._n))
 
-    def piece(self, job: int, piece: Piece) -> bytes:
+    def piece(self, job: int, piece: TextPiece) -> bytes:
         at = piece.index
         deltas = self._answers[at].add(piece)
         if self._n_top is not None:
@@ -231,7 +234,7 @@ class ChatWording(_ChoicesWording):
             "finish_reason": self._reason(at, self._lasts[at]),
         }
 
-    def _reason(self, at: int, last: Piece) -> str | None:
+    def _reason(self, at: int, last: TextPiece) -> str | None:
         reason = last.finish_reason
         return "tool_calls" if reason == "stop" and self._answers[at].message.calls else reason
 
@@ -248,7 +251,7 @@ class ChatWording(_ChoicesWording):
             self._lines[key] = TextLine(self._chunk(_delta(at, {key[1]: MARK})))
         return self._lines[key].sent(delta.text)
 
-    def _told_in_full(self, piece: Piece, delta: Delta) -> bytes:
+    def _told_in_full(self, piece: TextPiece, delta: Delta) -> bytes:
         """Return a chunk with the timings so far, and with the logprobs that no chunk had yet."""
         at = piece.index
         choice = _delta(at, _worded(delta))
@@ -320,34 +323,34 @@ class CompletionWording(_ChoicesWording):
         for answer in self._answers[job * self._n : (job + 1) * self._n]:
             answer.echo = started.text or ""
 
-    def piece(self, job: int, piece: Piece) -> bytes:
+    def piece(self, job: int, piece: TextPiece) -> bytes:
         self._of_prompts[job] += piece.prompt_logprobs
         at = job * self._n + piece.index
         answer = self._answers[at]
-        text, found = piece.text, []
+        text, placed = piece.text, []
         if self._n_logprobs is not None:
             start = len(answer.echo)
-            found = [(start + place, token) for place, token in answer.places.take(piece)]
+            placed = [(start + place, token) for place, token in answer.places.take(piece)]
         if not answer.has_begun and (text or piece.finish_reason):
             answer.has_begun = True
             text = answer.echo + text
-            found = placed_in(answer.echo, self._of_prompts[job]) + found
+            placed = placed_in(answer.echo, self._of_prompts[job]) + placed
         answer.texts.append(text)
-        told = self._told(at, text, found)
+        told = self._told(at, text, placed)
         if piece.stats is None:
             return told
         return told + self._ending(at, piece, _text(at, "", piece.finish_reason))
 
-    def _told(self, at: int, text: str, found: Sequence[Placed]) -> bytes:
+    def _told(self, at: int, text: str, placed: Sequence[Placed]) -> bytes:
         """Return a chunk with a text and the logprobs of its tokens."""
         if self._n_logprobs is None:
             if (at, "text") not in self._lines:
                 self._lines[at, "text"] = TextLine(self._chunk(_text(at, MARK)))
             return self._lines[at, "text"].sent(text) if text else b""
-        self._answers[at].logprobs += found
-        if not text and not found:
+        self._answers[at].logprobs += placed
+        if not text and not placed:
             return b""
-        logprobs = completion_logprobs(found, self._n_logprobs)
+        logprobs = completion_logprobs(placed, self._n_logprobs)
         return server_sent(self._chunk(_text(at, text) | {"logprobs": logprobs}))
 
     def whole(self) -> bytes:

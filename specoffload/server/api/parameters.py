@@ -61,7 +61,7 @@ _PLAIN = {name: flag.field for name, flag in PLAIN_FLAGS.items()} | {
     name: name
     for name in (
         *("cache_prompt", "id_slot", "timings_per_token", "time_limit_s"),
-        *("draft_max", "draft_min", "draft_p_min"),
+        *("draft_max", "draft_min", "draft_p_min", "n_indent", "t_max_predict_ms"),
     )
 }
 
@@ -149,14 +149,14 @@ def _samplers(given: str | list[str]) -> tuple[tuple[str, ...], list[str]]:
     if len(given) > MAX_SAMPLERS:
         raise BadRequest(f"samplers has {len(given)} names: at most {MAX_SAMPLERS}")
     read = sampler_letters if isinstance(given, str) else lambda name: sampler_names([name])
-    found: list[str] = []
+    samplers: list[str] = []
     unknown = []
     for i, name in enumerate(given):
         try:
-            found += read(name)
+            samplers += read(name)
         except BadRequest:
             unknown.append(f"samplers[{i}]")
-    return tuple(found), unknown
+    return tuple(samplers), unknown
 
 
 def _breakers(given: str | list[str]) -> tuple[str, ...]:
@@ -201,19 +201,19 @@ def _structure(request: GenerationRequest) -> dict[str, Any]:
     Schemas are not read here, because that takes long. Raises BadRequest for more than one of
     grammar, json_schema and response_format.
     """
-    found: dict[str, Any] = {}
+    structures: dict[str, Any] = {}
     if request.grammar:
-        found["grammar"] = ("grammar", request.grammar)
+        structures["grammar"] = ("grammar", request.grammar)
     schemas = {
         "json_schema": request.json_schema or None,
         "response_format": _schema_of(request.response_format or _TEXT),
     }
     for name, schema in schemas.items():
         if schema is not None:
-            found[name] = ("json_schema", json.dumps(schema))
-    if len(found) > 1:
-        raise BadRequest(f"{' and '.join(found)} exclude each other: send one of them")
-    return dict(found.values())
+            structures[name] = ("json_schema", json.dumps(schema))
+    if len(structures) > 1:
+        raise BadRequest(f"{' and '.join(structures)} exclude each other: send one of them")
+    return dict(structures.values())
 
 
 def _schema_of(response_format: dict[str, Any]) -> dict[str, Any] | None:
@@ -335,12 +335,12 @@ def conversation_of(
     n_old = max([0, *answered[-1:], *asked[-1:]])
     for at, message in enumerate(request.messages):
         is_last = at == len(request.messages) - 1
-        found, own_points = template_message(
+        template, own_points = template_message(
             at, message, images, is_last=is_last, is_old=at < n_old
         )
-        if found is not None:
+        if template is not None:
             points += [CachePoint("message", len(messages), end) for end in own_points]
-            messages.append(found)
+            messages.append(template)
     if not messages:
         raise BadRequest("messages is empty: at least one message is needed")
     given_tools = request.tools or ()

@@ -11,7 +11,7 @@ from typing import Any
 
 from offload.sampling.answer_start import AnswerStart, ReasoningSpan
 from offload.sampling.answers import ChosenLogprob, TokenLogprob
-from specoffload.generation.generation import Piece
+from specoffload.generation.generation import TextPiece
 
 _LEAST_LOGPROB = -9999.0  # OpenAI's value for an impossible token: JSON has no infinity
 
@@ -30,17 +30,17 @@ class TokenPlaces:
         self._n_read = self._n_told = 0  # characters of the tokens, and of the text
         self._waiting: deque[Placed] = deque()
 
-    def take(self, piece: Piece) -> list[Placed]:
+    def take(self, piece: TextPiece) -> list[Placed]:
         """Return the held-back tokens whose text begins in this piece's text or in earlier text."""
         for token in piece.logprobs:
             self._waiting.append((self._n_read, token))
             self._n_read += len(self._decoder.decode(token.chosen.piece))
         self._n_told += len(piece.text)
         is_whole = piece.finish_reason is not None and piece.stopping_word is None
-        found: list[Placed] = []
+        placed: list[Placed] = []
         while self._waiting and (is_whole or self._waiting[0][0] < self._n_told):
-            found.append(self._waiting.popleft())
-        return found
+            placed.append(self._waiting.popleft())
+        return placed
 
 
 class ContentTokens:
@@ -56,7 +56,7 @@ class ContentTokens:
         self._at_start = span is not None  # True while white space after the reasoning is left out
         self._waiting: list[Placed] = []
 
-    def take(self, piece: Piece) -> list[ChosenLogprob]:
+    def take(self, piece: TextPiece) -> list[ChosenLogprob]:
         """Return the tokens of the answer that this piece shows, in order."""
         self._waiting += self._places.take(piece)
         start = self._start
@@ -68,13 +68,13 @@ class ContentTokens:
                 self._waiting = []
             return []
         waiting, self._waiting = self._waiting, []
-        found = []
+        tokens = []
         for place, token in waiting:
             if place < start.at or (self._at_start and start.at and not token.chosen.piece.strip()):
                 continue
             self._at_start = False
-            found.append(token)
-        return found
+            tokens.append(token)
+        return tokens
 
 
 def placed_in(text: str, tokens: Sequence[ChosenLogprob]) -> list[Placed]:

@@ -18,5 +18,5 @@ class RequestModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _renamed(cls, found: Any) -> Any:
-        return renamed(found, cls.model_fields) if isinstance(found, dict) else found
+    def _renamed(cls, sent: Any) -> Any:
+        return renamed(sent, cls.model_fields) if isinstance(sent, dict) else sent

@@ -98,6 +98,8 @@ class GenerationRequest(_SamplingFields):
     draft_min: Whole | None = Field(None, ge=0)
     draft_p_min: float | None = Field(None, ge=0, le=1)
     time_limit_s: float | None = Field(None, gt=0)
+    n_indent: Whole | None = Field(None, ge=0)
+    t_max_predict_ms: Whole | None = Field(None, ge=-1)
     stream: bool | None = None
     timings_per_token: bool | None = None
     stream_options: StreamOptions | None = None
@@ -188,14 +190,14 @@ class CustomCall(RequestModel):
     input: str | None = None
 
 
-class _Call(RequestModel):
+class _CallItem(RequestModel):
     id: Id = None
     type: str | None = None
     function: FunctionCall | None = None
     custom: CustomCall | None = None
 
 
-ToolCall = Annotated[_Call, BeforeValidator(nested_call)]
+ToolCall = Annotated[_CallItem, BeforeValidator(nested_call)]
 
 
 class ChatMessage(RequestModel):
@@ -215,10 +217,10 @@ class ChatMessage(RequestModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_older_names(cls, found: Any) -> Any:
-        if not isinstance(found, dict):
-            return found
-        message = dict(found)
+    def _of_older_names(cls, sent: Any) -> Any:
+        if not isinstance(sent, dict):
+            return sent
+        message = dict(sent)
         call = message.get("function_call")
         if message.get("role") == "assistant" and call and not message.get("tool_calls"):
             message["tool_calls"] = [{"function": message.pop("function_call")}]
@@ -249,8 +251,8 @@ class ToolParameter(RequestModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _nested(cls, found: Any) -> Any:
-        return nested_tool(found, Function.model_fields)
+    def _nested(cls, sent: Any) -> Any:
+        return nested_tool(sent, Function.model_fields)
 
 
 def function_tool(

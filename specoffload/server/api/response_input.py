@@ -13,7 +13,6 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field, model_validator
 
 from offload.errors import BadRequest
-from specoffload.server.api.answers import Json
 from specoffload.server.api.foreign_parts import (
     SetAside,
     is_left_out,
@@ -29,6 +28,7 @@ from specoffload.server.api.loose_forms import (
     text_or_parts,
 )
 from specoffload.server.api.omitted import omitted_kind
+from specoffload.server.api.refusals import Json
 from specoffload.server.api.request_model import RequestModel
 from specoffload.server.api.requests import Id, ImageUrl, Whole
 from specoffload.server.api.response_tools import (
@@ -78,10 +78,10 @@ class InputItem(SetAside):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_json_as_text(cls, found: Any) -> Any:
-        if not isinstance(found, dict):
-            return found
-        item = dict(found)
+    def _with_json_as_text(cls, sent: Any) -> Any:
+        if not isinstance(sent, dict):
+            return sent
+        item = dict(sent)
         if item.get("type") in _CALLS:
             item["arguments"] = arguments_text(item.get("arguments"))
             item["call_id"] = item.get("call_id") or item.get("id")
@@ -228,17 +228,17 @@ def _readable(where: str, item: InputItem, ignored: list[str]) -> InputItem:
 
 
 def _read(where: str, parts: list[ItemPart], ignored: list[str]) -> list[ItemPart]:
-    found = []
+    parts_read = []
     for at, part in enumerate(parts):
         if part.foreign is None:
-            found.append(part)
+            parts_read.append(part)
         elif (text := readable_text(part.foreign)) is not None:
-            found.append(ItemPart(type="text", text=text))
+            parts_read.append(ItemPart(type="text", text=text))
         elif is_left_out(part.foreign):
             ignored.append(place_and_type(f"{where}[{at}]", part.type))
         else:
-            found.append(part)
-    return found
+            parts_read.append(part)
+    return parts_read
 
 
 def _thoughts(where: str, item: InputItem) -> str:

@@ -17,8 +17,8 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, model_validator
 
 from offload.errors import BadRequest
-from specoffload.server.api.answers import Json
 from specoffload.server.api.loose_forms import flat_tool, object_of
+from specoffload.server.api.refusals import Json
 from specoffload.server.api.request_model import RequestModel
 from specoffload.server.api.requests import function_tool
 
@@ -48,8 +48,8 @@ class ResponsesTool(RequestModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _flat(cls, found: Any) -> Any:
-        return flat_tool(found)
+    def _flat(cls, sent: Any) -> Any:
+        return flat_tool(sent)
 
 
 class ResponsesToolChoice(RequestModel):
@@ -61,7 +61,7 @@ class ResponsesToolChoice(RequestModel):
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _ListedTool:
     """A function or custom tool, and where the request has it."""
 
     where: str
@@ -135,12 +135,12 @@ class ResponsesTools:
         return Counter(entry.name for entry in self._entries)
 
     @cached_property
-    def _by_function(self) -> dict[str, _Entry]:
+    def _by_function(self) -> dict[str, _ListedTool]:
         return {self.function_name(e.name, e.namespace): e for e in self._entries}
 
     def _read(
         self, where: str, tools: Sequence[ResponsesTool], namespace: str | None
-    ) -> Iterator[_Entry]:
+    ) -> Iterator[_ListedTool]:
         for at, tool in enumerate(tools):
             here = f"{where}[{at}]"
             if tool.type == "namespace" and namespace is None:
@@ -150,7 +150,7 @@ class ResponsesTools:
             elif tool.type in ("function", "custom"):
                 if tool.format is not None and tool.format.type != "text":
                     self.ignored.append(f"{here}.format")  # it is told, but not enforced
-                yield _Entry(here, tool, _named(here, tool), namespace)
+                yield _ListedTool(here, tool, _named(here, tool), namespace)
             else:
                 self.ignored.append(here)  # a tool that runs at OpenAI
 
@@ -180,8 +180,8 @@ def as_text(arguments: str) -> str:
     Arguments of another form, such as those of a call that was cut, are returned as they are.
     """
     try:
-        found = json.loads(arguments)
+        value = json.loads(arguments)
     except ValueError:
         return arguments
-    text = found.get(_INPUT) if isinstance(found, dict) else None
+    text = value.get(_INPUT) if isinstance(value, dict) else None
     return text if isinstance(text, str) else arguments

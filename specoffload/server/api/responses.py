@@ -15,13 +15,11 @@ from starlette.responses import JSONResponse, Response
 
 from specoffload.chat.conversation import CallPiece, Content, Delta, Reasoning
 from specoffload.chat.parser import StreamParser
-from specoffload.generation.generation import Piece
+from specoffload.generation.generation import TextPiece
 from specoffload.server.access import owner_of
-from specoffload.server.api.answers import Json
 from specoffload.server.api.body import checked, ignore
-from specoffload.server.api.context import BodyRoute, ServerContext
 from specoffload.server.api.life_signs import StreamStart, new_start, start_of
-from specoffload.server.api.refusals import Api, refusal_of
+from specoffload.server.api.refusals import Api, Json, refusal_of
 from specoffload.server.api.requests import ChatRequest, ConversationRequest
 from specoffload.server.api.response_input import (
     SEALED_REASONING,
@@ -30,6 +28,7 @@ from specoffload.server.api.response_input import (
     sealed,
 )
 from specoffload.server.api.response_tools import as_text
+from specoffload.server.api.routes import BodyRoute, context_of
 from specoffload.server.api.streaming import EventWording
 from specoffload.server.api.whole_input import whole_request
 from specoffload.server.engine.messages import Event, Problem
@@ -76,7 +75,7 @@ class ResponsesWording(EventWording):
         name = f"response.{part['type']}.delta"
         return [*events, self._in_part(name, delta=delta.text, **more)]
 
-    def finish(self, last: Piece, n_reasoning: int) -> list[Json]:
+    def finish(self, last: TextPiece, n_reasoning: int) -> list[Json]:
         assert last.stats is not None
         status = "incomplete" if last.finish_reason == "length" else "completed"
         events = [*self.opening_events(), *self._close(status)]
@@ -256,13 +255,14 @@ def failure_of(problem: Problem) -> Json:
     return {"code": code, "message": told.message}
 
 
-def responses_router(context: ServerContext) -> APIRouter:
+def responses_router() -> APIRouter:
     router = APIRouter(tags=["responses"], route_class=BodyRoute)
 
     @router.post("/v1/responses")
     @router.post("/responses")
     async def responses(request: Request, body: ResponsesRequest) -> Response:
         """The model's next turn, as items."""
+        context = context_of(request)
         owner = owner_of(request.scope)
         whole, own_input = whole_request(
             context.shared.stored, owner, body, context.most_body_bytes
@@ -285,6 +285,7 @@ def responses_router(context: ServerContext) -> APIRouter:
     @router.post("/responses/input_tokens")
     async def input_tokens(request: Request, body: ResponsesRequest) -> Response:
         """The number of tokens that a conversation takes as a prompt."""
+        context = context_of(request)
         owner, most_bytes = owner_of(request.scope), context.most_body_bytes
         chat, ignored = as_chat(
             whole_request(context.shared.stored, owner, body, most_bytes).request

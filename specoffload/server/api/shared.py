@@ -1,4 +1,4 @@
-"""The parts that the applications of one server's models share."""
+"""The parts that the models of one server share."""
 
 from __future__ import annotations
 

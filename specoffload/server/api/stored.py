@@ -18,8 +18,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from specoffload.server.access import owner_of
-from specoffload.server.api.answers import Json, to_json
+from specoffload.server.api.answers import to_json
 from specoffload.server.api.body import invalid
+from specoffload.server.api.refusals import Json
 from specoffload.server.engine.messages import Event, Problem, RequestFailed
 
 _MOST = 4096  # responses of all keys
@@ -31,7 +32,7 @@ _REMEDY = "send the whole input instead, with store: false"
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _StoredResponse:
     """A response, and the items that its request added to the conversation before it."""
 
     id: str
@@ -54,11 +55,11 @@ class _Owned:
     """The responses of one key, the least recently used first."""
 
     def __init__(self) -> None:
-        self.entries: OrderedDict[str, _Entry] = OrderedDict()
+        self.entries: OrderedDict[str, _StoredResponse] = OrderedDict()
         self.n_bytes = 0
         self.items: dict[str, tuple[str, bytes]] = {}  # ids of responses and JSON, by items' ids
 
-    def add(self, entry: _Entry) -> None:
+    def add(self, entry: _StoredResponse) -> None:
         self.entries[entry.id] = entry
         self.n_bytes += entry.n_bytes
         for item_id, item in zip(entry.output_ids, entry.outputs, strict=True):
@@ -98,7 +99,7 @@ class StoredResponses:
     ) -> None:
         """Keep a response that has ended. `own_input`: what its request added, each as JSON."""
         outputs = response["output"]
-        entry = _Entry(
+        entry = _StoredResponse(
             id=response["id"],
             previous_id=previous_id,
             items=(*own_input, *(to_json(item).encode() for item in outputs)),
@@ -115,7 +116,7 @@ class StoredResponses:
     def conversation(self, owner: str, response_id: str) -> list[bytes]:
         """Return all items up to the end of a response. Raises RequestFailed (400)."""
         self._drop_old()
-        found: list[_Entry] = []
+        entries: list[_StoredResponse] = []
         wanted: str | None = response_id
         while wanted is not None:
             entry = self._used(owner, wanted)
@@ -123,19 +124,19 @@ class StoredResponses:
                 words = _not_kept("response", wanted)
                 event = Event.UNKNOWN_RESPONSE
                 raise invalid(f"previous_response_id: {words}; {_REMEDY}", event=event)
-            found.append(entry)
+            entries.append(entry)
             wanted = entry.previous_id
-        return [item for entry in reversed(found) for item in entry.items]
+        return [item for entry in reversed(entries) for item in entry.items]
 
     def item(self, owner: str, where: str, item_id: str) -> bytes:
         """Return an item of a response. Raises RequestFailed (400) that names the place `where`."""
         self._drop_old()
         owned = self._owners.get(owner) or _Owned()
-        found = owned.items.get(item_id)
-        if found is None:
+        place = owned.items.get(item_id)
+        if place is None:
             raise invalid(f"{where}: {_not_kept('item', item_id)}; {_REMEDY}")
-        self._used(owner, found[0])
-        return found[1]
+        self._used(owner, place[0])
+        return place[1]
 
     def response(self, owner: str, response_id: str) -> Json:
         """Return a whole response. Raises RequestFailed (404)."""
@@ -143,8 +144,8 @@ class StoredResponses:
         entry = self._used(owner, response_id)
         if entry is None:
             raise _unknown(response_id)
-        found: Json = json.loads(entry.response)
-        return found | {"output": [json.loads(item) for item in entry.outputs]}
+        response: Json = json.loads(entry.response)
+        return response | {"output": [json.loads(item) for item in entry.outputs]}
 
     def delete(self, owner: str, response_id: str) -> None:
         """Forget a response. Raises RequestFailed (404)."""
@@ -152,7 +153,7 @@ class StoredResponses:
             raise _unknown(response_id)
         self._drop(owner, response_id)
 
-    def _used(self, owner: str, response_id: str) -> _Entry | None:
+    def _used(self, owner: str, response_id: str) -> _StoredResponse | None:
         """Return a response, which is now the most recently used one."""
         owned = self._owners.get(owner)
         entry = None if owned is None else owned.entries.get(response_id)

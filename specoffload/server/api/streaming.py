@@ -18,20 +18,21 @@ from starlette.types import Receive, Scope, Send
 
 from specoffload.chat.conversation import Delta
 from specoffload.chat.parser import StreamParser
-from specoffload.generation.generation import Piece
+from specoffload.generation.generation import TextPiece
 from specoffload.generation.statistics import GenerationStats
 from specoffload.server.api.answers import (
-    Json,
+    STREAM_HEADERS,
     ParsedAnswer,
     named_events,
     server_sent,
     to_json,
 )
+from specoffload.server.api.leaving import until_left
 from specoffload.server.api.life_signs import SIGN_S
-from specoffload.server.api.refusals import Api, error_body, problem_response
+from specoffload.server.api.refusals import Api, Json, error_body, problem_response
 from specoffload.server.engine.client import (
     EngineClient,
-    Ticket,
+    SubmittedJob,
     answers_words,
     cancelled_words,
 )
@@ -54,12 +55,6 @@ _AGAIN_S = 0.2
 # gets its HTTP status. But proxies and clients must not time out while a request is queued.
 _HEADER_PATIENCE_S = SIGN_S
 _KEEP_ALIVE_S = SIGN_S
-
-_STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # keeps nginx from holding events back
-]
 
 log = logging.getLogger("specoffload.server")
 
@@ -87,7 +82,7 @@ class Wording:
         """Return an event that says that the answer is still coming, and adds nothing to it."""
         raise NotImplementedError
 
-    def piece(self, job: int, piece: Piece) -> bytes:
+    def piece(self, job: int, piece: TextPiece) -> bytes:
         """Return the events of a piece, after those that open the stream if it is not open yet.
 
         The last piece has a finish reason and statistics.
@@ -134,7 +129,7 @@ class EventWording(Wording):
     def add(self, delta: Delta) -> list[Json]:
         raise NotImplementedError
 
-    def finish(self, last: Piece, n_reasoning: int) -> list[Json]:
+    def finish(self, last: TextPiece, n_reasoning: int) -> list[Json]:
         raise NotImplementedError
 
     def break_off(self, problem: Problem) -> list[Json]:
@@ -146,7 +141,7 @@ class EventWording(Wording):
     def sign(self) -> bytes:
         return named_events(self.signs())
 
-    def piece(self, job: int, piece: Piece) -> bytes:
+    def piece(self, job: int, piece: TextPiece) -> bytes:
         told = b"".join(named_events(self.add(delta)) for delta in self._answer.add(piece))
         if piece.finish_reason is None:
             return told
@@ -180,7 +175,7 @@ class TicketGroup:
         self._n_left = len(jobs)
         self._n_at_once = max(1, engine.n_parallel)
         self._events: asyncio.Queue[Heard] = asyncio.Queue()
-        self._tickets: dict[int, Ticket] = {}
+        self._tickets: dict[int, SubmittedJob] = {}
         self._unstarted: set[int] = set()  # submitted jobs whose prompt is not accepted yet
         self._answers: list[tuple[int, GenerationStats]] = []  # job ids and statistics
         self._again: asyncio.TimerHandle | None = None
@@ -259,7 +254,7 @@ class TicketGroup:
         heard = Heard(index, event, made_at_s)
         if isinstance(event, Started):
             self._unstarted.discard(index)
-        elif isinstance(event, Piece) and event.stats is not None:
+        elif isinstance(event, TextPiece) and event.stats is not None:
             self._answers.append((self._tickets[index].job_id, event.stats))
         if self.at_once is not None and self._events.empty():
             try:
@@ -296,23 +291,12 @@ class GenerationResponse(Response):
         self._unwritten = b""  # bytes that `write_part` refused, because the client reads slowly
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def leave() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-
-        work = asyncio.ensure_future(self._produce(scope, receive, send))
-        left = asyncio.ensure_future(leave())
         try:
-            await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
+            await until_left(receive, self._produce(scope, receive, send))
         finally:
             if not self._has_failed:
                 add_words(scope, self._group.words)
             self._group.cancel()
-            for task in (work, left):
-                task.cancel()
-            await asyncio.gather(work, left, return_exceptions=True)
-        if not work.cancelled():
-            work.result()
 
     async def _produce(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["http_version"] == "1.1":
@@ -374,7 +358,7 @@ class GenerationResponse(Response):
     def _write_at_once(self, heard: Heard) -> bool:
         """Write a piece that only adds text as soon as it arrives. Most tokens go this way."""
         job, event, made_at_s = heard
-        if self._write_part is None or self._is_writing or not isinstance(event, Piece):
+        if self._write_part is None or self._is_writing or not isinstance(event, TextPiece):
             return False
         if not event.text or event.finish_reason is not None:
             return False
@@ -390,14 +374,14 @@ class GenerationResponse(Response):
     def _take(self, job: int, event: JobEvent) -> bytes:
         if isinstance(event, Started):
             self._wording.started(job, event)
-        elif isinstance(event, Piece):
+        elif isinstance(event, TextPiece):
             return self._wording.piece(job, event)
         return b""
 
     async def _write(self, send: Send, data: bytes) -> None:
         if not self._has_header:
             self._has_header = True
-            start = {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
+            start = {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS.raw}
             await send(start)
             self._group.at_once = self._write_at_once  # later pieces need not wake this task
         data, self._unwritten = self._unwritten + data, b""

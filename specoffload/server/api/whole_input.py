@@ -49,8 +49,8 @@ def whole_request(
             if not names_items:
                 break
     if names_items:
-        found = [InputItem.model_validate(json.loads(item)) for item in (*before, *own)]
-        request = request.model_copy(update={"input": found, "previous_response_id": None})
+        every = [InputItem.model_validate(json.loads(item)) for item in (*before, *own)]
+        request = request.model_copy(update={"input": every, "previous_response_id": None})
     return WholeRequest(request, own if keeps else None)
 
 

@@ -153,7 +153,7 @@ def kept_places(session: Session, job: ChatJob, tokens: Sequence[int]) -> tuple[
 
     starts = [0, *(span.end for span in image_spans(tokens))]  # of the texts before and after
     n_texts = 1 if job.images is None else len(job.images.files) + 1
-    found = set()
+    places = set()
     for end in job.cache_ends:
         texts = [job.text[:end]]
         if job.images is not None:
@@ -163,8 +163,8 @@ def kept_places(session: Session, job: ChatJob, tokens: Sequence[int]) -> tuple[
             continue
         start = starts[-1] if is_last else starts[len(texts) - 1]
         before = session.tokenize(texts[-1], add_special=False, parse_special=True)
-        found.add(start + common(before, tokens[start:]))
-    return tuple(sorted(found - {0}))
+        places.add(start + common(before, tokens[start:]))
+    return tuple(sorted(places - {0}))
 
 
 def count_tokens(session: Session, text: str, images: PromptImages | None) -> int:

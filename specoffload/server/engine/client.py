@@ -17,7 +17,7 @@ from typing import Any
 from offload.remote.address import Address
 from specoffload.chat.conversation import ChatSettings
 from specoffload.errors import UsageError
-from specoffload.generation.generation import Piece
+from specoffload.generation.generation import TextPiece
 from specoffload.generation.statistics import GenerationStats
 from specoffload.server.engine.health import RestartPolicy, Watchdog
 from specoffload.server.engine.messages import (
@@ -44,9 +44,10 @@ from specoffload.session.chat import missing_template_words
 _SAY_PROMPT_S = 10.0
 _SAY_STOPPING_S = 1.0
 _LEAST_WAIT_S = 0.1  # shorter waits are left out of a request's line
+_LEAST_COPY_S = 0.01  # and shorter copies
 
 
-class Ticket:
+class SubmittedJob:
     """One submitted job. `hear` gets each event with its `made_at_s`."""
 
     def __init__(
@@ -55,7 +56,7 @@ class Ticket:
         job: Job,
         client: str,
         hear: Callable[[JobEvent, float], None],
-        give_up: Callable[[Ticket], None],
+        give_up: Callable[[SubmittedJob], None],
     ) -> None:
         self.job_id = job_id
         self.job = job
@@ -76,7 +77,7 @@ class Ticket:
         """Deliver an event; none is delivered after the last one."""
         if self._over:
             return
-        if isinstance(event, Piece):
+        if isinstance(event, TextPiece):
             self.n_tokens += len(event.tokens)
         else:
             self._over = isinstance(event, Finished | Problem)
@@ -123,8 +124,8 @@ class EngineClient(Supervisor):
         super().__init__(factory, policy, watchdog, workers, say)
         self._chat = chat or ChatSettings()
         self._next_id = 0
-        self._waiting: FairQueue[Ticket] = FairQueue(max_queue)
-        self._running: dict[int, Ticket] = {}
+        self._waiting: FairQueue[SubmittedJob] = FairQueue(max_queue)
+        self._running: dict[int, SubmittedJob] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._random = random.Random()
@@ -150,7 +151,9 @@ class EngineClient(Supervisor):
     def reads_prompts(self) -> bool:
         return any(t.generates and not t.n_tokens for t in self._running.values())
 
-    def submit(self, job: Job, hear: Callable[[JobEvent, float], None], client: str = "") -> Ticket:
+    def submit(
+        self, job: Job, hear: Callable[[JobEvent, float], None], client: str = ""
+    ) -> SubmittedJob:
         """Queue a job that generates, or hand any other job to the engine at once.
 
         Raises RequestFailed (503) while loading or shutting down, and if the queue is full.
@@ -158,7 +161,7 @@ class EngineClient(Supervisor):
         problem = self.unavailable()
         if problem is not None:
             raise RequestFailed(problem)
-        ticket = Ticket(self._next_id, job, client, hear, self._give_up)
+        ticket = SubmittedJob(self._next_id, job, client, hear, self._give_up)
         self._next_id += 1
         if ticket.generates:
             self._enqueue(ticket)
@@ -245,10 +248,10 @@ class EngineClient(Supervisor):
             return  # `drain` or `close` has ended the job, and the engine did not know yet
         if isinstance(event, Finished | Problem):
             self._release(ticket)  # first, because the listener may submit another job
-        if isinstance(event, Piece):
+        if isinstance(event, TextPiece):
             self._time(ticket, event, made_at_s)
         ticket.put(event, made_at_s)
-        if isinstance(event, Piece):
+        if isinstance(event, TextPiece):
             if event.stats is not None:
                 self.metrics.add(event.stats, made_at_s - ticket.submitted_at)
             elif event.n_prompt_read is not None:
@@ -256,7 +259,7 @@ class EngineClient(Supervisor):
         elif isinstance(event, Started):
             ticket.n_prompt_tokens = event.n_prompt_tokens
 
-    def _time(self, ticket: Ticket, piece: Piece, made_at_s: float) -> None:
+    def _time(self, ticket: SubmittedJob, piece: TextPiece, made_at_s: float) -> None:
         """Count the time to the first token, and add the time of waiting to the statistics."""
         if piece.tokens and not ticket.n_tokens:
             self.metrics.add_first_token(made_at_s - ticket.submitted_at)
@@ -265,7 +268,7 @@ class EngineClient(Supervisor):
                 took_s = made_at_s - ticket.submitted_at
                 stats.waited_s = max(0.0, took_s - stats.prefill_s - stats.decode_s)
 
-    def _on_part_of_prompt(self, ticket: Ticket, n_read: int) -> None:
+    def _on_part_of_prompt(self, ticket: SubmittedJob, n_read: int) -> None:
         began, now = ticket.started_at, time.monotonic()
         assert began is not None  # the job is running
         if now - (ticket.said_at or began) > _SAY_PROMPT_S:
@@ -275,7 +278,7 @@ class EngineClient(Supervisor):
 
     # ---- the queue
 
-    def _enqueue(self, ticket: Ticket) -> None:
+    def _enqueue(self, ticket: SubmittedJob) -> None:
         """Queue a job. Raises RequestFailed (503) with the time to retry if the queue is full."""
         now = time.monotonic()
         running_s = [
@@ -307,7 +310,7 @@ class EngineClient(Supervisor):
         while self.state is State.READY and self._waiting and self.n_running < self.n_parallel:
             self._hand_over(self._waiting.next())
 
-    def _hand_over(self, ticket: Ticket) -> None:
+    def _hand_over(self, ticket: SubmittedJob) -> None:
         ticket.started_at = time.monotonic()
         if not self._running:
             self.work_begins()
@@ -315,7 +318,7 @@ class EngineClient(Supervisor):
         self._idle.clear()
         self.send(Submit(ticket.job_id, ticket.job))
 
-    def _give_up(self, ticket: Ticket) -> None:
+    def _give_up(self, ticket: SubmittedJob) -> None:
         """Drop a waiting job, or cancel a running one.
 
         A running job keeps its place until the engine has ended it.
@@ -325,7 +328,7 @@ class EngineClient(Supervisor):
         else:
             self.send(Cancel(ticket.job_id))
 
-    def _release(self, ticket: Ticket) -> None:
+    def _release(self, ticket: SubmittedJob) -> None:
         del self._running[ticket.job_id]
         if ticket.started_at is not None and ticket.generates:
             self._n_ended += 1
@@ -336,7 +339,7 @@ class EngineClient(Supervisor):
             self._idle.set()
 
 
-def _progress(ticket: Ticket) -> str:
+def _progress(ticket: SubmittedJob) -> str:
     if not ticket.generates:
         return f"#{ticket.job_id}"
     if ticket.n_tokens:
@@ -344,7 +347,7 @@ def _progress(ticket: Ticket) -> str:
     return f"#{ticket.job_id} (reading its prompt)"
 
 
-def cancelled_words(ticket: Ticket) -> str:
+def cancelled_words(ticket: SubmittedJob) -> str:
     """Return a clause on how far a job had come when its client left."""
     done = "while it waited in the queue"
     if ticket.started_at is not None:
@@ -366,6 +369,8 @@ def answers_words(answers: Sequence[tuple[int, GenerationStats]]) -> str:
         return f"#{job_id}: {len(answers)} answers, {n_tokens} tokens"
     cached = "read from the disk" if stats.n_from_disk else "cached"
     waited = [f"waited {stats.waited_s:.1f} s"] * (stats.waited_s >= _LEAST_WAIT_S)
+    if stats.copied_back_s >= _LEAST_COPY_S:
+        cached += f", copied back in {stats.copied_back_s:.2f} s"
     parts = [
         f"#{job_id}: {'1 token' if stats.n_tokens == 1 else f'{stats.n_tokens} tokens'}, "
         f"{stats.tokens_per_s:.1f} t/s",
@@ -373,6 +378,10 @@ def answers_words(answers: Sequence[tuple[int, GenerationStats]]) -> str:
         f"prompt {stats.n_prompt_tokens} ({stats.n_cached_tokens} {cached}) in "
         f"{stats.prefill_s:.2f} s",
     ]
+    if stats.idle_cells_s >= _LEAST_WAIT_S:
+        parts.append(
+            f"read {stats.n_idle_cells:,} cells of other conversations: {stats.idle_cells_s:.1f} s"
+        )
     if stats.acceptance_rate is not None:
         parts.append(f"acceptance {stats.acceptance_rate:.0%}")
     if stats.streamed_bytes:

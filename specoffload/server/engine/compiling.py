@@ -52,12 +52,12 @@ class CompilingFirst:
         One thread may call it at a time.
         """
         while True:
-            found = [message for message in self._take(wait) if not self._keeps(message)]
+            messages = [message for message in self._take(wait) if not self._keeps(message)]
             with self._lock:
                 ready = list(self._ready)
                 self._ready.clear()
-            if found or ready or not wait:
-                return [*ready, *found]
+            if messages or ready or not wait:
+                return [*ready, *messages]
 
     def _keeps(self, message: ToEngine) -> bool:
         """True for a job that is held back, and for the end of such a job."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from offload.stream.bell_use import NoDoorbell
 from specoffload.errors import KNOWN, meaning_of
-from specoffload.generation.generation import GenerateOptions, ModelCard, Piece
+from specoffload.generation.generation import GenerateOptions, ModelCard, TextPiece
 from specoffload.session.images import PromptImages
 from specoffload.session.infill import Fill
 
@@ -207,7 +207,7 @@ class Finished:
     """The job's slot is free again, whether the job ended or was cancelled."""
 
 
-JobEvent = Started | Piece | Result | Problem | Finished
+JobEvent = Started | TextPiece | Result | Problem | Finished
 """One thing that a job yields. Problem and Finished are the last."""
 
 
@@ -239,7 +239,7 @@ _Packed = JobOutput | tuple[int, str, tuple[int, ...], int, int]
 
 def _packed(output: JobOutput) -> _Packed:
     job_id, event = output
-    if not isinstance(event, Piece) or event.logprobs or event.so_far is not None:
+    if not isinstance(event, TextPiece) or event.logprobs or event.so_far is not None:
         return output
     if event.finish_reason is not None or event.stats is not None or event.stopping_word:
         return output
@@ -256,7 +256,7 @@ def _unpacked(packed: _Packed) -> JobOutput:
     if isinstance(packed, JobOutput):
         return packed
     job_id, text, tokens, index, id_slot = packed
-    return JobOutput(job_id, Piece(text, tokens, index=index, id_slot=id_slot))
+    return JobOutput(job_id, TextPiece(text, tokens, index=index, id_slot=id_slot))
 
 
 FromEngine = Alive | Loading | Ready | LoadFailed | Stopping | NoDoorbell | Outputs

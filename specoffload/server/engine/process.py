@@ -26,9 +26,10 @@ from offload.errors import BadModel, ModelChanged
 from offload.ggml.library import interrupt
 from offload.ggml.library import log as native_log
 from offload.ggml.library.log import EndCause
+from offload.notes import OnProgress
 from offload.stream.bell_use import BELLS, NoDoorbell
 from specoffload.errors import KNOWN
-from specoffload.generation.generation import OnProgress, Piece
+from specoffload.generation.generation import TextPiece
 from specoffload.server.engine.acceptance import Acceptance, Accepted, accept, refusal
 from specoffload.server.engine.compiling import CompilingFirst
 from specoffload.server.engine.health import HEARTBEAT_S
@@ -251,7 +252,7 @@ class Service:
                 self._report(*known, running)
 
     def _report(self, job_id: int, index: int, running: Request) -> None:
-        last: Piece | None = None
+        last: TextPiece | None = None
         while running.pieces:
             last = running.pieces.popleft()
             self._tell(job_id, replace(last, index=index) if index else last)
@@ -328,16 +329,16 @@ class Frames:
         Raises what pickle raises for bytes that are no message.
         """
         self._rest += data
-        found: list[Any] = []
+        messages: list[Any] = []
         at = 0
         while len(self._rest) >= at + _LENGTH.size:
             end = at + _LENGTH.size + _LENGTH.unpack_from(self._rest, at)[0]
             if len(self._rest) < end:
                 break
-            found.append(pickle.loads(self._rest[at + _LENGTH.size : end]))
+            messages.append(pickle.loads(self._rest[at + _LENGTH.size : end]))
             at = end
         del self._rest[:at]
-        return found
+        return messages
 
 
 class Channel(Generic[_Sent, _Received]):

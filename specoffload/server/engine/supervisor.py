@@ -288,7 +288,7 @@ class Supervisor:
         elif isinstance(message, Stopping):
             self._stopping = message
         elif isinstance(message, NoDoorbell):
-            self._on_no_doorbell(message.why)
+            self._on_no_doorbell(message.reason)
         else:
             self.on_outputs(message)
 
@@ -464,7 +464,7 @@ def _changed_words(path: Path) -> str:
 def stamp_of(path: Path) -> FileStamp | None:
     """Return a value that differs after each change of a file, or None if there is no file."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -79,7 +79,7 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Decision:
+class PoolChanges:
     """Models to open and to close now. Each change leads to a new decision, and so does the time
     `look_again_s`.
 
@@ -104,7 +104,7 @@ Fits = Callable[[Sequence[str]], bool]
 
 def decide(
     models: Sequence[Standing], fits: Fits, now_s: float, idle_s: float | None = None
-) -> Decision:
+) -> PoolChanges:
     """Return what to do at `now_s`. `idle_s`: seconds without a request after which a model rests.
 
     A model that is alone always fits: its own start says what is wrong if it does not.
@@ -146,7 +146,7 @@ def decide(
             staying.remove(victim)
             (held if victim.is_busy else closed).append(victim.name)
         break
-    return Decision(
+    return PoolChanges(
         tuple(opened),
         tuple(closed),
         tuple(rest),

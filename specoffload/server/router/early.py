@@ -6,7 +6,7 @@ import json
 from collections.abc import MutableMapping
 from typing import Any
 
-from specoffload.server.api.answers import Json, named_events
+from specoffload.server.api.answers import named_events
 from specoffload.server.api.life_signs import (
     CHAT_CHUNK,
     STREAM_START,
@@ -19,7 +19,7 @@ from specoffload.server.api.life_signs import (
     new_start,
     opening_of_message,
 )
-from specoffload.server.api.refusals import Api, api_of
+from specoffload.server.api.refusals import Api, Json, api_of
 from specoffload.server.api.responses import response_head, signs_of_response, with_response
 
 _PREFIXES = {Api.MESSAGES: "msg_", Api.RESPONSES: "resp_"}
@@ -28,7 +28,7 @@ _PREFIXES = {Api.MESSAGES: "msg_", Api.RESPONSES: "resp_"}
 class EarlyStream:
     """The events of a stream whose model did not take the request yet.
 
-    The model's application goes on with the same id, and opens the stream only if it is not open.
+    The model's route goes on with the same id, and opens the stream only if it is not open.
     """
 
     def __init__(self, scope: MutableMapping[str, Any], asked: Json, model: str) -> None:

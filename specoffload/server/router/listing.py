@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 
 from specoffload.errors import KNOWN
-from specoffload.server.router.model import Entry, Model, now_s
+from specoffload.server.router.model import Entry, PoolModel, now_s
 from specoffload.server.router.pool import ModelPool
 
 _LEAST_AGE_S = 2.0  # a younger list is not read again because of an unknown name
@@ -34,11 +34,11 @@ class Listing:
         async with self._lock:
             await self._read_now()
 
-    async def find(self, name: str) -> Model | None:
+    async def find(self, name: str) -> PoolModel | None:
         """Return the model of this name. Reads the list first if no model has it."""
-        found = self._pool.find(name)
-        if found is not None:
-            return found
+        model = self._pool.find(name)
+        if model is not None:
+            return model
         async with self._lock:
             is_young = self._read_s is not None and now_s() - self._read_s < _LEAST_AGE_S
             if not is_young and self._pool.find(name) is None:

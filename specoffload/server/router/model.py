@@ -8,10 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from starlette.types import ASGIApp
-
 from specoffload.errors import meaning_of
 from specoffload.report import bytes_text
+from specoffload.server.api.context import ServerContext
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.messages import Loading, Outputs, Problem, RequestFailed
 from specoffload.server.engine.supervisor import State
@@ -49,10 +48,10 @@ class Entry:
 
 
 class Served(NamedTuple):
-    """A model's engine, and the application that answers its requests."""
+    """A model's engine, and the context with which routes answer its requests."""
 
     engine: EngineClient
-    app: ASGIApp
+    context: ServerContext
 
 
 class RoutedEngine(EngineClient):
@@ -100,7 +99,7 @@ class RoutedEngine(EngineClient):
 
 
 @dataclass(eq=False)
-class Model:
+class PoolModel:
     """A version of a model of the pool. Times are of the event loop's clock.
 
     The version is old if the list of models has another one now, or none of this name.
@@ -111,7 +110,7 @@ class Model:
     is_old: bool = False
     is_checked: bool = False  # its file was read and planned since it was closed
     checking: asyncio.Task[None] | None = None
-    displaced: list[Model] = field(default_factory=list)  # models that were closed for its start
+    displaced: list[PoolModel] = field(default_factory=list)  # models closed for its start
     phase: Phase = Phase.CLOSED
     served: Served | None = None  # made when the model is first opened
     rests: bool = False  # True: it was closed because nobody used it
@@ -192,7 +191,7 @@ class Changing(Protocol):
 class Wish:
     """A request's wait for its model, and then its use. `end` must be called in every case."""
 
-    def __init__(self, pool: Changing, model: Model) -> None:
+    def __init__(self, pool: Changing, model: PoolModel) -> None:
         self.model = model
         self.asked_s = now_s()
         self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -25,7 +25,7 @@ from specoffload.server.spawned import answer_of
 _LEVELS = 16  # parts of several devices' memory that are tried for the least that works
 
 
-class Planned(NamedTuple):
+class PlannedModels(NamedTuple):
     """The needs of models by name, the room for them, and sentences on those without a plan.
 
     `devices` has the memory of each device that a model uses, in bytes.
@@ -33,7 +33,7 @@ class Planned(NamedTuple):
 
     needs: dict[str, Needs]
     room: Room
-    complaints: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
     devices: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
 
@@ -60,7 +60,8 @@ def needs_of(
     """
     single = max((p.devices[0] for p in planned.values() if len(p.devices) == 1), default=0)
     devices = {
-        name: (single,) if len(its.devices) == 1 else its.devices for name, its in planned.items()
+        name: (single,) if len(alone.devices) == 1 else alone.devices
+        for name, alone in planned.items()
     }
     whole = max(map(sum, devices.values()), default=0)
 
@@ -69,12 +70,12 @@ def needs_of(
 
     needs = {
         name: Needs(
-            scaled(its.least_bytes, devices[name]),
-            scaled(its.most_bytes, devices[name]),
-            its.host_bytes,
-            its.prompt_bytes,
+            scaled(alone.least_bytes, devices[name]),
+            scaled(alone.most_bytes, devices[name]),
+            alone.host_bytes,
+            alone.prompt_bytes,
         )
-        for name, its in planned.items()
+        for name, alone in planned.items()
     }
     return needs, Room(whole, host_bytes), devices
 
@@ -91,12 +92,12 @@ def least_level(works: Callable[[int], bool]) -> int:
     return low
 
 
-def plan_all(configs: Mapping[str, Config]) -> Planned:
+def plan_all(configs: Mapping[str, Config]) -> PlannedModels:
     """Plan each model alone, with all free memory. Blocks until the process has ended."""
-    found = Planned({}, Room(0, 0), ("the process that plans the models died",))
+    plans = PlannedModels({}, Room(0, 0), ("the process that plans the models died",))
     with contextlib.suppress(EOFError, OSError):
-        found = answer_of("plans", _plan_all, dict(configs))
-    return found
+        plans = answer_of("plans", _plan_all, dict(configs))
+    return plans
 
 
 def _plan_all(line: Connection, configs: dict[str, Config]) -> None:
@@ -104,14 +105,14 @@ def _plan_all(line: Connection, configs: dict[str, Config]) -> None:
     from offload.store.store import room_now
 
     alone: dict[str, PlannedAlone] = {}
-    complaints: list[str] = []
+    reasons: list[str] = []
     for name, config in configs.items():
         try:
             alone[name] = _planned_alone(config)
         except Exception as e:  # its start will say it again
-            complaints.append(f"{name} has no plan: {e}")
+            reasons.append(f"{name} has no plan: {e}")
     needs, room, devices = needs_of(alone, room_now().available_bytes)
-    line.send(Planned(needs, room, tuple(complaints), devices))
+    line.send(PlannedModels(needs, room, tuple(reasons), devices))
 
 
 def _planned_alone(config: Config) -> PlannedAlone:
@@ -120,18 +121,22 @@ def _planned_alone(config: Config) -> PlannedAlone:
     from specoffload.opening.context_size import planned_with_context
 
     own = PlanOptions()
-    sized, planned = planned_with_context(config, own)
+    planned = planned_with_context(config, own)
     plan, prompt_bytes = planned.plan, config.cache_ram_bytes
     if prompt_bytes is None:  # no limit
         prompt_bytes = sys.maxsize
     if planned.on_cpu or not planned.vram_bytes:  # a simulated device without a size is in RAM too
         host_bytes = planned.facts.size_bytes + planned.memory.total_bytes
         return PlannedAlone(0, 0, host_bytes, prompt_bytes)
-    parts = planned.parts or (planned,)
+    parts = planned.parts
     if any(part.is_remote for part in parts):
         raise NotSupported("the memory of workers (--rpc) is not divided among models")
     host_bytes = sum(part.plan.streamed_bytes + part.plan.working.host_bytes for part in parts)
     devices = tuple(part.vram_bytes for part in parts)
+    sized = config
+    if config.ctx_size is None:  # a smaller memory does not make it shorter
+        in_ram = config.kv_offload is False
+        sized = replace(config, ctx_size=planned.context.n_ctx, kv_offload=not in_ram)
     if len(parts) == 1:
         least_bytes = plan.used_bytes
         try:
@@ -161,10 +166,10 @@ def check_one(config: Config) -> Problem | None:
 
     The process reads the headers of the model's files, and plans it.
     """
-    found: Problem | None = problem_of(DeviceFailed("the process that reads the file died"))
+    problem: Problem | None = problem_of(DeviceFailed("the process that reads the file died"))
     with contextlib.suppress(EOFError, OSError):
-        found = answer_of("check", _check_one, config)
-    return found
+        problem = answer_of("check", _check_one, config)
+    return problem
 
 
 def _check_one(line: Connection, config: Config) -> None:

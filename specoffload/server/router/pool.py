@@ -25,15 +25,15 @@ from specoffload.server.engine.messages import (
 )
 from specoffload.server.engine.supervisor import SHUTTING_DOWN, State
 from specoffload.server.router.decision import (
-    Decision,
     EngineEvent,
     Phase,
+    PoolChanges,
     Standing,
     after,
     decide,
 )
-from specoffload.server.router.model import Entry, Model, RoutedEngine, Served, Wish, now_s
-from specoffload.server.router.sharing import Share, Sharing
+from specoffload.server.router.model import Entry, PoolModel, RoutedEngine, Served, Wish, now_s
+from specoffload.server.router.sharing import Share, SharedBytes
 
 _RETRY_AFTER_S = 5
 _LATEST = ":latest"  # ollama's clients add it to names that they read in /api/tags
@@ -47,7 +47,7 @@ class ModelPool:
         entries: Sequence[Entry],
         make: Callable[[Entry, Share | None], Served],
         *,
-        plan: Callable[[Sequence[Entry]], Sharing] | None = None,
+        plan: Callable[[Sequence[Entry]], SharedBytes] | None = None,
         check: Callable[[Entry], None] | None = None,
         most: int = 1,
         idle_s: float | None = None,
@@ -65,16 +65,16 @@ class ModelPool:
         self.failed = asyncio.Event()  # never set: the server goes on without a model
         self.failure: Exception | None = None
         self.most = most
-        self.models = {entry.name: Model(entry) for entry in entries}
-        self.on_status: Callable[[Model], None] = lambda model: None
+        self.models = {entry.name: PoolModel(entry) for entry in entries}
+        self.on_status: Callable[[PoolModel], None] = lambda model: None
         self.on_stop: Callable[[], None] = lambda: None
-        self._old: list[Model] = []  # versions that are not in the list any more, and still run
+        self._old: list[PoolModel] = []  # versions that are not in the list any more, and still run
         self._make = make
         self._check = check
         self._in_thread = in_thread
         self._plan = plan if most != 1 else None
         self._planning: asyncio.Task[None] | None = None
-        self._sharing: Sharing | None = None
+        self._sharing: SharedBytes | None = None
         self._idle_s = idle_s
         self._most_waiting = most_waiting
         self._say = say
@@ -86,7 +86,7 @@ class ModelPool:
 
     # ---- what routes ask
 
-    def find(self, name: str) -> Model | None:
+    def find(self, name: str) -> PoolModel | None:
         """Return the model of this name or alias, or None.
 
         As in ollama, `NAME:latest` is NAME, and capital letters only tell models apart whose names
@@ -94,15 +94,15 @@ class ModelPool:
         """
         wanted = (name, name.removesuffix(_LATEST), name + _LATEST)
         for one in wanted:
-            found = self.models.get(one)
-            found = found or next((m for m in self.models.values() if one in m.entry.aliases), None)
-            if found is not None:
-                return found
+            model = self.models.get(one)
+            model = model or next((m for m in self.models.values() if one in m.entry.aliases), None)
+            if model is not None:
+                return model
         folded = {one.casefold() for one in wanted}
         alike = [m for m in self.models.values() if folded & set(map(str.casefold, m.names))]
         return alike[0] if len(alike) == 1 else None
 
-    def ask(self, model: Model) -> Wish:
+    def ask(self, model: PoolModel) -> Wish:
         """Return a wish for a model, which is granted when it can take the request.
 
         Raises RequestFailed (503) if the server stops, or too many requests wait for the model.
@@ -118,12 +118,12 @@ class ModelPool:
         self.change()
         return wish
 
-    def load(self, model: Model) -> None:
+    def load(self, model: PoolModel) -> None:
         """Open a model as soon as there is room for it."""
         model.load_asked_s = now_s()
         self.change()
 
-    def unload(self, model: Model) -> None:
+    def unload(self, model: PoolModel) -> None:
         """Close a model. Its requests have the seconds of its entry to end."""
         model.load_asked_s = None
         self._close(model, model.entry.stop_timeout_s)
@@ -137,7 +137,9 @@ class ModelPool:
         new = {entry.name: entry for entry in entries}
         before = self.models
         self.models = {
-            name: before[name] if name in before and before[name].entry == entry else Model(entry)
+            name: before[name]
+            if name in before and before[name].entry == entry
+            else PoolModel(entry)
             for name, entry in new.items()
         }
         for name, model in before.items():
@@ -147,7 +149,7 @@ class ModelPool:
             self._plan_again()
         self.change()
 
-    def _supersede(self, model: Model, successor: Model | None) -> None:
+    def _supersede(self, model: PoolModel, successor: PoolModel | None) -> None:
         if model.is_running:
             self._say(f"closing {model.name} after its requests: it has changed or is gone")
             model.is_old = True
@@ -173,7 +175,7 @@ class ModelPool:
                 self.load(model)
 
     @property
-    def _all(self) -> Iterator[Model]:
+    def _all(self) -> Iterator[PoolModel]:
         """All models of the list, and old versions that still run."""
         yield from self.models.values()
         yield from [*self._old]
@@ -209,7 +211,7 @@ class ModelPool:
         if self._plan is not None and self._planning is None:
             self._planning = asyncio.get_running_loop().create_task(self._plan_shares(self._plan))
 
-    async def _plan_shares(self, plan: Callable[[Sequence[Entry]], Sharing]) -> None:
+    async def _plan_shares(self, plan: Callable[[Sequence[Entry]], SharedBytes]) -> None:
         planned: list[Entry] | None = None
         try:
             while planned != (entries := [model.entry for model in self.models.values()]):
@@ -243,7 +245,7 @@ class ModelPool:
                 self._told[model.name] = model.status
                 self.on_status(model)
 
-    def _standing(self, model: Model) -> Standing:
+    def _standing(self, model: PoolModel) -> Standing:
         phase = model.phase
         if phase is Phase.OPEN and not model.is_ready:
             phase = Phase.OPENING  # its engine process died, and is started again
@@ -262,31 +264,31 @@ class ModelPool:
             is_checked=model.is_checked or self._check is None,
         )
 
-    def _do(self, found: Decision, at_s: float) -> None:
+    def _do(self, changes: PoolChanges, at_s: float) -> None:
         models = {model.key: model for model in self._all}
-        for key in found.rest:
+        for key in changes.rest:
             self._say(f"closing {models[key].name}, which nobody has used for {self._idle_s:g} s")
             self._close(models[key], 0.0, rests=True)
-        for key in found.retire:
+        for key in changes.retire:
             self._close(models[key], 0.0)
-        for key in found.close:
+        for key in changes.close:
             self._say(f"closing {models[key].name}, whose room another model needs")
-            if found.room_for is not None:
-                models[found.room_for].displaced.append(models[key])
+            if changes.room_for is not None:
+                models[changes.room_for].displaced.append(models[key])
             self._close(models[key], 0.0)
-        for key in found.open:
+        for key in changes.open:
             self._open(models[key])
-        if found.check is not None and models[found.check].checking is None:
-            model = models[found.check]
+        if changes.check is not None and models[changes.check].checking is None:
+            model = models[changes.check]
             model.checking = asyncio.get_running_loop().create_task(self._checking(model))
         for key, model in models.items():  # the closed ones take no requests any more
-            model.is_held = key in found.hold
+            model.is_held = key in changes.hold
             self._grant(model)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if found.look_again_s is not None:
-            after_s = max(0.0, found.look_again_s - at_s)
+        if changes.look_again_s is not None:
+            after_s = max(0.0, changes.look_again_s - at_s)
             self._timer = asyncio.get_running_loop().call_later(after_s, self.change)
 
     def _fits(self, keys: Sequence[str]) -> bool:
@@ -301,7 +303,7 @@ class ModelPool:
             return False
         return not any(pair <= set(current) for pair in self._apart)
 
-    async def _checking(self, model: Model) -> None:
+    async def _checking(self, model: PoolModel) -> None:
         assert self._check is not None
         try:
             await self._in_thread(self._check, model.entry)
@@ -311,7 +313,7 @@ class ModelPool:
         model.checking = None
         self.change()
 
-    def _follow(self, model: Model) -> None:
+    def _follow(self, model: PoolModel) -> None:
         """Take the state of the model's engine."""
         if model.served is None or model.phase not in (Phase.OPENING, Phase.OPEN):
             return
@@ -327,23 +329,23 @@ class ModelPool:
             model.displaced.clear()
             self._grant(model)
 
-    def _turn(self, model: Model, event: EngineEvent) -> None:
+    def _turn(self, model: PoolModel, event: EngineEvent) -> None:
         model.phase = after(model.phase, event)
 
-    def _grant(self, model: Model) -> None:
+    def _grant(self, model: PoolModel) -> None:
         while model.wishes and model.is_ready and not model.is_held:
             model.wishes.pop(0).grant()
 
-    def _refuse_all(self, model: Model, problem: Problem) -> None:
+    def _refuse_all(self, model: PoolModel, problem: Problem) -> None:
         while model.wishes:
             model.wishes.pop(0).refuse(problem)
 
-    def _open(self, model: Model) -> None:
+    def _open(self, model: PoolModel) -> None:
         self._turn(model, EngineEvent.OPENS)
         model.rests, model.began_s = False, now_s()
         self._start(model, self._opening(model))
 
-    async def _opening(self, model: Model) -> None:
+    async def _opening(self, model: PoolModel) -> None:
         try:
             if model.served is None:
                 sharing = self._sharing
@@ -357,7 +359,7 @@ class ModelPool:
             self._end(model, e)
         self.change()
 
-    def _end(self, model: Model, why: Exception) -> None:
+    def _end(self, model: PoolModel, why: Exception) -> None:
         """Record that a model was not opened, or has ended for good."""
         others = [m.name for m in self._all if m.is_running and m.name != model.name]
         if model.phase is Phase.OPENING and others and _is_lack_of_memory(model, why):
@@ -368,7 +370,7 @@ class ModelPool:
             self._fail(model, why)
         self._close(model, 0.0)
 
-    def _fail(self, model: Model, why: Exception) -> None:
+    def _fail(self, model: PoolModel, why: Exception) -> None:
         """Refuse the requests for a model, and open again what was closed for its start."""
         self._say(f"{model.name} failed: {why}")
         model.failure, model.load_asked_s = why, None
@@ -382,7 +384,7 @@ class ModelPool:
                 self.load(other)
         model.displaced.clear()
 
-    def _close(self, model: Model, grace_s: float, *, rests: bool = False) -> None:
+    def _close(self, model: PoolModel, grace_s: float, *, rests: bool = False) -> None:
         if model.phase in (Phase.CLOSED, Phase.CLOSING):
             return
         was_ready = model.is_ready
@@ -393,7 +395,7 @@ class ModelPool:
         self._start(model, self._closing(model, grace_s if was_ready else 0.0, opening))
 
     async def _closing(
-        self, model: Model, grace_s: float, opening: asyncio.Task[None] | None
+        self, model: PoolModel, grace_s: float, opening: asyncio.Task[None] | None
     ) -> None:
         try:
             if opening is not None:
@@ -412,11 +414,11 @@ class ModelPool:
                 self._old.remove(model)
             self.change()
 
-    def _start(self, model: Model, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, model: PoolModel, work: Coroutine[Any, Any, None]) -> None:
         model.doing = asyncio.get_running_loop().create_task(work)
 
 
-def _is_lack_of_memory(model: Model, why: Exception) -> bool:
+def _is_lack_of_memory(model: PoolModel, why: Exception) -> bool:
     refused = None if model.served is None else model.served.engine.load_problem
     return isinstance(why, DoesNotFit) or (
         refused is not None and refused.name == DoesNotFit.__name__

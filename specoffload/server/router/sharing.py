@@ -44,7 +44,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Sharing:
+class SharedBytes:
     """Device bytes of each model that shares. Models without a share are opened alone.
 
     A model has the same part of each device. `devices` has the memory of the devices that a model
@@ -86,7 +86,7 @@ def share(
     most: int,
     shelf_bytes: int = 0,
     devices: Mapping[str, tuple[int, ...]] | None = None,
-) -> Sharing:
+) -> SharedBytes:
     """Return what each model gets, so that any `most` of them fit together if possible (0: all).
 
     All get the same, but at least what works, and at most what they can use. A model that fits
@@ -96,27 +96,27 @@ def share(
     """
     least_bytes = room.host_bytes // _PROMPT_SHARE
     sharing = {
-        name: its
-        for name, its in needs.items()
+        name: need
+        for name, need in needs.items()
         if _has_company(name, needs, room, least_bytes, shelf_bytes)
     }
     n = len(sharing) if most == 0 else min(most, len(sharing))
     low, high = 0, room.device_bytes
     while low < high:  # find the highest level at which the neediest models fit together
         level = (low + high + 1) // 2
-        neediest = sorted((_at(level, its) for its in sharing.values()), reverse=True)[:n]
+        neediest = sorted((_at(level, need) for need in sharing.values()), reverse=True)[:n]
         if sum(neediest) <= room.device_bytes:
             low = level
         else:
             high = level - 1
-    largest = sorted((its.host_bytes for its in sharing.values()), reverse=True)[:n]
+    largest = sorted((need.host_bytes for need in sharing.values()), reverse=True)[:n]
     left_bytes = max(0, room.host_bytes - sum(largest))
     part_bytes = max(least_bytes, left_bytes // (n + 1))
-    return Sharing(
+    return SharedBytes(
         needs,
         room,
-        {name: _at(low, its) for name, its in sharing.items()},
-        {name: min(part_bytes, its.prompt_bytes) for name, its in sharing.items()},
+        {name: _at(low, need) for name, need in sharing.items()},
+        {name: min(part_bytes, need.prompt_bytes) for name, need in sharing.items()},
         min(part_bytes, shelf_bytes) if sharing else shelf_bytes,
         devices or {},
     )
@@ -133,12 +133,12 @@ def _has_company(
     own = needs[name]
     shelf_bytes = min(shelf_bytes, least_bytes) if len(needs) > 2 else 0
 
-    def of_host(its: Needs) -> int:
-        return its.host_bytes + min(its.prompt_bytes, least_bytes)
+    def of_host(need: Needs) -> int:
+        return need.host_bytes + min(need.prompt_bytes, least_bytes)
 
     return any(
         own.least_device_bytes + other.least_device_bytes <= room.device_bytes
         and of_host(own) + of_host(other) + shelf_bytes <= room.host_bytes
-        for its, other in needs.items()
-        if its != name
+        for beside, other in needs.items()
+        if beside != name
     )

@@ -18,10 +18,10 @@ ASK = """
 import sys
 from pathlib import Path
 from offload.ggml.drivers import nvidia_driver
-from offload.ggml.installed import cuda_unused, device_complaint
+from offload.ggml.installed import cuda_unused, no_device_reason
 root = Path(sys.argv[1])
 print(nvidia_driver(root))
-print(device_complaint("CUDA0", root))
+print(no_device_reason("CUDA0", root))
 print(cuda_unused(root))
 """
 
@@ -54,24 +54,24 @@ def test_the_card_that_the_library_has_code_for_is_taken(root: Path) -> None:
     machine_code = [c.compute for c in code.codes if c.ptx is None]
     assert machine_code
     major, minor = machine_code[-1]
-    driver, complaint, unused, _ = asked(root, STANDIN_COMPUTE=f"{major}{minor}")
+    driver, reason, unused, _ = asked(root, STANDIN_COMPUTE=f"{major}{minor}")
     card = Card("stand-in H100", (major, minor))
     assert driver == str(CudaDriver((13, 0), (card,)))
-    assert complaint == ""
+    assert reason == ""
     assert "CUDA finds no card" in unused
 
 
 def test_an_older_card_is_refused(root: Path) -> None:
-    _, complaint, unused, _ = asked(root, STANDIN_COMPUTE="61")
-    assert "stand-in H100 (compute capability 6.1) is older" in complaint
-    assert unused == complaint
+    _, reason, unused, _ = asked(root, STANDIN_COMPUTE="61")
+    assert "stand-in H100 (compute capability 6.1) is older" in reason
+    assert unused == reason
 
 
 def test_an_older_driver_shows_no_card_and_is_named(root: Path) -> None:
-    _, complaint, unused, _ = asked(root, STANDIN_DRIVER="12040")
+    _, reason, unused, _ = asked(root, STANDIN_DRIVER="12040")
     assert "the NVIDIA driver runs CUDA 12.4, and this library needs CUDA 13" in unused
     assert "driver 580.65 or newer" in unused
-    assert complaint == unused
+    assert reason == unused
     count = "from offload.device import has_gpu; print(has_gpu())"
     done = subprocess.run(
         [sys.executable, "-c", count], env={**os.environ, "STANDIN_DRIVER": "12040"},

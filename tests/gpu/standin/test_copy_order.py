@@ -48,7 +48,7 @@ def test_slot_ids_are_enqueued_before_the_copies_of_experts(
 ) -> None:
     """After ids were read, the first copy to the device is on the stream that read them.
 
-    The tables of passes have a stream of their own. They come before the experts that are missing.
+    Kernels read the tables of passes from pinned memory, so nothing but experts is copied there.
     """
     streaming = slots_for(path, **{"slots": "half", **chosen})
     least = NEVER if streaming.get("hybrid") else 1
@@ -70,14 +70,15 @@ def test_slot_ids_are_enqueued_before_the_copies_of_experts(
     in_passes = n_tokens == 24
     if in_passes:
         sent = [copy for copy in copies if copy["to_device"]]
-        experts = {copy["stream"] for copy in sent if copy["bytes"] >= EXPERT_BYTES} - compute
-        assert len(experts) == 1
-        compute = {copy["stream"] for copy in sent} - experts - compute
-        assert len(compute) == 1, "the tables' stream"
+        assert sent
+        assert after.passes > before.passes
+        assert all(copy["bytes"] >= EXPERT_BYTES for copy in sent), "tables would wait for experts"
+        assert not compute & {copy["stream"] for copy in sent}
+        return
     enqueued = [streams for streams in after_each_read(copies) if compute & {*streams}]
     with_experts = [streams for streams in enqueued if {*streams} - compute]
     assert after.copies > before.copies
-    assert (after.passes > before.passes) == in_passes
+    assert after.passes == before.passes
     assert len(enqueued) >= 4 * engine.facts.n_layers
     assert len(with_experts) >= 4
     assert all(streams[0] in compute for streams in enqueued)

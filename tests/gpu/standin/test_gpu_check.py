@@ -28,6 +28,13 @@ def test_the_whole_call_passes_with_small_models(tmp_path: Path) -> None:
     ways = ("streamed", "split")
     assert all(row["n_repairs"] > 0 for row in report["equality"] if row["way"] in ways)
     assert all(row["layers_rung"] > 0 for row in report["equality"] if row["way"] == "doorbell")
+    # The stand-in's card tells these values. Plain llama.cpp has a process of its own.
+    assert all(row["card_power_watts"] == 60.0 for row in report["decode"])
+    assert all(row["card_limit_watts"] == 200.0 for row in report["decode"])
+    assert all(row["core_clock_hz"] == 1410e6 for row in report["decode"])
+    streamed = [row for row in report["decode"] if row.get("streamed_bytes")]
+    assert streamed
+    assert all(row["copying_share"] > 0.0 for row in streamed)
     turns = [row for row in report["decode"] if "waiting_s" in row]
     assert turns
     assert all(row["layers_rung"] > 0 for row in turns)

@@ -83,8 +83,8 @@ def test_a_second_start_keeps_within_the_size(standin: DeviceChoice, large: Path
         assert len(said) == 1
         assert TWICE in said[0]
         assert session.target.start.is_second
-        assert session.target.plan is not None
-        assert session.target.plan.slot_bytes > 0
+        assert session.target.opened.plan is not None
+        assert session.target.opened.plan.slot_bytes > 0
 
 
 def test_a_size_that_the_driver_fills_is_exceeded_with_a_note(

@@ -184,7 +184,7 @@ def fake_torch(version: str = "2.9.1+cu130", n_devices: int = 1) -> ModuleType:
 @pytest.mark.parametrize(
     ("torch", "device", "words"),
     [
-        (None, "CUDA0", r"not installed: pip install 'specoffload\[gpu-draft\]'"),
+        (None, "CUDA0", r"not installed \(pip install 'specoffload\[gpu-draft\]'\)"),
         (fake_torch(), "Vulkan0", "torch has no device Vulkan0"),
         (fake_torch(n_devices=0), "CUDA0", "finds no CUDA device"),
         (fake_torch("2.7.1"), "CUDA0", "needs torch 2.8 on CUDA, this is 2.7.1"),

@@ -167,9 +167,9 @@ def test_a_toolkit_is_held_to_the_cards_and_the_driver(
     version: Version | None, runs: Version | None, cards: tuple[Card, ...], words: str
 ) -> None:
     toolkit = cuda_toolkits.Toolkit("/bin/nvcc", version, is_on_path=True)
-    complaint = cuda_toolkits.complaint(toolkit, CudaDriver(runs, cards))
-    assert words in complaint
-    assert bool(words) == bool(complaint)
+    reason = cuda_toolkits.reason(toolkit, CudaDriver(runs, cards))
+    assert words in reason
+    assert bool(words) == bool(reason)
 
 
 LIBCUDA = r"""

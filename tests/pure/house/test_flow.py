@@ -14,7 +14,7 @@ from flow_page import PAGE, ROOT, WAYS, defined, section_of, way_of
 
 CHANGES = (
     *("A cache rule", "A drafter", "A draft policy", "A number on the plan's screen"),
-    *("An endpoint", "A flag"),
+    *("A backend of ggml", "An endpoint", "A flag"),
 )
 # Makes the rule, computes its ranks, counts its hits, or hands over its numbers.
 RULE = r"\bLrfu[(.]|class Lrfu|def recorded_hits|\brule_scan\b(?!.*_N\))"

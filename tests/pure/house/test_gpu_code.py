@@ -89,7 +89,7 @@ def test_cards_run_code_of_their_own_kind_and_older_ptx(
     codes: tuple[Code, ...], card: Version, runs: bool
 ) -> None:
     assert any(code.runs_on(card) for code in codes) is runs
-    why = held(*codes).complaint_on(Card("RTX X", card), CudaDriver((13, 0)))
+    why = held(*codes).reason_on(Card("RTX X", card), CudaDriver((13, 0)))
     assert (why == "") is runs
 
 
@@ -122,7 +122,7 @@ def test_a_sentence_has_the_number_the_limit_and_the_remedy(
     driver: Version | None,
     words: tuple[str, ...],
 ) -> None:
-    why = held(*codes, cuda=cuda).complaint_on(Card("Card", card), CudaDriver(driver))
+    why = held(*codes, cuda=cuda).reason_on(Card("Card", card), CudaDriver(driver))
     assert (why == "") is (not words)
     assert [word for word in words if word not in why] == []
     assert "\n" not in why

@@ -17,7 +17,7 @@ from offload.plan.layout import Layout
 from offload.plan.placement import PlanRequest
 from offload.plan.wanted import Wanted
 from offload.stream.options import StreamingOptions
-from offload.times.context import ContextOptions
+from offload.times.context_memory import ContextOptions
 
 ROOT = Path(__file__).parents[3]
 TYPES = (ContextOptions, EngineOptions, Layout, PlanRequest, StreamingOptions, Wanted)

@@ -11,7 +11,7 @@ import pytest
 from offload.decode import SMALL_BATCH
 from offload.errors import LibraryMismatch
 from offload.ggml import player_building as building
-from offload.ggml.player import Native
+from offload.ggml.player import PlayerFunctions
 from offload.ggml.player_building import compile_player
 from specdec.options import MOST_DRAFTED
 
@@ -45,7 +45,7 @@ def test_a_library_whose_structs_differ_from_pythons_is_refused(
     text = source.read_text("utf-8")
     source.write_text(text.replace("struct event { number", "struct event { number new,"))
     with pytest.raises(LibraryMismatch, match="other sources"):
-        Native(compile_player(tmp_path))
+        PlayerFunctions(compile_player(tmp_path))
 
 
 @pytest.mark.usefixtures("source")

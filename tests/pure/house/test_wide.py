@@ -40,3 +40,17 @@ def test_a_sample_tries_a_quarter_of_the_examples(monkeypatch: pytest.MonkeyPatc
     assert wide.examples(100) == 100
     monkeypatch.setenv(wide.IS_SAMPLED, "1")
     assert [wide.examples(n) for n in (100, 4)] == [25, 3]
+
+
+def test_a_share_has_whole_files_and_each_file_has_its_turn() -> None:
+    node_ids = [f"tests/gpu/test_{file}.py::test_{i}" for file in "abcde" for i in range(4)]
+    seen: set[str] = set()
+    for seed in range(40):
+        chosen = wide.share_of_files(node_ids, 2, seed)
+        files = {node_id.partition("::")[0] for node_id in chosen}
+        assert len(files) == 3
+        assert chosen == {node_id for node_id in node_ids if node_id.partition("::")[0] in files}
+        assert chosen == wide.share_of_files(node_ids[::-1], 2, seed)
+        seen |= chosen
+    assert seen == set(node_ids)
+    assert wide.share_of_files(node_ids[:4], 9, 0) == set(node_ids[:4])

@@ -10,8 +10,8 @@ from numa_trees import topology_of
 
 from numa.errors import NoSuchNode, PlacementRefused
 from numa.sys import running_on
-from numa.threads import Team, plan_threads
-from numa.topology import Core, Node, Topology
+from numa.threads import Team, cpumask, plan_threads
+from numa.topology import Core, MemoryNode, Topology
 
 
 def machine(n_nodes: int, cores_per_node: int, *, siblings: bool) -> Topology:
@@ -21,7 +21,7 @@ def machine(n_nodes: int, cores_per_node: int, *, siblings: bool) -> Topology:
     )
     cpus = tuple(sorted(c for core in cores for c in core.cpus))
     nodes = tuple(
-        Node(n, tuple(c for k in cores if k.node == n for c in k.cpus), 1 << 38, 1 << 38,
+        MemoryNode(n, tuple(c for k in cores if k.node == n for c in k.cpus), 1 << 38, 1 << 38,
              tuple(10 if m == n else 21 for m in range(n_nodes)))
         for n in range(n_nodes)
     )  # fmt: skip
@@ -105,12 +105,12 @@ def test_the_strict_mask_hands_out_processors_in_ascending_order() -> None:
     assert (ordered.cpus, ordered.nodes) == ((0, 1, 2, 3), (0, 1, 0, 1))
     # Without OpenMP ggml gives thread 0, the caller, the last bit.
     assert even_odd.in_mask_order(openmp=False).cpus == (3, 0, 1, 2)
-    assert [i for i, bit in enumerate(even_odd.cpumask()) if bit] == [0, 1, 2, 3]
+    assert [i for i, bit in enumerate(cpumask(even_odd.cpus)) if bit] == [0, 1, 2, 3]
 
 
 def test_a_processor_beyond_ggmls_mask_is_refused() -> None:
     with pytest.raises(NoSuchNode, match="processor 600 is beyond ggml's mask of 512 bits"):
-        Team("decode", (0, 600), (0, 0)).cpumask()
+        cpumask((0, 600))
 
 
 @given(st.integers(1, 8), st.integers(1, 12), st.integers(1, 200), st.booleans())

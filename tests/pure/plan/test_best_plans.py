@@ -10,6 +10,7 @@ import pytest
 from lab import best_plans
 from lab.plans import PAGE, README_TITLES
 from lab.synth.published import published_facts
+from offload.plan.placement import PlannedModel
 from offload.times.decodes import cpu_s
 from offload.times.machine import TYPICAL
 
@@ -43,7 +44,7 @@ def test_kimi_k2_streams_prompts_on_12_gib(found: list[best_plans.Row], tmp_path
     """The CPU alone would compute 19 tokens/s."""
     (row,) = (row for row in found if (row.title, row.gib) == ("Kimi-K2", 12))
     facts = published_facts("Kimi-K2", tmp_path)
-    model = best_plans.Model(facts, best_plans.request_of(12))
+    model = PlannedModel(facts, best_plans.request_of(12))
     n = row.plan.n_ubatch
     alone_tps = n / float(np.asarray(cpu_s(TYPICAL, model.work, row.plan.sharing, n)))
     assert row.plan.computes_ubatches

@@ -20,7 +20,7 @@ from offload.plan.decision import decide
 from offload.plan.found import Found, FoundDevice, Kind
 from offload.plan.layout import Layout
 from offload.plan.wanted import Wanted
-from offload.times.context import (
+from offload.times.context_memory import (
     ContextOptions,
     context_memory,
     indexer_work,

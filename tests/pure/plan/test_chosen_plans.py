@@ -18,16 +18,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lab.plans import README_TITLES
+from lab.plans import README_TITLES, on_one_gpu
 from lab.synth.published import PUBLISHED, published_facts
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts
 from offload.plan.objective import EVEN_WEIGHT, MOST_LOSS
-from offload.plan.placement import PlanRequest, make_plan
+from offload.plan.placement import PlanRequest
 from offload.plan.sharing import SMALL_UBATCHES, UBATCHES
 from offload.plan.workload import DECODING, USUAL, TokenMix
 from offload.routing.routing import HitCurve
-from offload.times.context import ContextOptions
+from offload.times.context_memory import ContextOptions
 from offload.times.machine import Machine
 from specoffload.config.hardware import PRESETS
 from specoffload.opening.planning import Planned
@@ -64,9 +64,7 @@ class Case:
         )  # fmt: skip
         request = replace(request, **({"n_cpu_moe": "fit"} | asked))
         try:
-            return Planned(
-                facts_of(self.title), make_plan(facts_of(self.title), request), request, ""
-            )
+            return on_one_gpu(facts_of(self.title), request)
         except DoesNotFit:
             return None
 

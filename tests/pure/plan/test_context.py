@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from offload.errors import BadRequest
-from offload.model import Header, ModelFacts, TensorEntry, Value, WeightPlace
-from offload.times.context import (
+from offload.model import Header, HeaderValue, ModelFacts, TensorEntry, WeightPlace
+from offload.times.context_memory import (
     ContextOptions,
     attention_work,
     check_cache_types,
@@ -18,9 +18,11 @@ from offload.times.context import (
 )
 
 
-def facts(architecture: str = "llama", **metadata: Value | tuple[Value, ...]) -> ModelFacts:
+def facts(
+    architecture: str = "llama", **metadata: HeaderValue | tuple[HeaderValue, ...]
+) -> ModelFacts:
     """A header of four layers with 4 attention heads, 2 of them for keys and values."""
-    values: dict[str, Value | tuple[Value, ...]] = {
+    values: dict[str, HeaderValue | tuple[HeaderValue, ...]] = {
         "block_count": 4,
         "embedding_length": 256,
         "attention.head_count": 4,

@@ -26,7 +26,7 @@ from offload.plan.search import may_overlap, prompt_s
 from offload.plan.weights import ring_slots
 from offload.plan.workload import TokenMix
 from offload.schedule.batch import LAYER_RING
-from offload.times.context import ContextOptions
+from offload.times.context_memory import ContextOptions
 from offload.times.machine import TYPICAL
 
 REQUEST = PlanRequest(context=ContextOptions(n_ctx=4096), most_ubatch=1024, n_cpu_moe="fit")

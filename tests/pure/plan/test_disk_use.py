@@ -13,16 +13,16 @@ from lab.simulation import simulate, synthetic_trace
 from offload.routing.routing import HitCurve
 from offload.times.disk import DiskUse
 from offload.times.hits import Sharing
-from offload.times.table import CostTable, Entry, Way
-from offload.times.work import ModelWork, Part
+from offload.times.table import CostTable, DecodeTime, Way
+from offload.times.work import ModelWork, WeightWork
 from specdec.costs.profile import CostProfile
 from specdec.policies.throughput import Throughput
 
 GIB = 1 << 30
 # A model of 40 layers with 256 experts of 25.6 MiB, about 250 GiB of experts.
 WORK = ModelWork(
-    n_layers=40, dense=Part(), head=Part(), n_expert_layers=40,
-    expert=Part(GIB / 40), n_experts=256, n_used=8,
+    n_layers=40, dense=WeightWork(), head=WeightWork(), n_expert_layers=40,
+    expert=WeightWork(GIB / 40), n_experts=256, n_used=8,
 )  # fmt: skip
 USE = DiskUse(WORK, Sharing(), 64 * GIB, 5e9)
 
@@ -96,7 +96,7 @@ def test_drafts_grow_if_batches_wait_for_the_disk() -> None:
 
     Without the disk, a batch of n tokens takes nearly as long as n batches of one.
     """
-    computing = CostTable(ways={Way.SPLIT: {n: Entry(0.1 + 0.9 * n) for n in range(1, 17)}})
+    computing = CostTable(ways={Way.SPLIT: {n: DecodeTime(0.1 + 0.9 * n) for n in range(1, 17)}})
     skewed = HitCurve(((0.125, 0.5), (0.25, 0.6), (1.0, 1.0)), 1000, date(2026, 1, 1))
     slow = replace(USE, work=replace(WORK, hits=skewed, n_used=64), bytes_per_s=1e8)
     lengths = []

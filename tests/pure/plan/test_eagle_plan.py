@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
-from offload.plan.row_draft import eagle_bytes, eagle_complaint, target_layers
-from offload.times.context import ContextOptions
+from offload.plan.row_draft import eagle_bytes, no_eagle_reason, target_layers
+from offload.times.context_memory import ContextOptions
 
 WIDTH, N_TOKENS = 128, 1000
 NEEDED = ("fc", "output_norm", "output", "blk.0.attn_norm", "blk.0.attn_norm_2", "blk.0.attn_q",
@@ -62,17 +62,17 @@ def target(architecture: str = "qwen3moe") -> ModelFacts:
     ],
 )
 def test_a_file_that_cannot_draft_is_told(file: ModelFacts, words: str) -> None:
-    complaint = eagle_complaint(target(), file)
-    assert complaint.startswith("eagle.gguf ")
-    assert words in complaint
+    reason = no_eagle_reason(target(), file)
+    assert reason.startswith("eagle.gguf ")
+    assert words in reason
 
 
 def test_targets_differ_in_the_layers_that_they_give() -> None:
-    assert eagle_complaint(target(), eagle()) == ""
-    assert eagle_complaint(target(), eagle("output.weight")) == ""
-    assert "the library gives none of deepseek2" in eagle_complaint(target("deepseek2"), eagle())
+    assert no_eagle_reason(target(), eagle()) == ""
+    assert no_eagle_reason(target(), eagle("output.weight")) == ""
+    assert "the library gives none of deepseek2" in no_eagle_reason(target("deepseek2"), eagle())
     behind = eagle(target_layers=(0, 2, 6))
-    assert eagle_complaint(target("gpt-oss"), behind) == ""
+    assert no_eagle_reason(target("gpt-oss"), behind) == ""
     assert target_layers(target("gpt-oss"), behind) == (0, 2, -1)
 
 

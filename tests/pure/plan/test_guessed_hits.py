@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.times.guessed_hits import hit_rate, points_of
-from offload.times.hits import kept_hits
-from offload.times.work import ModelWork, Part
+from offload.times.hits import hit_rate, kept_hits, points_of
+from offload.times.work import ModelWork, WeightWork
 
 SIZES = (8, 16, 64, 128, 160, 256, 288, 384, 512, 896)
 
@@ -60,7 +59,7 @@ def test_more_experts_used_leave_fewer_hits_to_few_slots() -> None:
 
 
 def test_slots_never_hit_less_than_their_share() -> None:
-    work = ModelWork(48, Part(1e8, 1e8), Part(1e8, 1e8), 48, Part(1e6, 1e6), 8, 2)
+    work = ModelWork(48, WeightWork(1e8, 1e8), WeightWork(1e8, 1e8), 48, WeightWork(1e6, 1e6), 8, 2)
     for n_experts, n_used in ((8, 2), (64, 8), (256, 8), (896, 16)):
         some = replace(work, n_experts=n_experts, n_used=n_used)
         for share in (0.1, 0.3, 0.6, 0.9):
@@ -74,7 +73,7 @@ def test_hits_that_rounding_lifts_above_one_are_all_hits() -> None:
         def at(self, share: float) -> float:
             return 1.0 + 1e-9
 
-    part = Part(1e8, 1e8)
+    part = WeightWork(1e8, 1e8)
     work = ModelWork(48, part, part, 48, part, 128, 8, hits=Lifted())  # type: ignore[arg-type]
     with np.errstate(all="raise"):
         assert kept_hits(work, 1.0 - 1e-15, 128.0) == 1.0

@@ -15,7 +15,7 @@ from offload.errors import BadModel, DoesNotFit
 from offload.header_check import COUNTS, SINGLE, check_header
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
 from offload.plan.placement import PlanRequest, make_plan
-from offload.times.context import ContextOptions, context_memory, layer_context_bytes
+from offload.times.context_memory import ContextOptions, context_memory, layer_context_bytes
 
 ROOT = Path(__file__).parents[3]
 N_EMBD, N_FF, N_EXPERTS, N_LAYERS = 64, 32, 4, 3

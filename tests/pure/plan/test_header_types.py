@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offload.header_types import type_complaints
+from offload.header_check import type_reasons
 from offload.model import TensorEntry
 
 NO_WEIGHTS = ("i8", "i16", "i32", "i64", "f64", "q8_1", "q8_K")
@@ -29,15 +29,15 @@ FLOATS = (
 )
 
 
-def complaints(name: str, kind: str, shape: tuple[int, ...] = (128, 16)) -> list[str]:
-    return list(type_complaints([TensorEntry(name, kind, shape, 0, 4096)]))
+def reasons(name: str, kind: str, shape: tuple[int, ...] = (128, 16)) -> list[str]:
+    return list(type_reasons([TensorEntry(name, kind, shape, 0, 4096)]))
 
 
 @pytest.mark.parametrize("name", MATRICES)
 def test_a_matrix_may_have_every_type_of_weights(name: str) -> None:
-    assert not any(complaints(name, kind) for kind in WEIGHTS)
+    assert not any(reasons(name, kind) for kind in WEIGHTS)
     for kind in NO_WEIGHTS:
-        (words,) = complaints(name, kind)
+        (words,) = reasons(name, kind)
         assert words == (
             f"{name} has the type {kind}, in which no weights are multiplied; the file is damaged"
         )
@@ -46,7 +46,7 @@ def test_a_matrix_may_have_every_type_of_weights(name: str) -> None:
 @pytest.mark.parametrize("name", FLOATS)
 @pytest.mark.parametrize("kind", [*NO_WEIGHTS, *WEIGHTS])
 def test_what_is_no_factor_of_a_product_has_floats(name: str, kind: str) -> None:
-    found = complaints(name, kind)
+    found = reasons(name, kind)
     assert found == (
         []
         if kind == "f32"
@@ -55,14 +55,14 @@ def test_what_is_no_factor_of_a_product_has_floats(name: str, kind: str) -> None
 
 
 def test_vectors_are_floats_unless_they_are_factors() -> None:
-    assert complaints("blk.0.any.weight", "f16", (128,))
-    assert not complaints("blk.0.ffn_gate_inp_shexp.weight", "f16", (128,))
-    assert complaints("blk.0.ffn_gate_inp_shexp.weight", "i32", (128,))
+    assert reasons("blk.0.any.weight", "f16", (128,))
+    assert not reasons("blk.0.ffn_gate_inp_shexp.weight", "f16", (128,))
+    assert reasons("blk.0.ffn_gate_inp_shexp.weight", "i32", (128,))
 
 
 def test_tables_have_whole_numbers() -> None:
     for name in ("d2t", "blk.0.ffn_gate_tid2eid.weight"):
-        assert [kind for kind in (*NO_WEIGHTS, *WEIGHTS) if not complaints(name, kind)] == [
+        assert [kind for kind in (*NO_WEIGHTS, *WEIGHTS) if not reasons(name, kind)] == [
             "i32",
             "i64",
         ]

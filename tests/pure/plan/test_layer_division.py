@@ -18,9 +18,11 @@ from offload.times.hits import Sharing
 from offload.times.machine import TYPICAL
 from offload.times.prompts import prefill_s
 from offload.times.table import Way
-from offload.times.work import ModelWork, Part
+from offload.times.work import ModelWork, WeightWork
 
-R1 = ModelWork(61, Part(151e6, 250e6), Part(760e6, 927e6), 58, Part(26.5e6, 44.0e6), 256, 8)
+R1 = ModelWork(
+    61, WeightWork(151e6, 250e6), WeightWork(760e6, 927e6), 58, WeightWork(26.5e6, 44.0e6), 256, 8
+)
 SLOTS = Sharing(600)
 LINKS = (3e9, 12e9, 25e9, 50e9)
 

@@ -13,7 +13,7 @@ from offload.plan.found import Found, FoundDevice, Kind
 from offload.plan.layout import Layout
 from offload.plan.tables import lookup_tables
 from offload.plan.wanted import Wanted
-from offload.times.context import ContextOptions
+from offload.times.context_memory import ContextOptions
 
 GIB = 1 << 30
 N_LAYERS = 8

@@ -14,15 +14,15 @@ from offload.times.first_table import modelled_crossover
 from offload.times.hits import Sharing
 from offload.times.machine import TYPICAL, Machine, ram_seen, vram_seen
 from offload.times.prompts import prefill_s
-from offload.times.work import ModelWork, Part
+from offload.times.work import ModelWork, WeightWork
 
 # Numbers from the header of DeepSeek-R1 as Q4_K_M.
 R1 = ModelWork(
     n_layers=61,
-    dense=Part(151e6, 250e6),
-    head=Part(760e6, 927e6),
+    dense=WeightWork(151e6, 250e6),
+    head=WeightWork(760e6, 927e6),
     n_expert_layers=58,
-    expert=Part(26.5e6, 44.0e6),
+    expert=WeightWork(26.5e6, 44.0e6),
     n_experts=256,
     n_used=8,
 )
@@ -117,7 +117,7 @@ def test_a_decode_that_misses_nothing_does_not_wait_in_each_layer() -> None:
 def test_devices_that_share_a_model_wait_once_for_the_host_before_and_after_a_decode() -> None:
     host = replace(TYPICAL, per_decode_s=1.0, per_new_layer_s=1e-3)
     none = replace(TYPICAL, per_decode_s=0.0, per_new_layer_s=0.0)
-    front = replace(R1, n_layers=30, n_expert_layers=27, head=Part())
+    front = replace(R1, n_layers=30, n_expert_layers=27, head=WeightWork())
     last = replace(R1, n_layers=31, n_expert_layers=31)
     for n, expected_s in ((1, 1.0), (4, 1.0 + 61e-3)):
         added_s = sum(
@@ -151,7 +151,7 @@ def test_a_split_reads_misses_at_the_rate_of_cpu_and_copies_together() -> None:
 
 
 def test_a_long_context_slows_decodes() -> None:
-    cache = Part(2.3e9, 61 * 32_768 * 128 * (576 + 512))
+    cache = WeightWork(2.3e9, 61 * 32_768 * 128 * (576 + 512))
     deep = replace(R1, context=cache)
     attention_s = 2 * cache.n_weights / (0.7 * TYPICAL.gpu_flops)
     added_s = cpu_s(TYPICAL, deep, RING, 1) - cpu_s(TYPICAL, R1, RING, 1)

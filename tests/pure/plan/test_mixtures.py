@@ -14,7 +14,7 @@ from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
 from offload.plan.placement import NCpuMoe, Plan, PlanRequest, make_plan
 from offload.plan.sharing import UBATCHES
 from offload.plan.weights import device_bytes
-from offload.times.context import ContextOptions, context_memory
+from offload.times.context_memory import ContextOptions, context_memory
 
 N_EMBD, N_FF = 256, 512
 TYPES = ("f32", "q8_0", "q6_K", "q5_K", "q4_K", "q2_K")

@@ -8,8 +8,8 @@ import pytest
 
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
 from offload.plan.placement import PlanRequest, make_plan
-from offload.plan.row_draft import MtpLayer, expected_tps, mtp_complaint, plan_mtp
-from offload.times.context import ContextOptions
+from offload.plan.row_draft import MtpLayer, expected_tps, no_mtp_reason, plan_mtp
+from offload.times.context_memory import ContextOptions
 from offload.times.machine import TYPICAL
 from offload.times.work import model_work
 
@@ -62,12 +62,12 @@ def facts(
     ],
 )
 def test_a_file_without_usable_layers_says_what_lacks(found: ModelFacts, words: str) -> None:
-    assert words in mtp_complaint(found)
+    assert words in no_mtp_reason(found)
 
 
-def test_usable_layers_have_no_complaint() -> None:
-    assert mtp_complaint(facts()) == ""
-    assert mtp_complaint(facts("step35", n_mtp=2, n_there=2)) == ""
+def test_usable_layers_have_no_reason() -> None:
+    assert no_mtp_reason(facts()) == ""
+    assert no_mtp_reason(facts("step35", n_mtp=2, n_there=2)) == ""
 
 
 def test_experts_are_resident_unless_they_take_a_tenth_of_the_room() -> None:

@@ -26,8 +26,7 @@ from offload.plan.placement import workload_of
 from offload.plan.workload import DECODING, USUAL, PlannedWork
 from offload.routing.routing import HitCurve
 from offload.times.decodes import best_s, divided
-from offload.times.guessed_hits import hit_rate
-from offload.times.hits import Sharing, expected_hits
+from offload.times.hits import Sharing, expected_hits, hit_rate
 from offload.times.machine import TYPICAL
 from offload.times.prompts import prefill_s
 from offload.times.work import even
@@ -143,7 +142,9 @@ def test_where_decodes_of_both_were_measured_these_decide(without_s: float, with
         assert (found is not None) == (other_s < its_s)
         if found is not None:
             assert found.index == 1 - chosen
-            assert f"took {other_s * 1e3:.1f} ms with this plan, and {its_s * 1e3:.1f}" in found.why
+            assert (
+                f"took {other_s * 1e3:.1f} ms with this plan, and {its_s * 1e3:.1f}" in found.reason
+            )
     for known in decodes:
         assert by_measured(seconds, fits, (known,), BOTH, 0) is None
     assert by_measured(seconds, np.array([True, False]), decodes, BOTH, 0) is None

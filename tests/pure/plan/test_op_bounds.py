@@ -53,7 +53,7 @@ def test_all_that_no_line_names_must_be_zero(op: str) -> None:
             assert not bounds.keeps_params(row)[1:].any()
         else:
             assert isinstance(bound, ByRule | Value)
-            assert bound.why
+            assert bound.reason
     assert all(isinstance(kind, Integers) for kind in bounds.integers.values())
     assert all(RESULT <= index < 10 for index in bounds.strided)
 

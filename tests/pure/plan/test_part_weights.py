@@ -16,10 +16,10 @@ from lab.synth.published import published_facts
 from offload.model import ModelFacts, layer_of
 from offload.plan.candidates import Limits, candidates
 from offload.plan.found import DeviceRoom, FoundDevice, Kind
-from offload.plan.placement import Model, PlanRequest, make_plan
+from offload.plan.placement import PlannedModel, PlanRequest, make_plan
 from offload.plan.range_times import RangeTimes
 from offload.plan.weights import Parts, Weights, device_bytes, spread
-from offload.times.context import ContextOptions
+from offload.times.context_memory import ContextOptions
 from offload.times.machine import TYPICAL
 from offload.times.work import LayersWork, model_work
 
@@ -36,8 +36,8 @@ def facts_of(title: str) -> ModelFacts:
 
 
 @cache
-def model_of(title: str) -> Model:
-    return Model(facts_of(title), PlanRequest())
+def model_of(title: str) -> PlannedModel:
+    return PlannedModel(facts_of(title), PlanRequest())
 
 
 def one_range(weights: Weights, first: int, end: int) -> Parts:
@@ -136,5 +136,5 @@ def test_one_device_alone_is_estimated_as_its_plan(
         device, device.budget_bytes, n_ubatch, is_last=True, is_first=True
     )
     plan = make_plan(FACTS, request)
-    its = Model(FACTS, request).seconds(request, plan.sharing, n_ubatch)
+    its = PlannedModel(FACTS, request).seconds(request, plan.sharing, n_ubatch)
     assert stages.prompt_s[0] + stages.decode_s[0] == pytest.approx(float(its.mean_s), rel=0.02)

@@ -10,8 +10,8 @@ import pytest
 from lab.plans import README_TITLES
 from lab.published import (
     DECODE_ERROR,
+    LAUNCHED_KERNEL_S,
     MOST_UNPINNED_BYTES_PER_S,
-    NO_GPU,
     PAGE,
     PROMPT_ERROR,
     REPACKED_CORE_FLOPS,
@@ -22,11 +22,12 @@ from lab.published import (
     page,
     predictions,
     prompt_ratios,
-    read_cases,
 )
-from offload.times.machine import CORE_FLOPS
+from lab.published_cases import NO_GPU, read_cases
+from offload.times.cpu_kernels import cpu_kernel
+from offload.times.hits import copied_hits
+from offload.times.machine import CAPTURED_KERNEL_S, CORE_FLOPS
 from offload.times.prompts import PROMPT_ATTENTION
-from offload.times.work import cpu_cost, read_cost
 from specoffload.config import hardware
 
 
@@ -110,23 +111,61 @@ def test_worse_models_do_not_reach_the_goal(checking: list[Prediction]) -> None:
         assert not reaches_the_goal_of_decodes(worse)
 
 
-def test_prompts_of_the_checking_half_miss_the_goal_by_what_the_page_says(
-    checking: list[Prediction],
+# Least share that is near, and bounds of the median. The goals of the page are higher by case.
+_HELD = {
+    ("decode", "corrected by"): (0.86, 0.95, 1.05),
+    ("decode", "checked by"): (0.79, 0.95, 1.05),
+    ("decode", "all"): (0.82, 0.98, 1.02),
+    ("prompt", "corrected by"): (0.80, 0.90, 1.10),
+    ("prompt", "checked by"): (0.72, 0.90, 1.10),
+    ("prompt", "all"): (0.76, 0.90, 1.10),
+}
+
+
+@pytest.mark.parametrize(("what", "half"), _HELD)
+def test_the_committed_figures_hold(found: list[Prediction], what: str, half: str) -> None:
+    some = [p for p in found if half == "all" or p.case.corrects == (half == "corrected by")]
+    ratios = decode_ratios(some) if what == "decode" else prompt_ratios(some)
+    least, low, high = _HELD[what, half]
+    assert near(ratios, DECODE_ERROR if what == "decode" else PROMPT_ERROR) >= least
+    assert low <= statistics.median(ratios) <= high
+
+
+def test_the_page_says_which_goals_are_missed(
+    found: list[Prediction], checking: list[Prediction]
 ) -> None:
-    ratios = prompt_ratios(checking)
-    assert len(ratios) >= 20
-    median, share = statistics.median(ratios), near(ratios, PROMPT_ERROR)
-    assert 1.1 < median <= 1.25, "the goal is 1.1"
-    assert 0.6 <= share < 0.7, "the goal is 0.7"
     words = " ".join(PAGE.read_text("utf-8").split())
-    assert f"the median is {median:.2f}, and {share:.0%} are near" in words
+    for ratios, limit, said in (
+        (decode_ratios(found), DECODE_ERROR, "By case, **no**: {}, and {} in the half that checks"),
+        (prompt_ratios(found), PROMPT_ERROR, "**no**: {}, and {} in the half that checks"),
+    ):
+        half = decode_ratios(checking) if limit == DECODE_ERROR else prompt_ratios(checking)
+        shares = (f"{near(r, limit):.0%}".replace("%", " %") for r in (ratios, half))
+        assert said.format(*shares) in words
+    for model, said in (("Qwen3.6-35B-A3B", "yes: {}"), ("Qwen3.8-Flash-Next", "**no**: {}")):
+        median = statistics.median(decode_ratios([p for p in found if p.case.model == model]))
+        assert (abs(median - 1) <= 0.15) == said.startswith("yes")
+        assert f"| {model}, median within 15 % | {said.format(f'{median:.2f}')}" in words
     medians = {
         way: statistics.median(prompt_ratios([p for p in checking if p.case.prompt == way]))
         for way in ("streams", "on the CPU")
     }
-    assert f"prompts that stream are at {medians['streams']:.2f} there" in words
+    assert f"Prompts that stream are at {medians['streams']:.2f} in the half" in words
     assert f"prompts on the CPU at {medians['on the CPU']:.2f}" in words
-    assert 0.9 <= medians["streams"] <= 1.1, "one rule is off"
+
+
+def test_flash_next_is_near_on_cards_that_are_not_old(found: list[Prediction]) -> None:
+    """Counted kernels and 16 bits of hyper-connections took it there: it was at 1.3 to 1.4."""
+    its = [p for p in found if p.case.model == "Qwen3.8-Flash-Next"]
+    ratios = by_machine(its)
+    assert [r for name, r in ratios.items() if name.startswith("RTX 5090")] < [1.15]
+    assert [r for name, r in ratios.items() if name.startswith("RTX 3060")] < [1.15]
+
+
+def test_a_cache_is_hit_as_often_as_was_measured(found: list[Prediction]) -> None:
+    """Slots for 37.5 % of the experts of Qwen3.6-35B-A3B were hit by 86.5 % of the uses."""
+    (p,) = (p for p in found if p.case.id == "h2-iq4-96-mtp")
+    assert copied_hits(p.work, p.sharing, p.work.n_used) == pytest.approx(0.865, abs=1e-3)
 
 
 def test_the_page_names_the_constants_that_the_model_and_the_cases_use(
@@ -134,16 +173,18 @@ def test_the_page_names_the_constants_that_the_model_and_the_cases_use(
 ) -> None:
     page_text = PAGE.read_text("utf-8")
     for constant in (
-        f"MXFP4 on the CPU | {read_cost('MXFP4'):g} times",
-        f"IQ1 to IQ3 on the CPU | {cpu_cost('IQ3_XXS'):g} times",
+        f"MXFP4 on the CPU | {cpu_kernel('MXFP4').read_cost:g} times",
+        f"IQ1 to IQ3 on the CPU | {cpu_kernel('IQ3_XXS').cpu_cost:g} times",
         f"attention in prompts | {PROMPT_ATTENTION:g} times",
         f"{CORE_FLOPS / 1e9:g} GFLOPS, {REPACKED_CORE_FLOPS / 1e9:g} if",
+        f"{1e6 * CAPTURED_KERNEL_S:.1f} µs beside its bytes in a captured graph",
+        f"and {1e6 * LAUNCHED_KERNEL_S:.1f} µs if the host",
         f"{UNPINNED_SHARE:g} of the pinned rate, at most {MOST_UNPINNED_BYTES_PER_S / 1e9:g} GB/s",
     ):
         assert constant in page_text
     gpt_oss = {(p.case.machine, p.case.model) for p in found if "gpt-oss" in p.case.model}
-    assert len(gpt_oss) == 6
-    assert "six machines with gpt-oss" in page_text
+    assert len(gpt_oss) == 8
+    assert "eight machines with gpt-oss" in page_text
     for p in (p for p in found if p.case.gpu != NO_GPU):
         assert p.machine().gpu_flops == hardware.CARDS[p.case.gpu][2] * 1e12
 

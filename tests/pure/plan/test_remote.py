@@ -16,8 +16,8 @@ from offload.plan.ranges import by_memory
 from offload.plan.weights import device_bytes
 from offload.remote import watch
 from offload.remote.address import Address, RemoteOptions, parse_address, parse_addresses
-from offload.remote.watch import Link, Owing, owing
-from offload.times.context import ContextOptions, context_memory
+from offload.remote.watch import ConnectionState, Owing, owing
+from offload.times.context_memory import ContextOptions, context_memory
 
 N_LAYERS, LAYER_BYTES = 9, 1 << 28
 CONTEXT = ContextOptions(n_ctx=512)
@@ -142,7 +142,7 @@ WORKER = Address("h", 1)
 def test_what_is_owed_where_the_kernel_shows_no_threads(
     sent_s: float, received_s: float, has_unsent: bool, busy_s: float | None, owes: bool
 ) -> None:
-    assert Link(WORKER, True, sent_s, received_s, has_unsent).owes(busy_s) is owes
+    assert ConnectionState(WORKER, True, sent_s, received_s, has_unsent).owes(busy_s) is owes
 
 
 @pytest.mark.parametrize("is_awaited", [True, False])
@@ -152,7 +152,9 @@ def test_a_thread_that_waits_for_the_rest_of_an_answer_is_owed_it(
 ) -> None:
     """Whatever has arrived: part of an answer is none."""
     for sent_s, received_s in ((30.0, 21.0), (21.0, 30.0)):
-        link = Link(WORKER, True, sent_s, received_s, has_unsent=False, is_awaited=is_awaited)
+        link = ConnectionState(
+            WORKER, True, sent_s, received_s, has_unsent=False, is_awaited=is_awaited
+        )
         assert link.owes(busy_s) is is_awaited
 
 
@@ -167,7 +169,7 @@ def test_a_system_that_hides_what_threads_wait_for_is_told_once(
     if is_hidden:
         monkeypatch.setattr(watch, "_opened", refuse)
     for _ in range(2):
-        watch.Watch((), 1.0).close()
+        watch.ConnectionWatch((), 1.0).close()
     watch._warn_if_hidden.cache_clear()
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     sentence = (
@@ -178,8 +180,8 @@ def test_a_system_that_hides_what_threads_wait_for_is_told_once(
 
 
 def test_progress_is_a_next_question_or_enough_of_an_answer() -> None:
-    def link(acked: int, received: int, *, has_unsent: bool = False) -> Link:
-        return Link(WORKER, True, 1, 1, has_unsent, acked, received, is_awaited=True)
+    def link(acked: int, received: int, *, has_unsent: bool = False) -> ConnectionState:
+        return ConnectionState(WORKER, True, 1, 1, has_unsent, acked, received, is_awaited=True)
 
     first = owing(None, link(100, 0), 10.0, 1000)
     assert first == Owing(10.0, 100, 0)

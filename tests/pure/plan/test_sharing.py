@@ -21,7 +21,7 @@ from offload.plan.slot_layout import slot_layout
 from offload.plan.weights import Weights, device_bytes, least_slots, ring_slots
 from offload.plan.workload import DECODING, USUAL, TokenMix
 from offload.routing.routing import HitCurve
-from offload.times.context import ContextOptions, context_memory
+from offload.times.context_memory import ContextOptions, context_memory
 from offload.times.decodes import best_s, cpu_s, hybrid_s
 from offload.times.hits import Sharing
 from offload.times.machine import TYPICAL

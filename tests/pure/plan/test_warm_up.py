@@ -14,7 +14,7 @@ from offload.plan.found import FoundDevice, Kind, Wanted
 from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, Plan, PlanRequest
 from offload.plan.slot_layout import SlotKind, SlotLayout, SlotPool
 from offload.plan.warm_up import WarmedUp
-from offload.times.context import ContextOptions
+from offload.times.context_memory import ContextOptions
 
 MIB, GIB = 1 << 20, 1 << 30
 N_USED, N_SLOTS = 4, 40

@@ -170,6 +170,9 @@ def test_a_prompt_that_a_longer_one_serves_is_not_stored_beside_it() -> None:
     kept(store, [1, 2, 3])
     kept(store, [1, 2, 3, 4])
     assert len(store) == 1
+    assert store.covers([1, 2])
+    assert not store.covers([1, 2], "another salt")
+    assert not store.covers([1, 2, 3, 5])
     kept(store, [1, 2])
     assert len(store) == 1
     assert store.take([1, 2, 3, 4, 5]).tokens == (1, 2, 3, 4)

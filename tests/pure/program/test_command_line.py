@@ -112,7 +112,7 @@ def test_a_flag_that_may_stand_bare_swallows_nothing(
         (("--spec-policy", "p_min"), "--spec-policy p_min: must be one of throughput, "),
         (("--spec", "ngram-mod,ngram-mod"), "names a drafter twice"),
         (("--spec", "none,suffix"), "none stands alone"),
-        (("--spec", "draft-dflash"), "'draft-dflash' is unknown; there are none, draft, "),
+        (("--spec", "draft-medusa"), "'draft-medusa' is unknown; there are none, draft, "),
         (("--vram", "much"), "--vram much: "),
         (("--seed", "-7"), "--seed -7: must lie between"),
         (("--repeat-penalty", "0"), "--repeat-penalty 0: must be over 0"),
@@ -182,18 +182,18 @@ def test_a_number_for_the_draft_is_read_as_its_longest_length() -> None:
     line = line_of("--draft", "16")
     assert line.options.draft is None
     assert line.options.spec.n_max == 16
-    assert line.remarks == ("--draft 16 is read as --draft-max 16",)
+    assert line.notes == ("--draft 16 is read as --draft-max 16",)
     assert line_of("--draft", "./16").options.draft == Path("./16")
 
 
 def test_a_longest_draft_without_room_is_the_longest_with_room() -> None:
     line = line_of("--draft-max", "64")
     assert line.options.spec.n_max == 63
-    assert line.remarks == ("--draft-max 64 is read as 63, the largest possible",)
+    assert line.notes == ("--draft-max 64 is read as 63, the largest possible",)
     line = line_of(LLAMA_ARG_SPEC_DRAFT_N_MAX="100")
     assert line.options.spec.n_max == 63
-    assert line.remarks[0].startswith("LLAMA_ARG_SPEC_DRAFT_N_MAX=100 is read as 63")
-    assert line_of("--draft-max", "63").remarks == ()
+    assert line.notes[0].startswith("LLAMA_ARG_SPEC_DRAFT_N_MAX=100 is read as 63")
+    assert line_of("--draft-max", "63").notes == ()
 
 
 def test_a_value_may_begin_with_a_hyphen_unless_it_is_a_flag() -> None:
@@ -219,7 +219,7 @@ def test_llama_cpps_variables_stand_for_their_flags_and_others_are_named() -> No
     assert options.mmap
     assert options.min_batch == MinBatch(3, 3)
     assert options.given["ctx_size"] == "LLAMA_ARG_CTX_SIZE"
-    assert any("ignored: LLAMA_ARG_NOT_KNOWN" in remark for remark in options.remarks)
+    assert any("ignored: LLAMA_ARG_NOT_KNOWN" in note for note in options.notes)
     assert line_of("-c", "400", **variables).options.ctx_size == 400
 
 
@@ -253,13 +253,13 @@ def test_other_tildes_are_letters(name: str) -> None:
 
 
 def test_a_variable_of_another_command_is_neither_read_nor_named() -> None:
-    assert line_of(LLAMA_ARG_PORT="1").remarks == ()
+    assert line_of(LLAMA_ARG_PORT="1").notes == ()
     assert line_of(command="serve", LLAMA_ARG_PORT="1").of(ServeOptions).port == 1
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("LLAMA_ARG_THREADS", "x"), ("LLAMA_ARG_MMAP", "maybe"), ("LLAMA_ARG_SPEC_TYPE", "dflash")],
+    [("LLAMA_ARG_THREADS", "x"), ("LLAMA_ARG_MMAP", "maybe"), ("LLAMA_ARG_SPEC_TYPE", "medusa")],
 )
 def test_a_bad_variable_is_named_with_its_value(name: str, text: str) -> None:
     with pytest.raises(UsageError, match=f"{name}={text}: "):

@@ -177,8 +177,8 @@ def test_all_flags_are_shown_without_a_command() -> None:
 def test_every_automatic_choice_has_a_reason() -> None:
     config = resolved()
     assert config.model.name == "target.gguf"
-    assert config.draft is not None
-    assert config.draft.name == "draft.gguf"
+    assert config.spec.draft is not None
+    assert config.spec.draft.name == "draft.gguf"
     assert any("embedded" in reason for reason in config.reasons)
     assert any("thread" in reason for reason in config.reasons)
 
@@ -188,7 +188,7 @@ def test_what_was_said_needs_no_reason() -> None:
     words = ("-m", "m.gguf", "-t", "1", "-b", "9", "-fa", "-ctk", "f16", "-dev", "cpu")
     config = resolve(line_of(*words).options, one)
     assert config.spec.reasons == ()
-    assert (config.threads, config.threads_batch, config.draft) == (1, 1, None)
+    assert (config.threads, config.threads_batch, config.spec.draft) == (1, 1, None)
     assert all("one memory node" in reason for reason in config.reasons)
 
 
@@ -217,8 +217,8 @@ def test_layers_are_split_where_that_is_measured_faster_unless_min_batch_is_give
 ) -> None:
     config = resolved(*words)
     assert (config.hybrid.toggle, config.hybrid.asked) == (toggle, asked)
-    assert config.hybrid.why.startswith(why)
-    assert bool(config.hybrid.why) == bool(why)
+    assert config.hybrid.reason.startswith(why)
+    assert bool(config.hybrid.reason) == bool(why)
     plans = {Toggle.OFF: False, Toggle.ON: True, Toggle.AUTO: True}
     assert config.plan_for_splits == plans[toggle]
 
@@ -269,7 +269,7 @@ MODEL = ("-m", "m.gguf")
 
 
 @pytest.mark.parametrize(
-    ("words", "remark"),
+    ("words", "note"),
     [
         (("--draft-p-min", "0.5"), "--draft-p-min ignored: it needs --spec-policy p-min"),
         (
@@ -309,9 +309,9 @@ MODEL = ("-m", "m.gguf")
         (("--spec", "suffix", "--draft", "d"), "--draft ignored: --spec does not name draft"),
     ],
 )
-def test_a_flag_that_changes_nothing_is_a_remark(words: tuple[str, ...], remark: str) -> None:
+def test_a_flag_that_changes_nothing_is_noted(words: tuple[str, ...], note: str) -> None:
     config = resolved(*words)
-    said = [r for r in (*config.reasons, *config.spec.reasons) if r.startswith(remark)]
+    said = [r for r in (*config.reasons, *config.spec.reasons) if r.startswith(note)]
     assert len(said) == 1, (config.reasons, config.spec.reasons)
 
 
@@ -332,8 +332,8 @@ def test_flags_that_need_a_gpu_are_known(words: tuple[str, ...], flags: set[str]
 
 def test_patience_with_workers_needs_workers() -> None:
     said = "--rpc-timeout ignored: no worker is used: --rpc names them"
-    assert said in resolved("--rpc-timeout", "5").remarks
-    assert said not in resolved("--rpc-timeout", "5", "--rpc", "127.0.0.1:1").remarks
+    assert said in resolved("--rpc-timeout", "5").notes
+    assert said not in resolved("--rpc-timeout", "5", "--rpc", "127.0.0.1:1").notes
 
 
 def test_what_has_no_effect_is_not_in_the_configuration() -> None:
@@ -345,7 +345,7 @@ def test_what_has_no_effect_is_not_in_the_configuration() -> None:
 
 def test_no_spec_drafts_nothing_even_with_the_embedded_pair() -> None:
     config = resolved("--no-spec")
-    assert config.draft is None
+    assert config.spec.draft is None
     assert config.spec.options.drafters == (DrafterName.NONE,)
     assert not config.spec.options.is_on
 
@@ -397,10 +397,10 @@ def test_a_variable_of_speculation_needs_what_its_flag_needs() -> None:
 
 def test_the_draft_model_of_the_environment() -> None:
     variable = {"LLAMA_ARG_SPEC_DRAFT_MODEL": "d.gguf"}
-    assert resolved(**variable).draft == Path("d.gguf")
-    assert resolved("--no-spec", **variable).draft is None
+    assert resolved(**variable).spec.draft == Path("d.gguf")
+    assert resolved("--no-spec", **variable).spec.draft is None
     other = resolved("--spec", "ngram-mod", **variable)
-    assert other.draft is None
+    assert other.spec.draft is None
     assert any("LLAMA_ARG_SPEC_DRAFT_MODEL ignored" in r for r in other.reasons)
 
 
@@ -494,7 +494,7 @@ def test_workers_that_no_model_uses_are_named_and_must_be_there(
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         config = resolved("--rpc", address, *words)
-        said = [r for r in config.remarks if f"--rpc {address} is not used, because --device" in r]
+        said = [r for r in config.notes if f"--rpc {address} is not used, because --device" in r]
         assert len(said) == is_named
         config.check_unused_workers()
     if is_named:
@@ -527,16 +527,16 @@ def test_what_is_asked_for_and_not_active_is_a_remark_of_every_command(
 ) -> None:
     line = line_of(*words, command=command)
     config = resolve(line.options, read_host(read_environment(environ)))
-    (said,) = [remark for remark in config.remarks if remark.startswith(f"{name} ignored: ")]
+    (said,) = [note for note in config.notes if note.startswith(f"{name} ignored: ")]
     assert len(said) > len(f"{name} ignored: ")
 
 
 def test_remarks_are_printed_once_and_without_verbose(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("run", "bench", "profile", "plan"):
         config = cli_config_of(line_of("--draft-p-min", "0.5", command=command))
-        assert config.remarks
+        assert config.notes
         printed = " ".join(capsys.readouterr().err.split())
-        for words in config.remarks:
+        for words in config.notes:
             assert printed.count(words) == 1
 
 

@@ -36,6 +36,24 @@ def test_a_disk_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(measured) == 2 * len(DEPTHS)
 
 
+def test_an_old_speed_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, measured = tmp_path / "m.gguf", list[int]()
+    model.write_bytes(b"GGUF")
+
+    def speed(path: Path, depth: int) -> float:
+        measured.append(depth)
+        return 1e9
+
+    monkeypatch.setattr(kept_machine, "disk_speed", speed)
+    for day, n_measured in (("2026-01-01", 1), ("2026-01-30", 1), ("2026-01-31", 2)):
+        monkeypatch.setattr(kept_machine, "today", lambda day=day: day)
+        measure_disk(tmp_path, model)
+        assert len(measured) == n_measured * len(DEPTHS)
+    known = load_disk(tmp_path, model)
+    assert known is not None
+    assert known.date == "2026-01-31"
+
+
 def test_a_file_that_cannot_be_measured_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ from specoffload.models.names import (
     OllamaName,
     choose,
     choose_file,
+    choose_row_file,
     is_model,
     model_in,
     name_of,
@@ -129,6 +130,27 @@ SPLIT = [f"IQ2_M/m-IQ2_M-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
 )
 def test_llama_cpps_rules(files: list[str], quant: str, chosen: tuple[str, ...]) -> None:
     assert choose(files, quant, "it") == chosen
+
+
+ROW_FILES = [
+    "m-Q4_K_M.gguf", "dflash-m-Q8_0.gguf", "dflash-m-BF16.gguf", "dspark-m-Q4_K_M.gguf",
+    "m-EAGLE-3.gguf", "dflashy-m.gguf", "README-dflash.md",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("quant", "kinds", "chosen"),
+    [
+        ("", ["dflash"], "dflash-m-Q8_0.gguf"),  # whose bits are nearest to the model's
+        ("BF16", ["dflash"], "dflash-m-BF16.gguf"),
+        ("", ["eagle3", "dflash", "dspark"], "dspark-m-Q4_K_M.gguf"),
+        ("", ["eagle3"], "m-EAGLE-3.gguf"),
+        ("", [], None),
+    ],
+)
+def test_a_draft_is_found_by_its_kind(quant: str, kinds: list[str], chosen: str | None) -> None:
+    assert choose_row_file(ROW_FILES, ROW_FILES[0], quant, kinds) == chosen
+    assert choose_row_file(ROW_FILES[:1], "", quant, kinds) is None
 
 
 def test_what_there_is_not_is_said_with_what_there_is() -> None:

@@ -21,9 +21,9 @@ from offload.errors import BadModel, DoesNotFit
 from specoffload.server.engine.messages import RequestFailed
 from specoffload.server.engine.supervisor import State
 from specoffload.server.router.decision import EngineEvent, Phase, after
-from specoffload.server.router.model import Entry, Model, Served, Wish
+from specoffload.server.router.model import Entry, PoolModel, Served, Wish
 from specoffload.server.router.pool import ModelPool
-from specoffload.server.router.sharing import Share, Sharing
+from specoffload.server.router.sharing import Share, SharedBytes
 
 NAMES = ("a", "b", "c")
 
@@ -126,12 +126,12 @@ class World:
     def make(self, entry: Entry, share: Share | None) -> Served:
         engine = FakeEngine(self, entry)
         self.engines.append(engine)
-        return Served(engine, lambda *_: None)  # type: ignore[arg-type, return-value]
+        return Served(engine, None)  # type: ignore[arg-type]
 
-    def plan(self, entries: Sequence[Entry]) -> Sharing:
+    def plan(self, entries: Sequence[Entry]) -> SharedBytes:
         if "plan" in self.bad:
             raise OSError("no plan")
-        return Sharing({}, None, {})  # type: ignore[arg-type]
+        return SharedBytes({}, None, {})  # type: ignore[arg-type]
 
     def check(self, entry: Entry) -> None:
         if entry.name in self.bad:
@@ -167,7 +167,7 @@ class World:
             self.version[name] += 1
         self.pool.replace(self.entries(names))
 
-    def of(self, name: str, then: Callable[[Model], None]) -> None:
+    def of(self, name: str, then: Callable[[PoolModel], None]) -> None:
         if (model := self.pool.find(name)) is not None:
             then(model)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from specoffload.config.command_line import read_command_line
 from specoffload.config.options import Options, ServeOptions
-from specoffload.config.presets import EVERY, canonical, read_preset_file, read_presets, remarks_on
+from specoffload.config.presets import EVERY, canonical, notes_on, read_preset_file, read_presets
 from specoffload.errors import UsageError
 from specoffload.generation.generation import AskedOptions
 
@@ -156,14 +156,14 @@ def test_any_text_is_read_or_refused_with_a_sentence(text: str) -> None:
 def test_a_key_without_effect_is_said_once() -> None:
     text = "[*]\ndedup-cache-models = 1\n[a]\nc = 9\n[b]\ndedup-cache-models = 0\n"
     found = read_presets(text, "x.ini")
-    (words,) = remarks_on(found)
+    (words,) = notes_on(found)
     assert words.startswith("dedup-cache-models: no effect")
     assert found["a"].over(found[EVERY]).words == ("--ctx-size=9",)
-    assert remarks_on(read_presets(EXAMPLE, "x.ini")) == []
+    assert notes_on(read_presets(EXAMPLE, "x.ini")) == []
 
 
 @pytest.mark.parametrize(
-    ("line", "value", "n_remarks"),
+    ("line", "value", "n_notes"),
     [
         ("alias = a;b", "a;b", 0),
         ("model = /models/C#/a.gguf", "/models/C#/a.gguf", 0),
@@ -187,10 +187,10 @@ def test_a_key_without_effect_is_said_once() -> None:
     ],
 )  # fmt: skip
 def test_a_value_is_whole_or_a_line_says_what_is_left_out(
-    line: str, value: str, n_remarks: int
+    line: str, value: str, n_notes: int
 ) -> None:
     found = read_presets(f"[a]\n{line}\n", "x.ini")
-    assert len(remarks_on(found)) == n_remarks
+    assert len(notes_on(found)) == n_notes
     name = "--" + line.partition(" =")[0]
     words = (name,) if name == "--mmap" else (f"{name}={value}",)
     assert (found["a"].words, found["a"].aliases) == (
@@ -263,7 +263,7 @@ def test_the_time_of_a_line_grows_as_its_length(line: str) -> None:
 
 def test_a_line_on_a_value_does_not_show_a_secret() -> None:
     found = read_presets("[a]\nhf-token = 'hf_secret' ;hidden\napi-key = k\n", "x.ini")
-    said = remarks_on(found)
+    said = notes_on(found)
     assert len(said) == 2
     assert not any(word in line for line in said for word in ("secret", "hidden"))
     assert found["a"].words == ("--hf-token=hf_secret",)

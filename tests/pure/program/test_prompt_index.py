@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from specoffload.slots.choosing import common
 from specoffload.slots.prompt_index import (
     BLOCK,
-    Entry,
+    IndexedPrompt,
     PromptIndex,
     StoredFile,
     chain,
@@ -27,9 +27,9 @@ _TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=4).flatmap(
 )
 
 
-def entry_of(name: str, text: Sequence[int], marks: Sequence[int]) -> Entry:
+def entry_of(name: str, text: Sequence[int], marks: Sequence[int]) -> IndexedPrompt:
     usable = sorted({m % (len(text) + 1) for m in marks} - {0} | {len(text)})
-    return Entry(name, len(text), tuple(usable))
+    return IndexedPrompt(name, len(text), tuple(usable))
 
 
 @given(
@@ -91,7 +91,7 @@ def test_thousands_of_prompts_that_begin_alike_are_searched_in_milliseconds() ->
     system = list(range(2000))
     for i in range(3000):
         text = [*system, *([i] * 2000)]
-        index.add(Entry(str(i), len(text), (len(text),)), text)
+        index.add(IndexedPrompt(str(i), len(text), (len(text),)), text)
     new = [*system, *([1234] * 2000), 5]
     times = []
     for _ in range(5):

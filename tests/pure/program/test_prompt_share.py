@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specoffload.slots.prompt_share import PromptShare, Reading, free_tokens
+from specoffload.slots.prompt_share import PromptReads, PromptShare, free_tokens
 
 PIECE = 512
 WHOLE = 2048  # tokens of a batch
@@ -29,7 +29,7 @@ def after_a_piece(piece_s: float, *, keeps: bool = True, n_batch: int = WHOLE) -
 
 
 def test_a_prompt_alone_has_no_limit() -> None:
-    assert share_of().choose(0, [9000], is_first=False) == Reading(None, (0,))
+    assert share_of().choose(0, [9000], is_first=False) == PromptReads(None, (0,))
 
 
 def test_prompts_and_rounds_have_the_same_time() -> None:
@@ -69,16 +69,16 @@ def test_while_nothing_runs_prompts_owe_nothing() -> None:
 
 def test_a_short_prompt_is_read_before_a_long_one_and_its_first_token_comes_at_once() -> None:
     share = after_a_piece(5.0)
-    assert share.choose(0, [6000, 16], is_first=False) == Reading(16, (1,))
+    assert share.choose(0, [6000, 16], is_first=False) == PromptReads(16, (1,))
     share.took(0.1, has_rounds=False, has_prompts=True)
     assert share.choose(1, [6000], is_first=True).n_tokens == 0
     share.took(0.1, has_rounds=True, has_prompts=False)
-    assert share.choose(1, [6000], is_first=False) == Reading(PIECE, (0,))
+    assert share.choose(1, [6000], is_first=False) == PromptReads(PIECE, (0,))
 
 
 def test_prompts_of_similar_length_are_read_in_the_order_of_their_arrival() -> None:
-    assert share_of().choose(0, [6000, 5000, 7000], is_first=False) == Reading(None, (0, 1, 2))
-    assert share_of().choose(0, [20, 20], is_first=False) == Reading(None, (0, 1))
+    assert share_of().choose(0, [6000, 5000, 7000], is_first=False) == PromptReads(None, (0, 1, 2))
+    assert share_of().choose(0, [20, 20], is_first=False) == PromptReads(None, (0, 1))
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=4), st.integers(1, 9))
@@ -128,7 +128,7 @@ def test_a_first_piece_whose_time_is_unknown_is_stopped_once() -> None:
     share.choose(0, [9000], is_first=False)
     assert [share.is_worth_stopping(16, at_s) for at_s in (0.1, 0.6)] == [False, True]
     share.was_stopped(0.6)
-    assert share.choose(0, [9000, 16], is_first=False) == Reading(16, (1,))
+    assert share.choose(0, [9000, 16], is_first=False) == PromptReads(16, (1,))
     share.took(0.1, has_rounds=False, has_prompts=True)
     share.choose(1, [9000], is_first=False)
     assert not share.is_worth_stopping(16, 5.0)

@@ -9,7 +9,7 @@ import pytest
 from offload.errors import BadRequest
 from offload.sampling.json_schema import adapted
 from offload.sampling.schema_places import at_pointer
-from offload.sampling.schema_refs import References, Steps
+from offload.sampling.schema_refs import References, StepLimit
 
 
 def test_an_anchor_names_the_first_part_that_has_it() -> None:
@@ -46,7 +46,7 @@ def test_a_required_that_is_a_truth_value_breaks_no_proof() -> None:
 
 
 def test_steps_are_counted_up_to_their_limit() -> None:
-    steps = Steps(3)
+    steps = StepLimit(3)
     steps.take(3)
     with pytest.raises(BadRequest, match="over 3 steps"):
         steps.take()

@@ -18,25 +18,32 @@ from specoffload.session.startup_lines import startup_lines
 def lines(
     *, wanted_ctx: int = 0, drafts: Any = None, speculation: Any = None, **changes: object
 ) -> tuple[str, ...]:
-    target: Any = Told(
-        choices=((Told(name="cpu", description="a processor", reason="no GPU"), None),),
+    opened = Told(
         notes=("no AMX",),
+        plan=changes.pop("plan", None),
+        remote=changes.pop("remote", None),
+        weights=Told(
+            store=None, hybrid=changes.pop("hybrid", None), ways=changes.pop("ways", None)
+        ),
+        row_draft=None,
+        devices=(),
+    )
+    target: Any = Told(
+        start=Told(
+            choices=((Told(name="cpu", description="a processor", reason="no GPU"), None),),
+            options=Told(row_file=None),
+        ),
+        opened=opened,
         n_ctx=4096,
         facts=Told(n_experts=changes.pop("n_experts", 0), architecture="mamba"),
         model=Told(size_bytes=20),
-        plan=changes.pop("plan", None),
-        remote=changes.pop("remote", None),
-        store=None,
-        row_draft=None,
-        hybrid=changes.pop("hybrid", None),
-        devices=(),
         min_batch=MinBatch(24, 8),
         numa_notes=(),
         **changes,
     )
     spec = Told(reasons=())
-    config: Any = Told(ctx_size=wanted_ctx, spec=spec, reasons=("2 threads",))
-    return startup_lines(config, target, drafts, speculation, ())
+    choices: Any = Told(n_ctx=wanted_ctx, spec=spec)
+    return startup_lines(choices, target, drafts, speculation, ("2 threads",))
 
 
 def test_a_plain_start_says_device_draft_and_speculation() -> None:

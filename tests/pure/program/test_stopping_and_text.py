@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from offload.sampling.answer_start import AnswerStart, CallSpan, ReasoningSpan
 from offload.sequences.text import TextStream
-from specoffload.slots.stopping import StopScanner
+from specoffload.slots.stopping import LineLimits, StopScanner
 
 
 @given(st.text(), st.lists(st.integers(1, 4), min_size=1))
@@ -139,3 +139,44 @@ def test_an_answer_of_calls_alone_has_no_stops() -> None:
     assert scanner.feed('{"name": {') == '{"name": {'
     behind = StopScanner(("{",), ReasoningSpan("<t>", ("</t>",)), calls=CallSpan((), is_open=True))
     assert behind.feed("<t>{</t>{{") + behind.finish() == "<t>{</t>{{"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 50])
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("x = 1\n    y\n  z\n", "x = 1\n    y\n  "),
+        ("    a\n\tb", "    a\n\t"),
+        ("a\n\n    b", "a\n"),  # llama-server ends at an empty line, too
+        ("a\n     b\n \t \tc\n", "a\n     b\n \t \tc\n"),
+        ("a\n  ", "a\n  "),  # the line may go on
+        ("a", "a"),
+    ],
+)
+def test_a_line_with_too_little_indentation_ends_the_answer(
+    text: str, shown: str, size: int
+) -> None:
+    limits = LineLimits(4, -1)
+    assert "".join(limits.feed(text[i : i + size]) for i in range(0, len(text), size)) == shown
+    assert limits.stopped == (shown != text)
+    unlimited = LineLimits(0, -1)
+    assert unlimited.feed(text) == text
+    assert not unlimited.stopped
+
+
+def test_after_a_time_the_answer_ends_with_its_line() -> None:
+    now_s = 5.0
+    limits = LineLimits(0, 250, lambda: now_s)
+    assert limits.feed("a\n") == "a\n"
+    now_s = 9.0
+    limits.begin()  # the prompt's time does not count
+    now_s = 9.25
+    limits.feed("b\n")
+    assert not limits.stopped
+    now_s = 9.26
+    limits.begin()
+    assert limits.feed("c") == "c"
+    assert not limits.stopped, "the line is not over"
+    assert limits.feed("d\ne") == "d\ne"
+    assert limits.stopped
+    assert limits.feed("f") == ""

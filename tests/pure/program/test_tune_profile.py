@@ -171,7 +171,8 @@ def test_the_table_says_which_batches_are_split_and_why_none_is(
 ) -> None:
     unsplit = frozenset(range(1, SMALL_BATCH + 1)) - {*sizes}
     ways = Ways(MinBatch(), may_split=True, unsplit=unsplit, declined=declined)
-    target = SimpleNamespace(hybrid=object(), ways=SimpleNamespace(now=ways), devices=())
+    weights = SimpleNamespace(hybrid=object(), ways=SimpleNamespace(now=ways), devices=())
+    target = SimpleNamespace(opened=SimpleNamespace(weights=weights, devices=()))
     monkeypatch.setattr(tune, "streamed_kinds", lambda target: ())
     session: Any = SimpleNamespace(target=target, engine_choice=None)
     assert tune.found(session) == [("--hybrid", chosen, why)]

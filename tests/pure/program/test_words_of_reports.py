@@ -11,10 +11,10 @@ import pytest
 from resolved import config_of, line_of
 from rich.progress import Progress
 
-from offload.store.store import Room
+from offload.store.store import HostRoom
 from offload.times.hits import Sharing
 from offload.times.min_batch import NEVER, MinBatch
-from offload.times.table import CostTable, Entry, Way
+from offload.times.table import CostTable, DecodeTime, Way
 from offload.units import milliseconds, size_words
 from specoffload import report
 from specoffload.commands import models
@@ -99,8 +99,8 @@ def test_a_threshold_for_no_batch_is_never() -> None:
 def test_ram_with_a_speed_is_read_by_every_command() -> None:
     line = line_of("--ram", "512GiB,200GB/s")
     assert line.options.ram_bytes == 512 << 30
-    assert any("--ram 200GB/s ignored" in words for words in line.options.remarks)
-    assert not line_of("--ram", "512GiB").options.remarks
+    assert any("--ram 200GB/s ignored" in words for words in line.options.notes)
+    assert not line_of("--ram", "512GiB").options.notes
     with pytest.raises(UsageError, match="no size"):
         line_of("--ram", "200GB/s")
 
@@ -110,8 +110,8 @@ def test_own_layers_that_are_missing_are_named_to_the_user(tiny_dense: Path) -> 
 
     spec = SpecOptions(drafters=(DrafterName.MTP,), given={"drafters": "--spec-type"})
     config = config_of(model=tiny_dense, spec=spec)
-    assert any("--spec-type mtp: the file has no layers" in words for words in config.remarks)
-    assert not config_of(model=demo_file("target.gguf"), spec=spec).remarks
+    assert any("--spec-type mtp: the file has no layers" in words for words in config.notes)
+    assert not config_of(model=demo_file("target.gguf"), spec=spec).notes
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_the_fastest_time_of_each_size_is_marked(monkeypatch: pytest.MonkeyPatch
         Way.SPLIT: {1: 1.0, 64: 3.0},
     }
     table = CostTable(
-        32, 3, {w: {n: Entry(s, n_timed=4) for n, s in at.items()} for w, at in times.items()}
+        32, 3, {w: {n: DecodeTime(s, n_timed=4) for n, s in at.items()} for w, at in times.items()}
     )
     rows: list[tuple[str, ...]] = []
     monkeypatch.setattr(report, "table", lambda title, names, found: rows.extend(found))
@@ -165,7 +165,11 @@ def test_the_fastest_time_of_each_size_is_marked(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_size_that_was_timed_once_has_no_spread(monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = {1: Entry(0.002, 0.0, 1), 2: Entry(0.003, 0.05, 4), 3: Entry(0.00023, 87.94, 3)}
+    entries = {
+        1: DecodeTime(0.002, 0.0, 1),
+        2: DecodeTime(0.003, 0.05, 4),
+        3: DecodeTime(0.00023, 87.94, 3),
+    }
     rows: list[tuple[str, ...]] = []
     monkeypatch.setattr(report, "table", lambda title, names, found: rows.extend(found))
     show_table(CostTable(32, 3, {Way.IN_PLACE: entries}))
@@ -182,7 +186,7 @@ def test_a_listed_model_is_compared_with_the_memory_of_the_control_group(
 
     model = CachedModel("demo", "a folder", file)
     assert describe(model, config_for)["fits"]
-    room = Room(1 << 20, "the control group's limit of 0.0 GiB")
+    room = HostRoom(1 << 20, "the control group's limit of 0.0 GiB")
     monkeypatch.setattr(models, "room_now", lambda: room)
     row = describe(model, config_for)
     assert not row["fits"]

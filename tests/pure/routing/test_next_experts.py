@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from offload.decode import Rows
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
-from offload.routing.next_experts import Embeddings, NextExperts, Router, Rows
+from offload.routing.next_experts import Embeddings, NextExperts, Router
 from offload.routing.routing import RoutingGuess
 
 N_EMBD, N_EXPERTS, N_USED = 16, 16, 2

@@ -11,7 +11,7 @@ import numpy as np
 from fake_target import FakeTarget
 from numpy.typing import NDArray
 
-from specdec.decoding.acceptance import Acceptance, Greedy, MatchAcceptance
+from specdec.decoding.acceptance import AcceptanceRule, Greedy, MatchAcceptance
 from specdec.decoding.drafting import ChainDrafting
 from specdec.decoding.loop import NO_DRAFT, DecodingLoop
 from specdec.decoding.member import BatchMember
@@ -83,7 +83,7 @@ def generated(
     chooser: Chooser | None = None,
     end: int | None = None,
     n_cached: int = 0,
-    acceptance: Acceptance | None = None,
+    acceptance: AcceptanceRule | None = None,
 ) -> Iterator[Round]:
     """The rounds of one generation in sequence 0."""
     chooser = chooser or Greedy()
@@ -108,7 +108,7 @@ def member_of(
     *,
     n_cached: int = 0,
     end: int | None = None,
-    accept: Acceptance | None = None,
+    accept: AcceptanceRule | None = None,
     chooser: Chooser | None = None,
     **more: Any,
 ) -> BatchMember:

@@ -6,6 +6,7 @@ Each member writes the text that it would have written alone, however its text e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import perf_counter
 
 import numpy as np
 import pytest
@@ -26,7 +27,8 @@ from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram_cache import NgramCache
 from specdec.drafters.ngrams import NgramMapK, NgramMapK4V, NgramMod, NgramSimple
 from specdec.drafters.suffix import SuffixDrafter
-from specdec.drafters.translate import TranslatedDrafter, Vocabulary
+from specdec.drafters.translate import TranslatedDrafter
+from specdec.drafters.vocabulary import Vocabulary
 from specdec.errors import SpecDecError
 from specdec.policies.rules import Fixed, PMin
 from specdec.policies.throughput import Throughput
@@ -504,6 +506,24 @@ def test_a_step_says_the_size_and_the_time_of_its_decodes() -> None:
     read = loop.step(4)
     assert read.rounds
     assert not read.decodes
+
+
+def test_a_report_covers_its_step_and_cannot_be_changed() -> None:
+    """Steps of all kinds do: with a prompt, with drafts, without them, and of no member."""
+    target = FakeTarget(n_vocab=16, seed=3)
+    drafting = ChainDrafting(target, ModelDrafter(FakeTarget(n_vocab=16)), Fixed(3))
+    for sequence, loop in enumerate((DecodingLoop(target, drafting), DecodingLoop(target))):
+        loop.add(member_of(sequence, list(range(9)), 12))
+        while loop.members:
+            before_s = perf_counter()
+            report = loop.step(4)
+            assert before_s <= report.began_s <= report.ended_s <= perf_counter()
+            for _, round_ in report.rounds:
+                parts_s = round_.draft_s + round_.verify_s + round_.rollback_s
+                assert parts_s <= report.ended_s - report.began_s + 1e-9
+        assert not loop.step().rounds
+    with pytest.raises(AttributeError):
+        report.rounds = ()  # type: ignore[misc]
 
 
 def test_a_chain_of_drafters_decides_and_learns_for_several_members() -> None:

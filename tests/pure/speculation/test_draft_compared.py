@@ -11,8 +11,10 @@ from specdec.costs.draft_quality import (
     LEAST_Q,
     TextCompared,
     block_lengths,
+    block_lengths_of,
     by_position,
     compared,
+    positions_of,
     sampled_tokens_per_round,
 )
 from specdec.costs.profile import CostProfile
@@ -75,3 +77,34 @@ def test_lengths_are_priced_by_the_batch_and_the_draft_step() -> None:
     assert three.gain < two.gain
     positions = by_position([a_text([True] * 60, overlap=0.5)], 8)
     assert sampled_tokens_per_round(positions, 2) == pytest.approx(1.75)
+
+
+def test_accepted_tokens_take_the_place_of_agreement() -> None:
+    """Of three drafts, one was right wholly, one in its first two tokens, and one in none."""
+    first, second, third, fourth = positions_of([4, 2, 0], 4)
+    assert (first.n_tokens, first.agreement) == (3, pytest.approx(2 / 3))
+    assert (second.n_tokens, second.agreement) == (2, 1.0)
+    assert (third.n_tokens, third.agreement) == (2, 0.5)
+    assert (fourth.n_tokens, fourth.agreement) == (1, 1.0)
+    assert {at.kl for at in (first, second)} == {at.overlap for at in (third, fourth)} == {None}
+    assert positions_of([], 2)[1].agreement is None
+    costs = CostProfile((1.0, 1.1, 1.2, 1.3, 1.4), 0.1)
+    lengths = block_lengths_of([4, 2, 0], costs)
+    assert [length.n_drafted for length in lengths] == [0, 1, 2, 3, 4], "as T(n) allows"
+    assert [length.tokens_per_round for length in lengths] == pytest.approx(
+        [1, 1 + 2 / 3, 1 + 4 / 3, 1 + 5 / 3, 3]
+    )
+    assert lengths[0].gain == 1.0
+    assert lengths[2].gain == pytest.approx((1 + 4 / 3) / (1.2 + 2 * 0.1))
+
+
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=30))
+def test_tokens_per_round_are_the_products_of_the_acceptance(accepted: list[int]) -> None:
+    costs = CostProfile(tuple(1.0 for _ in range(16)))
+    total, product = 1.0, 1.0
+    for at, length in zip(
+        positions_of(accepted), block_lengths_of(accepted, costs)[1:], strict=True
+    ):
+        product *= at.agreement or 0.0
+        total += product
+        assert length.tokens_per_round == pytest.approx(total)

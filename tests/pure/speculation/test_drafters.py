@@ -21,7 +21,8 @@ from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram_cache import LookupCache, NgramCache
 from specdec.drafters.ngrams import NgramMapK, NgramMapK4V, NgramMod, NgramSimple, PerSequence
 from specdec.drafters.suffix import SuffixAutomaton, SuffixDrafter
-from specdec.drafters.translate import TranslatedDrafter, Vocabulary
+from specdec.drafters.translate import TranslatedDrafter
+from specdec.drafters.vocabulary import Vocabulary
 from specdec.errors import BadOption
 from specdec.policies.rules import Fixed
 from specdec.policies.throughput import Throughput

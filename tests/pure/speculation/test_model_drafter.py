@@ -20,7 +20,8 @@ from specdec.decoding.member import BatchMember
 from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngrams import NgramSimple
-from specdec.drafters.translate import TranslatedDrafter, Vocabulary
+from specdec.drafters.translate import TranslatedDrafter
+from specdec.drafters.vocabulary import Vocabulary
 from specdec.policies.rules import DraftBounds, Fixed, PMin, bounded
 from specdec.policies.throughput import Throughput
 from specdec.types import Draft, Drafter, DraftRequest, Policy, Round

@@ -26,7 +26,7 @@ from lab.simulation import (
     synthetic_trace,
 )
 from offload.times.learner import Learner
-from offload.times.table import CostTable, Entry, Way
+from offload.times.table import CostTable, DecodeTime, Way
 from specdec.costs.calibration import Bins, Calibration
 from specdec.costs.profile import CostProfile
 from specdec.policies import walk
@@ -151,7 +151,7 @@ def test_throughput_beats_every_other_policy_in_the_mean(curve: str) -> None:
 def test_a_step_of_own_layers_that_becomes_slow_shortens_drafts() -> None:
     """The step was measured to be fast. Serving learns its time, in which rows are taken in."""
     curve = CURVES["deepseek-r1-0528-numa"]
-    entries = {n: Entry(s, n_timed=1) for n, s in enumerate(curve.step_s, 1)}
+    entries = {n: DecodeTime(s, n_timed=1) for n, s in enumerate(curve.step_s, 1)}
     lengths = []
     for share in (0.02, 0.1, 0.3, 0.8):
         learner = Learner(

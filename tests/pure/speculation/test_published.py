@@ -12,7 +12,7 @@ from specdec.build import build_policy
 from specdec.costs.profile import CostProfile
 from specdec.errors import BadProfile
 from specdec.options import BY_P, PRICED, PolicyName, SpecOptions
-from specdec.policies.cost_curve import PUBLISHED, Family, fit
+from specdec.policies.cost_curve import PUBLISHED, CurveFamily, fit
 from specdec.policies.published import (
     Bandit,
     Costs,
@@ -135,7 +135,7 @@ def test_v1_and_v3a_keep_a_draft_at_the_limit_whole_and_v3b_keeps_the_best() -> 
     ],
 )
 def test_the_fits_equal_the_published_ones(
-    family: Family, parameters: tuple[float, ...], rmse: float
+    family: CurveFamily, parameters: tuple[float, ...], rmse: float
 ) -> None:
     found = fit(published_values("fit_y_data"), family)
     assert (round(found.a, 4), round(found.b, 4), round(found.c, 4)) == parameters

@@ -18,7 +18,7 @@ from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.synthetic import SyntheticAcceptance
 from specdec.errors import BadOption
-from specdec.options import DrafterName, PolicyName, SpecOptions
+from specdec.options import FROM_ROWS, DrafterName, PolicyName, SpecOptions
 from specdec.policies.rules import Fixed
 
 PROFILE = published_curves()["deepseek-r1-0528-q4_x"]
@@ -46,7 +46,7 @@ def test_throughput_drafts_no_more_than_was_measured_and_fits_a_batch() -> None:
     assert build_policy(SpecOptions(), long).n_max == 63
 
 
-FREE = [n for n in DrafterName if n not in ("none", "draft", "mtp", "eagle3", "synthetic")]
+FREE = [n for n in DrafterName if n not in ("none", "draft", *FROM_ROWS, "synthetic")]
 
 
 @pytest.mark.parametrize("name", FREE)

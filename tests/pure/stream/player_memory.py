@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from offload.decode import SMALL_BATCH
 from offload.ggml import player as api
 from offload.ggml.player import (
-    Ahead,
     Bell,
     Calls,
-    Event,
-    Host,
     Layer,
-    Part,
     Player,
+    PlayerAhead,
+    PlayerEvent,
+    PlayerHost,
+    PlayerPart,
     RedirectEntry,
     Ringing,
     Segment,
@@ -250,7 +250,9 @@ class Machine:
 
     def _parts(self, rows: list[list[int]]) -> Any:
         uid = self._new(np.uint64, 1)
-        return (Part * len(rows))(*[Part(*row, self._new(np.uint8, 8), uid, 7) for row in rows])
+        return (PlayerPart * len(rows))(
+            *[PlayerPart(*row, self._new(np.uint8, 8), uid, 7) for row in rows]
+        )
 
     def _tables(self, sizes: Sizes) -> dict[str, NDArray[Any]]:
         new, n, n_slots = self.memory.array, sizes.n_experts, sizes.n_slots
@@ -319,10 +321,10 @@ class Machine:
             **{name: array.ctypes.data for name, array in tables.items()},
         )  # fmt: skip
 
-    def _host(self, sizes: Sizes, n_pairs: int, inputs: int) -> Host:
+    def _host(self, sizes: Sizes, n_pairs: int, inputs: int) -> PlayerHost:
         new = self._new
         most = n_pairs + self.rng.randint(0, 3)
-        host = Host(
+        host = PlayerHost(
             graph=new(np.uint8, 8), most=most, row_bytes=sizes.row_bytes,
             rows_per_token=sizes.rows_per_token, n_counts=2, n_sources=2, n_scales=1,
             ids=new(np.int32, most), places=new(np.int32, most), inputs=inputs,
@@ -341,7 +343,7 @@ class Machine:
         host.results = new(np.uint8, host.header_bytes + most * host.out_bytes)
         return host
 
-    def _ahead(self, segments: list[list[int]], resume: list[int]) -> Ahead:
+    def _ahead(self, segments: list[list[int]], resume: list[int]) -> PlayerAhead:
         n, new = len(self.layers), self.memory.array
         sizes = [(layer.ids_bytes, min(max(layer.n_experts, 0), _MOST)) for layer in self.layers]
         places = np.cumsum([(0, 0), *sizes], axis=0)
@@ -356,7 +358,7 @@ class Machine:
         entries = (Segment * len(segments))(*[Segment(*row) for row in segments])
         self.moved = (RedirectEntry * 1)(RedirectEntry(self._new(np.uint64, 1), 8, 16))
         self.block = self.memory.tensor()
-        return Ahead(
+        return PlayerAhead(
             segments=self._keep(entries), n_segments=len(segments), moved=C.addressof(self.moved),
             n_moved=1, ids_tensor=self.block, ids=self._new(np.uint8, ids_bytes),
             ids_bytes=ids_bytes, table_tensor=self.memory.tensor(),
@@ -387,7 +389,7 @@ class Machine:
             from_disk=self.rng.randint(0, 1),
             token_rows=self.token_rows.ctypes.data, n_token_rows=n_tokens,
             most_token_rows=TOKEN_ROWS, half_life=64.0, rule_used=1, rule_scan=8, decay=0.9,
-            most_events=4, events=self._keep((Event * 4)()), ids=new(np.int32, pairs),
+            most_events=4, events=self._keep((PlayerEvent * 4)()), ids=new(np.int32, pairs),
             rows=self.rows.ctypes.data, late=self.late.ctypes.data,
             late_pairs=new(np.int32, pairs), used=new(np.int32, most),
             resident=self.resident.ctypes.data, kinds=self.kinds.ctypes.data,

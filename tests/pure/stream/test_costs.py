@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from offload.schedule.believed import believed, contradict
@@ -69,6 +69,7 @@ def _clean(of_first: int, more: list[int]) -> dict[int, float]:
 
 
 @given(st.integers(1, 10**4), steps)
+@example(1, [10, 10, 10, 10, 897])  # the last size alone costs as much for a row as the first
 def test_arrays_pass_through_times_that_agree(of_first: int, more: list[int]) -> None:
     clean = _clean(of_first, more)
     array = SideTimes(clean).array()
@@ -95,7 +96,22 @@ def test_a_thread_that_was_interrupted_is_not_believed_and_is_timed_again() -> N
     assert believed(spoilt) == {1: 10e-6, 2: 25e-6, 4: 34e-6, 8: 34e-6}
     assert contradict(spoilt)
     assert believed({1: 10e-6, 2: 25e-6, 4: 7319e-6})[4] == pytest.approx(100e-6)
+    twice = spoilt | {8: 7400e-6}
+    assert believed(twice) == pytest.approx({1: 10e-6, 2: 25e-6, 4: 100e-6, 8: 400e-6})
+    assert contradict(twice)
     assert believed({1: 10e-6, 2: 25e-6, 4: 0.0}) == {1: 10e-6, 2: 10e-6, 4: 10e-6}
+
+
+@given(st.integers(1, 10**4), steps, st.sampled_from((4, 8)), st.floats(1.0, 1e6))
+def test_two_disturbed_times_spoil_little(
+    of_first: int, more: list[int], disturbed: int, factor: float
+) -> None:
+    """Two neighbours are too long, so the times do not fall."""
+    clean = _clean(of_first, more)
+    spoilt = clean | {n: factor * clean[n] for n in (disturbed, 2 * disturbed)}
+    array = SideTimes(spoilt).array()
+    for n in ROWS:
+        assert array[n] <= 16 * max(1, n // disturbed) * clean[n] * (1 + 1e-9)
 
 
 @given(measured)

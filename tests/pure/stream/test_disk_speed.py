@@ -62,7 +62,7 @@ def test_an_encrypted_rotating_disk_below_a_partition_is_known(tmp_path: Path) -
     (root / "sys/dev/block" / number).symlink_to(whole / "part")
     disk = disk_of(path, root)
     assert disk == Disk("/dev/mapper/data", "ext4", is_encrypted=True, is_rotational=True)
-    assert len(disk.complaints()) == 2
+    assert len(disk.reasons()) == 2
 
 
 def test_a_volume_on_an_encrypted_disk_is_encrypted(tmp_path: Path) -> None:
@@ -84,10 +84,10 @@ def test_a_volume_on_an_encrypted_disk_is_encrypted(tmp_path: Path) -> None:
 
 
 def test_what_makes_a_disk_slow_is_said() -> None:
-    assert Disk("/dev/nvme0n1p2", "ext4").complaints(6e9) == []
-    (remote,) = Disk("server:/models", "nfs4").complaints()
+    assert Disk("/dev/nvme0n1p2", "ext4").reasons(6e9) == []
+    (remote,) = Disk("server:/models", "nfs4").reasons()
     assert remote.startswith("disk server:/models is remote (nfs4)")  # `serve` says such lines
-    (slow,) = Disk("/dev/sda1", "ext4").complaints(0.5e9)
+    (slow,) = Disk("/dev/sda1", "ext4").reasons(0.5e9)
     assert "reads 0.5 GB/s: NVMe disks reach" in slow
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from offload.backends import Backend
-from offload.stream.copying import Events
+from offload.stream.copying import GraphEvents
 
 
 class CountedEvent:
@@ -47,7 +47,7 @@ def test_the_last_of_each_stream_is_synchronized_and_others_where_they_hold_part
     made: Any = CountingDevice(events_hold_parts=hold_parts)
     copying: Any = Recorder()
     computing: Any = Recorder()
-    events = Events(made)
+    events = GraphEvents(made)
     for _ in range(3):
         events.record(copying)
     for _ in range(2):
@@ -60,7 +60,7 @@ def test_the_last_of_each_stream_is_synchronized_and_others_where_they_hold_part
 def test_events_are_used_again_and_closed_once() -> None:
     made: Any = CountingDevice(events_hold_parts=False)
     stream: Any = Recorder()
-    events = Events(made)
+    events = GraphEvents(made)
     for _ in range(3):
         for _ in range(4):
             events.record(stream)

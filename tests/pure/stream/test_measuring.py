@@ -12,7 +12,7 @@ from offload.schedule.division import MeasuredCosts
 from offload.stream.split_measuring import (
     Beside,
     LinkTimes,
-    Measured,
+    SecondsByRows,
     costs_of,
     on_device,
     on_host,
@@ -64,7 +64,7 @@ class MadeUp:
 
 
 def test_the_costs_of_known_times_are_those_times() -> None:
-    device: Measured = {}
+    device: SecondsByRows = {}
     on_device(MadeUp(n_pairs=4), device)
     on_device(MadeUp(n_pairs=8), device)
     link = LinkTimes(7.0, 1.25, 1.5)
@@ -110,7 +110,7 @@ def test_copies_outlast_the_cpu_but_there_is_an_end_to_them() -> None:
 
 @given(st.integers(1, 16), st.integers(1, 9))
 def test_no_token_of_what_is_timed_uses_an_expert_twice(n_tokens: int, n_used: int) -> None:
-    device: Measured = {}
+    device: SecondsByRows = {}
     n_pairs = n_tokens * n_used
     on_device(MadeUp(n_pairs=n_pairs, n_tokens=n_tokens, n_slots=256, n_experts=256), device)
     assert device[1][0][0] == n_pairs
@@ -140,7 +140,7 @@ class Interrupted(MadeUp):
 
 def test_an_interruption_of_each_time_changes_no_cost() -> None:
     def costs(of: type[MadeUp]) -> MeasuredCosts:
-        device: Measured = {}
+        device: SecondsByRows = {}
         on_device(of(n_pairs=4), device)
         on_device(of(n_pairs=8), device)
         return costs_of(device, on_host(of()), LinkTimes(7.0), THIRDS)

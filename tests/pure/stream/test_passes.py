@@ -10,15 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.schedule.cache import Lrfu
-from offload.schedule.division import HIT, HOST, STREAMED
+from offload.schedule.division import HIT, HOST, STREAMED, SplitCosts
 from offload.schedule.passes import (
+    LEAST_GAIN,
     MOST_HOST_PAIRS,
     PairOrder,
+    RowsWay,
     group_size,
     host_experts,
     most_passes,
     passes_of,
     ring_slots,
+    soonest_host_experts,
 )
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import NOWHERE, CutNeed, Piece
@@ -47,31 +50,81 @@ def test_each_used_expert_is_in_one_pass(
     assert missing == sorted(missing), "neighbours are copied together"
 
 
-@given(
-    st.lists(st.integers(0, 1500), min_size=N, max_size=N),
-    st.lists(st.sampled_from([HIT, STREAMED, HOST]), min_size=N, max_size=N),
-    st.sets(st.integers(0, N - 1)),
-    st.booleans(),
-)
-def test_the_cpu_computes_the_missing_experts_with_the_fewest_pairs(
-    n_pairs: list[int], sides: list[int], coming: set[int], may_swap: bool
+ROWS = st.lists(st.integers(0, 1500), min_size=N, max_size=N)
+COMING = st.sets(st.integers(0, N - 1))
+
+
+@given(ROWS, st.lists(st.sampled_from([HIT, STREAMED, HOST]), min_size=N, max_size=N), COMING)
+def test_the_cpu_computes_what_a_splitter_gives_it_those_with_the_fewest_pairs_first(
+    n_pairs: list[int], sides: list[int], coming: set[int]
 ) -> None:
     rows, kinds = np.array(n_pairs), np.array(sides, np.uint8)
-    resident = kinds == HIT
-    found = host_experts(kinds, rows, resident, coming, may_swap=may_swap)
-    left = {e for e in range(N) if rows[e] and not resident[e]} - coming - {*found}
-    wanted = int(((kinds == HOST) & (rows > 0)).sum())
+    found = host_experts(kinds, rows, kinds == HIT, coming)
+    left = {e for e in range(N) if rows[e] and kinds[e] == HOST} - coming - {*found}
     assert not {*found} & coming
-    assert all(rows[e] > 0 and not resident[e] for e in found)
-    assert len(found) == len({*found}) <= wanted
-    assert rows[found].sum() <= MOST_HOST_PAIRS
-    if not may_swap:
-        assert all(kinds[e] == HOST for e in found)
-        left = {e for e in left if kinds[e] == HOST}
+    assert len(found) == len({*found})
+    assert all(rows[e] > 0 and kinds[e] == HOST for e in found)
+    assert rows[found].tolist() == sorted(rows[found])
     assert max(rows[found], default=0) <= min((rows[e] for e in left), default=MOST_HOST_PAIRS)
-    if len(found) < wanted and left:
-        one_more = rows[found].sum() + min(rows[e] for e in left)
-        assert one_more > MOST_HOST_PAIRS, "only the limit leaves an expert to the device"
+
+
+COSTS = st.builds(
+    lambda pair_s, copy_s, slow, link_slow: SplitCosts(
+        np.array([0.0, pair_s, 2 * pair_s]), np.zeros(3), 0.0, 0.0, copy_s, slow, link_slow
+    ),
+    st.floats(1e-6, 1e-3), st.floats(1e-4, 1e-1), st.floats(1.0, 2.0), st.floats(1.0, 2.0),
+)  # fmt: skip
+WAYS = st.builds(RowsWay, st.floats(0.0, 1e-2), st.floats(0.0, 1e-4))
+
+
+def layer_s(
+    rows: Sequence[int], its: Sequence[int], n_missing: int, costs: SplitCosts, way: RowsWay
+) -> float:
+    """Seconds of a layer whose device computes in no time and whose CPU computes experts `its`."""
+    n_pairs = sum(rows[e] for e in its)
+    alone_s = n_pairs * (float(costs.host_s[1]) + way.row_s) + way.begin_s if its else 0.0
+    copies_s = (n_missing - len(its)) * costs.copy_s
+    slow, link_slow = costs.host_slowdown, costs.link_slowdown
+    cpu_s = min(slow * alone_s, alone_s + (1 - 1 / slow) * copies_s)
+    link_s = min(copies_s, copies_s / link_slow + (1 - 1 / link_slow) * cpu_s)
+    return max(cpu_s, link_s)
+
+
+@given(ROWS, st.lists(st.booleans(), min_size=N, max_size=N), COMING, COSTS, WAYS)
+def test_both_sides_of_a_prompts_layer_end_as_soon_as_any_number_of_experts_allows(
+    n_pairs: list[int], there: list[bool], coming: set[int], costs: SplitCosts, way: RowsWay
+) -> None:
+    rows, resident = np.array(n_pairs), np.array(there)
+    found = soonest_host_experts(rows, resident, coming, costs, way)
+    missing = [e for e in range(N) if n_pairs[e] and not there[e]]
+    may = sorted(set(missing) - coming, key=lambda e: (n_pairs[e], e))
+    may = [e for i, e in enumerate(may) if sum(n_pairs[o] for o in may[: i + 1]) <= MOST_HOST_PAIRS]
+    ends = [layer_s(n_pairs, may[:n], len(missing), costs, way) for n in range(len(may) + 1)]
+    assert found == may[: len(found)], "those with the fewest pairs, none of which is coming"
+    if found:
+        assert ends[len(found)] <= min(ends) * (1 + 1e-9)
+        assert ends[len(found)] <= (1 - LEAST_GAIN) * ends[0] * (1 + 1e-9)
+    else:
+        assert min(ends) >= (1 - LEAST_GAIN) * ends[0] * (1 - 1e-9), (
+            "the CPU would bring too little"
+        )
+
+
+def test_a_cpu_that_brings_less_than_a_fiftieth_is_not_asked() -> None:
+    rows, nothing = np.full(100, 32), np.zeros(100, np.bool_)
+    for times, wanted in ((90.0, 0), (40.0, 2), (1.0, 50)):
+        costs = SplitCosts(np.array([0.0, times / 32]), np.zeros(2), 0.0, 0.0, 1.0)
+        assert len(soonest_host_experts(rows, nothing, (), costs, RowsWay())) == wanted
+
+
+def test_rows_that_take_long_over_the_link_leave_more_to_the_device() -> None:
+    rows, nothing = np.full(64, 32), np.zeros(64, np.bool_)
+    costs = SplitCosts(np.array([0.0, 1 / 32]), np.zeros(2), 0.0, 0.0, 1.0)
+    each = [
+        len(soonest_host_experts(rows, nothing, (), costs, way))
+        for way in (RowsWay(), RowsWay(begin_s=8.0), RowsWay(row_s=1 / 32), RowsWay(begin_s=99.0))
+    ]
+    assert each == [32, 28, 21, 0]
 
 
 @given(IDS, st.integers(1, 7), st.integers(1, 60), st.permutations(range(3 * N)))

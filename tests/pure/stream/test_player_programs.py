@@ -390,7 +390,7 @@ def test_a_failure_without_a_wait_releases_the_device(
     assert code in (api.FAILED, api.FAILED_ON_CPU, api.DRIVER_FAILED)
     assert made.player.status == (700 if code == api.DRIVER_FAILED else made.player.status)
     for layer in made.layers:
-        host = api.Host.from_address(layer.host)
+        host = api.PlayerHost.from_address(layer.host)
         n_pairs = layer.n_tokens * layer.n_used
         places = np.ctypeslib.as_array((C.c_int32 * n_pairs).from_address(host.places))
         assert ((places >= 0) & (places <= n_pairs)).all()
@@ -413,7 +413,7 @@ def test_a_silent_device_is_released_by_the_watchdog(monkeypatch: pytest.MonkeyP
     told = refusals(monkeypatch)
     made = ringing_machine(3)
     made.is_silent = True
-    watchdog = doorbell.Watchdog(made.bell, "a device", second_s=0.02)
+    watchdog = doorbell.BellWatchdog(made.bell, "a device", second_s=0.02)
     watchdog.begin()
     assert made.play() == api.DRIVER_FAILED
     assert made.player.status == api.BROKEN
@@ -429,7 +429,7 @@ def test_a_decode_that_never_ends_ends_the_process(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(log, "end", said.append)
     made = ringing_machine(3)
     made.bell.n_layers = 2
-    watchdog = doorbell.Watchdog(made.bell, "a device", second_s=0.01)
+    watchdog = doorbell.BellWatchdog(made.bell, "a device", second_s=0.01)
     watchdog.begin()
     while not said:
         assert made.bell.n_layers == 2
@@ -444,7 +444,7 @@ def test_a_decode_that_goes_on_is_left_alone(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(doorbell, "MOST_SECONDS", 5)
     made = ringing_machine(3)
     made.bell.n_layers = 2
-    watchdog = doorbell.Watchdog(made.bell, "a device", second_s=0.02)
+    watchdog = doorbell.BellWatchdog(made.bell, "a device", second_s=0.02)
     watchdog.begin()
     for _ in range(40):
         made.bell.n_steps += 1

@@ -17,7 +17,7 @@ from offload.times.hits import Sharing
 from offload.times.machine import TYPICAL
 from offload.times.min_batch import MinBatch
 from offload.times.ways import Ways
-from offload.times.work import ModelWork, Part
+from offload.times.work import ModelWork, WeightWork
 
 N, K = 64, 4
 COPY_S, ROW_S = 1e-3, 2e-5
@@ -54,7 +54,9 @@ def test_both_sides_end_within_one_expert_of_each_other(
         assert link <= cpu + one + 1e-4
 
 
-R1 = ModelWork(61, Part(151e6, 250e6), Part(760e6, 927e6), 58, Part(26.5e6, 44.0e6), 256, 8)
+R1 = ModelWork(
+    61, WeightWork(151e6, 250e6), WeightWork(760e6, 927e6), 58, WeightWork(26.5e6, 44.0e6), 256, 8
+)
 
 
 @pytest.mark.parametrize(("n_tokens", "gain"), [(128, 1.05), (512, 1.5), (1024, 1.2)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from offload.store.residency import Piece, Residency
+from offload.store.residency import LayerExpert, Residency
 
 N_LAYERS, N_EXPERTS, N_USED = 4, 32, 2
 
@@ -28,7 +28,7 @@ class Played:
             self.residency.add(piece)
         assert self.residency.used_bytes == 10 * len(self.residency)
 
-    def holds(self, pieces: list[Piece]) -> list[bool]:
+    def holds(self, pieces: list[LayerExpert]) -> list[bool]:
         return [piece in self.residency for piece in pieces]
 
 
@@ -78,7 +78,7 @@ def test_pieces_that_must_stay_are_not_evicted_even_if_too_little_fits() -> None
     residency = Played(4).residency
     for expert in range(4):
         residency.add((0, expert))
-    kept: set[Piece] = {(0, 0), (0, 1)}
+    kept: set[LayerExpert] = {(0, 0), (0, 1)}
     assert set(residency.victims(30, [kept])) == {(0, 2), (0, 3)}
     assert residency.used_bytes == 20
     assert not list(residency.victims(30, [kept]))

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from offload.ggml.player import Host, Layer, Player, native
+from offload.ggml.player import Layer, Player, PlayerHost, native
 from offload.schedule.division import (
     HIT,
     HOST,
@@ -228,7 +228,7 @@ def played(
     state = np.full(n_experts, 2, np.int32)  # ready
     rows, used, order = (np.zeros(n_experts, np.int32) for _ in range(3))
     there, kinds = np.zeros(n_experts, np.uint8), np.zeros(n_experts, np.uint8)
-    host = Host()  # only split layers have one
+    host = PlayerHost()  # only split layers have one
     layer = Layer(
         host=C.addressof(host),
         n_experts=n_experts, n_used=n_used, n_tokens=n_tokens, n_slots=n_experts,

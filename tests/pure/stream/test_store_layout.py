@@ -12,7 +12,7 @@ from numa.memory import huge_bytes_at
 from offload.errors import DoesNotFit
 from offload.model import TensorEntry, WeightPlace
 from offload.plan.store_layout import PAGE_BYTES, cut_into_chunks, plan_layout
-from offload.store.store import Room, check_room, room_now
+from offload.store.store import HostRoom, check_room, room_now
 
 GIB = 1 << 30
 
@@ -78,8 +78,8 @@ def test_too_little_memory_is_told_with_both_numbers_the_limit_and_the_flag() ->
     with pytest.raises(
         DoesNotFit, match=r"need 3\.00 GiB.*1\.50 GiB are available \(why\).*--mmap"
     ):
-        check_room(3 * GIB, Room(3 * GIB // 2, "why"))
-    check_room(GIB, Room(GIB, "why"))
+        check_room(3 * GIB, HostRoom(3 * GIB // 2, "why"))
+    check_room(GIB, HostRoom(GIB, "why"))
 
 
 def test_the_control_group_limits_the_room(tmp_path: Path) -> None:

@@ -24,27 +24,27 @@ from offload.trace.report import (
     report,
     union,
 )
-from offload.trace.trace import LANES, NO_TRACE, Event, Trace, link_speeds
+from offload.trace.trace import LANES, NO_TRACE, Trace, TraceEvent, link_speeds
 
 
-def copy(start: float, end: float, **args: str | int | float) -> Event:
-    return Event("copy", f"copy at {start}", start, end, args)
+def copy(start: float, end: float, **args: str | int | float) -> TraceEvent:
+    return TraceEvent("copy", f"copy at {start}", start, end, args)
 
 
-def compute(start: float, end: float, **args: str | int | float) -> Event:
-    return Event("compute", "nodes", start, end, args)
+def compute(start: float, end: float, **args: str | int | float) -> TraceEvent:
+    return TraceEvent("compute", "nodes", start, end, args)
 
 
-def wait(start: float, end: float, cause: str = "copy", layer: int = 0) -> Event:
-    return Event("compute", "wait", start, end, {"cause": cause, "layer": layer})
+def wait(start: float, end: float, cause: str = "copy", layer: int = 0) -> TraceEvent:
+    return TraceEvent("compute", "wait", start, end, {"cause": cause, "layer": layer})
 
 
-def test_a_trace_that_is_off_is_false_and_keeps_nothing() -> None:
+def test_a_trace_that_is_off_says_so_and_keeps_nothing() -> None:
     NO_TRACE.add("copy", "x", 0.0, 1.0, bytes=3)
-    assert not NO_TRACE
+    assert not NO_TRACE.is_on
     assert NO_TRACE.events() == []
     assert NO_TRACE.n_dropped == 0
-    assert Trace()
+    assert Trace().is_on
 
 
 def test_the_ring_keeps_the_last_events_and_counts_the_rest() -> None:
@@ -148,14 +148,14 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     events, n_dropped = read_events(tmp_path / "t.json")
     assert n_dropped == 1
     assert events == [
-        Event("CPU", "e1", 0.0, 0.5, {"layer": 1}),
-        Event("CPU", "e2", 1.0, 1.5, {"layer": 2}),
+        TraceEvent("CPU", "e1", 0.0, 0.5, {"layer": 1}),
+        TraceEvent("CPU", "e2", 1.0, 1.5, {"layer": 2}),
     ]
     assert read_report(tmp_path / "t.json").n_dropped == 1
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"),
+    ("text", "error"),
     [
         ("no json", "not JSON"),
         ("[1, 2]", "not a trace of ours"),
@@ -168,10 +168,10 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_file_that_is_not_ours_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
+def test_a_file_that_is_not_ours_is_refused(tmp_path: Path, text: str, error: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
-    with pytest.raises(OffloadError, match=complaint):
+    with pytest.raises(OffloadError, match=error):
         read_report(path)
 
 
@@ -190,7 +190,7 @@ def test_overlap_bandwidth_and_utilisation_of_a_known_trace() -> None:
         copy(0, 4, bytes=4000, layer=0),
         copy(6, 8, bytes=2000, layer=1),
         compute(2, 7, layer=0),
-        Event("CPU", "experts", 9, 10, {"layer": 1}),
+        TraceEvent("CPU", "experts", 9, 10, {"layer": 1}),
     ])  # fmt: skip
     assert (seen.span_s, seen.copy_s, seen.compute_s) == (10, 6, 6)
     assert seen.hidden_s == 3  # 2..4 and 6..7
@@ -245,7 +245,7 @@ def test_a_wait_is_not_computation() -> None:
         ),
     ],
 )
-def test_each_stall_has_its_cause(events: list[Event], cause: str) -> None:
+def test_each_stall_has_its_cause(events: list[TraceEvent], cause: str) -> None:
     seen = report(events)
     by_cause = seen.stalled_by_cause_s
     assert seen.n_stalls == 1
@@ -264,7 +264,7 @@ def test_intervals_unite_and_intersect() -> None:
     assert intersection([(0, 2), (3, 6)], [(1, 4), (5, 7)]) == [(1, 2), (3, 4), (5, 6)]
 
 
-def guessed_by_looking_at_all(wait_: Event, events: list[Event]) -> bool:
+def guessed_by_looking_at_all(wait_: TraceEvent, events: list[TraceEvent]) -> bool:
     """True if a guess was made for the layer of the awaited copy, found by a full search."""
     copies = sorted((e for e in events if e.lane == "copy"), key=lambda e: e.start_s)
     during = [c for c in copies if c.end_s > wait_.start_s and c.start_s < wait_.end_s]
@@ -295,7 +295,7 @@ WAITS = st.builds(lambda start, length: wait(start, start + length), MOMENTS, st
 
 @given(st.lists(COPIES, max_size=12), WAITS)
 def test_what_a_wait_waited_for_is_found_without_looking_at_every_copy(
-    copies: list[Event], wait_: Event
+    copies: list[TraceEvent], wait_: TraceEvent
 ) -> None:
     by_cause = report([*copies, wait_]).stalled_by_cause_s
     if not by_cause[SLOT_NOT_FREE]:

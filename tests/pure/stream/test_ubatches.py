@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.decode import SMALL_BATCH, Batch
-from offload.stream.ubatches import Ubatches
+from offload.decode import SMALL_BATCH, Batch, Ubatches
 
 
 @given(st.integers(1, 900), st.integers(1, 300), st.integers(0, 3), st.lists(st.booleans()))

@@ -19,7 +19,7 @@ from offload.errors import BadRequest
 from specoffload import report
 from specoffload.chat.conversation import Content, Conversation, Delta, Reasoning
 from specoffload.errors import UsageError
-from specoffload.generation.generation import GenerateOptions, Piece
+from specoffload.generation.generation import GenerateOptions, TextPiece
 from specoffload.generation.statistics import GenerationStats
 from specoffload.terminal.chat import ORDERS, Talk, converse, read_order
 from specoffload.terminal.screen import show_answer, whole_blocks
@@ -27,10 +27,10 @@ from specoffload.terminal.screen import show_answer, whole_blocks
 STATS = GenerationStats(n_tokens=3, n_prompt_tokens=7, decode_s=0.5)
 
 
-def saying(*parts: Delta) -> Callable[[Conversation], Iterator[Delta | Piece]]:
-    def answer(_: Conversation) -> Iterator[Delta | Piece]:
+def saying(*parts: Delta) -> Callable[[Conversation], Iterator[Delta | TextPiece]]:
+    def answer(_: Conversation) -> Iterator[Delta | TextPiece]:
         yield from parts
-        yield Piece("", (), "stop", STATS)
+        yield TextPiece("", (), "stop", STATS)
 
     return answer
 
@@ -101,7 +101,7 @@ def test_blocks_cut_while_they_come_lose_nothing_and_are_the_same(
 def test_a_talk_remembers_what_was_said() -> None:
     seen: list[tuple[str, ...]] = []
 
-    def answer(conversation: Conversation) -> Iterator[Delta | Piece]:
+    def answer(conversation: Conversation) -> Iterator[Delta | TextPiece]:
         seen.append(tuple(str(m["content"]) for m in conversation.messages))
         yield from saying(Reasoning("hm"), Content("yes"))(conversation)
 
@@ -132,7 +132,7 @@ def test_an_answer_that_is_stopped_stays_as_far_as_it_came() -> None:
 
 
 def test_a_question_that_fails_is_not_remembered() -> None:
-    def fail(_: Conversation) -> Iterator[Delta | Piece]:
+    def fail(_: Conversation) -> Iterator[Delta | TextPiece]:
         raise BadRequest("too long")
         yield
 
@@ -147,7 +147,7 @@ def test_a_question_that_fails_is_not_remembered() -> None:
 def test_images_go_with_the_next_question_and_are_saved(tmp_path: Path) -> None:
     seen: list[Conversation] = []
 
-    def answer(conversation: Conversation) -> Iterator[Delta | Piece]:
+    def answer(conversation: Conversation) -> Iterator[Delta | TextPiece]:
         seen.append(conversation)
         yield from saying(Content("a cat"))(conversation)
 
@@ -216,7 +216,7 @@ def conversed(talk: Talk, *lines: str | type[BaseException], terminal: bool = Fa
 def test_ctrl_c_ends_an_answer_and_not_the_conversation(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def interrupted(_: Conversation) -> Iterator[Delta | Piece]:
+    def interrupted(_: Conversation) -> Iterator[Delta | TextPiece]:
         yield Content("half")
         raise KeyboardInterrupt
 
@@ -246,9 +246,9 @@ def test_every_order_is_obeyed(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_a_terminal_shows_markdown_and_a_pipe_the_text() -> None:
-    parts: list[Delta | Piece] = [
+    parts: list[Delta | TextPiece] = [
         Reasoning("think "), Reasoning("hard"), Content("# Title\n\nsome **bo"),
-        Content("ld** text\n\n```py\nx = 1\n```\n"), Piece("", (), "stop", STATS),
+        Content("ld** text\n\n```py\nx = 1\n```\n"), TextPiece("", (), "stop", STATS),
     ]  # fmt: skip
     out = io.StringIO()
     show_answer(parts, Console(file=out, width=80, force_terminal=False))
@@ -273,9 +273,9 @@ def test_an_answer_that_a_limit_stops_says_so_each_time(
 ) -> None:
     ends = iter(["length", "stop", "length"])
 
-    def answer(_: Conversation) -> Iterator[Delta | Piece]:
+    def answer(_: Conversation) -> Iterator[Delta | TextPiece]:
         yield Content("yes")
-        yield Piece("", (), next(ends), STATS)
+        yield TextPiece("", (), next(ends), STATS)
 
     talk = Talk(answer, options=GenerateOptions(n_predict=n_predict))
     said = []
@@ -295,7 +295,7 @@ def test_a_log_line_stands_after_the_answer_on_a_terminal(
     root, handler = logging.getLogger(), logging.StreamHandler(screen)
     monkeypatch.setattr(root, "handlers", [handler])
 
-    def parts() -> Iterator[Delta | Piece]:
+    def parts() -> Iterator[Delta | TextPiece]:
         yield Content("first words, ")
         logging.getLogger("offload.threads").warning("other programs use the processors")
         yield Content("last words")

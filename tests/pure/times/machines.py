@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from offload.times.search import Wanted, fill
+from offload.times.search import TimingRequest, fill
 from offload.times.table import CostTable, Way
 
 N_EXPERTS, N_USED = 64, 4
@@ -47,7 +47,7 @@ class Simulated:
         self.spent_s += took_s
         return took_s
 
-    def measured(self, wanted: Wanted, most_s: float) -> CostTable:
+    def measured(self, request: TimingRequest, most_s: float) -> CostTable:
         """The cost table of a first start with `most_s` seconds for measuring.
 
         Long decodes are broken off after four layers.
@@ -64,6 +64,6 @@ class Simulated:
             self.spent_s = before_s + share * took_s
             return [took_s]
 
-        wanted = replace(wanted, part=part)
-        fill(table, wanted, time_size, lambda: most_s - (self.spent_s - began_s), "2026-01-02")
+        request = replace(request, part=part)
+        fill(table, request, time_size, lambda: most_s - (self.spent_s - began_s), "2026-01-02")
         return table

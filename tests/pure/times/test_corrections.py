@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -14,14 +15,25 @@ from hypothesis import strategies as st
 from machines import N_EXPERTS, N_USED, Simulated
 
 from offload.decode import SMALL_BATCH
+from offload.times import corrections
 from offload.times.learner import Learner
-from offload.times.table import CostTable, Entry, Way
+from offload.times.table import CostTable, DecodeTime, Way
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 _WAYS = (Way.IN_PLACE, Way.STREAMED, Way.SPLIT)
 _SLOWER = 20.0  # ratio of a disturbed decode's time to an undisturbed one's
 _QUIET = 200  # decodes after which prices are right again
 _OFTEN = 24  # decodes among them after which a size counts as used
+_LONGEST = 128  # most decodes of one disturbance
+_WRONG = 1.1  # ratio by which a table may be wrong from the start
+# The most that a price may be off. Recent decodes add the surplus. In a disturbance, a level rises
+# by the band, then by the fast creep until the last calm decodes are gone, then by the slow creep.
+_MOST_OFF = _WRONG * math.exp(
+    corrections.MOST_SURPLUS
+    + corrections._BAND
+    + corrections._N_LAST * corrections._SURE_CREEP
+    + _LONGEST * corrections._CREEP
+)
 
 
 @dataclass(frozen=True)
@@ -42,17 +54,17 @@ CASES = st.builds(
     seed=st.integers(0, 1 << 30),
     ways=st.sampled_from([(Way.IN_PLACE,), (Way.IN_PLACE, Way.STREAMED), _WAYS]),
     sizes=st.lists(st.integers(1, 64), min_size=1, max_size=8, unique=True).map(tuple),
-    longest=st.integers(1, 128),
+    longest=st.integers(1, _LONGEST),
     is_even=st.booleans(),
     between_restarts=st.integers(100, 5000),
-    imported=st.sampled_from([1.0, 1.0, 0.9, 1.1]),
+    imported=st.sampled_from([1.0, 1.0, 1 / _WRONG, _WRONG]),
 )
 
 
 def table_of(machine: Simulated, case: Case) -> CostTable:
-    def entry(way: Way, n: int) -> Entry:
+    def entry(way: Way, n: int) -> DecodeTime:
         wrong = case.imported ** ((n - 1) / 63)
-        return Entry(wrong * machine.seconds(way, n), n_timed=4)
+        return DecodeTime(wrong * machine.seconds(way, n), n_timed=4)
 
     return CostTable(N_EXPERTS, N_USED, {w: {n: entry(w, n) for n in SIZES} for w in case.ways})
 
@@ -116,7 +128,7 @@ _SLOW: dict[str, Any] = {
 
 def check(case: Case, n_decodes: int) -> None:
     seen = play(case, n_decodes)
-    assert seen.worst <= 3.0, f"a price was {seen.worst:.2f} x off"
+    assert seen.worst <= _MOST_OFF, f"a price was {seen.worst:.2f} x off"
     assert seen.after_quiet <= 1.1, f"after quiet decodes a price was {seen.after_quiet:.3f} x off"
 
 
@@ -133,6 +145,10 @@ _FROM_THE_START = Case(126288541, _TWO_WAYS, (43,), 128, True, 721, 1.1)
 @example(_FROM_THE_START)
 def test_prices_stay_near_the_true_times_whatever_disturbs_them(case: Case) -> None:
     check(case, 1500)
+
+
+def test_the_bound_of_prices_is_what_the_page_says() -> None:
+    assert round(_MOST_OFF, 1) == 3.7
 
 
 # Errors of many sessions once added up in the sizes that were not decoded.
@@ -160,7 +176,7 @@ def test_no_times_at_all_end_in_an_error_or_leave_what_was_seen(
     decodes: list[tuple[int, float]], measured: list[float], relative: bool
 ) -> None:
     """A table and decodes of any times: a price stays within twice what table and decodes span."""
-    entries = {n: Entry(s, n_timed=1) for n, s in zip(SIZES, measured, strict=True)}
+    entries = {n: DecodeTime(s, n_timed=1) for n, s in zip(SIZES, measured, strict=True)}
     learner = Learner(
         CostTable(ways={Way.FIXED: entries}), 64, lambda n: (Way.FIXED,), relative=relative
     )
@@ -182,9 +198,9 @@ def test_no_times_at_all_end_in_an_error_or_leave_what_was_seen(
 def test_a_disturbed_time_in_place_does_not_make_every_size_free() -> None:
     """Dense weights seemed to save more than a decode took, so all sizes were priced at 0.00 ms."""
     ways = {
-        Way.IN_PLACE: {n: Entry(0.06, n_timed=1) for n in SIZES},  # disturbed
-        Way.DENSE: {n: Entry(0.01, n_timed=1) for n in SIZES},
-        Way.STREAMED: {n: Entry(0.014, n_timed=1) for n in SIZES},
+        Way.IN_PLACE: {n: DecodeTime(0.06, n_timed=1) for n in SIZES},  # disturbed
+        Way.DENSE: {n: DecodeTime(0.01, n_timed=1) for n in SIZES},
+        Way.STREAMED: {n: DecodeTime(0.014, n_timed=1) for n in SIZES},
     }
     table = CostTable(N_EXPERTS, N_USED, ways)
     allowed = (Way.IN_PLACE, Way.STREAMED)
@@ -199,11 +215,11 @@ def test_a_disturbed_time_in_place_does_not_make_every_size_free() -> None:
 
 @pytest.mark.parametrize("seconds", [900_000.0, 1e-9])
 def test_times_that_no_decode_takes_are_absurd(seconds: float) -> None:
-    table = CostTable(ways={Way.IN_PLACE: {1: Entry(seconds, n_timed=3)}})
+    table = CostTable(ways={Way.IN_PLACE: {1: DecodeTime(seconds, n_timed=3)}})
     assert table.absurd.startswith("1 tokens in place would take")
 
 
 def test_a_time_far_beyond_its_neighbours_is_absurd_and_a_disturbed_one_is_not() -> None:
     for ratio, is_absurd in ((40.0, False), (5000.0, True)):
-        entries = {1: Entry(0.01, n_timed=3), 2: Entry(0.02 * ratio, n_timed=3)}
+        entries = {1: DecodeTime(0.01, n_timed=3), 2: DecodeTime(0.02 * ratio, n_timed=3)}
         assert bool(CostTable(ways={Way.IN_PLACE: entries}).absurd) is is_absurd

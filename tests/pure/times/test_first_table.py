@@ -13,7 +13,7 @@ from offload.plan.expected_costs import expected_costs
 from offload.plan.found import Found, FoundDevice, Kind
 from offload.plan.layout import Layout
 from offload.plan.wanted import Wanted
-from offload.times.context import ContextOptions
+from offload.times.context_memory import ContextOptions
 from offload.times.decodes import hybrid_s, streamed_s
 from offload.times.first_table import modelled
 from offload.times.machine import TYPICAL, Machine

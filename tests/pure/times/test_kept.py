@@ -20,17 +20,12 @@ from offload.plan.workload import TokenMix
 from offload.routing.routing import SHARES, CountedHits, RoutingRecorder
 from offload.schedule.division import DeviceCosts, MeasuredCosts, SideTimes
 from offload.times.hits import Sharing
-from offload.times.table import CostTable, Entry, Way
+from offload.times.table import CostTable, DecodeTime, Way
 from specdec.costs.calibration import Bins
 from specoffload.commands.doctor import MachineNow, kept_models
 from specoffload.config.resolution import demo_file
-from specoffload.kept import (
-    HitKeeper,
-    Kept,
-    KeptDraft,
-    KeptFile,
-    KeptRun,
-)
+from specoffload.kept import Kept, KeptDraft, KeptEngines, KeptFile, KeptRun
+from specoffload.session.used_experts import HitKeeper
 
 RATES = tuple(np.linspace(0.1, 0.9, len(SHARES)).round(4).tolist())
 SETTINGS = {"plan": "p", "threads": "1/1", "device": "sim", "build": "b"}
@@ -47,9 +42,9 @@ def hits_of(facts: ModelFacts) -> CountedHits:
 
 
 def a_run(n_slots: int = 100, **changes: Any) -> KeptRun:
-    table = CostTable(16, 4, {Way.IN_PLACE: {1: Entry(0.5, 0.1, 3, "2026-01-02")}})
+    table = CostTable(16, 4, {Way.IN_PLACE: {1: DecodeTime(0.5, 0.1, 3, "2026-01-02")}})
     split = MeasuredCosts(SideTimes({1: 1e-4}), SideTimes({1: 1e-5}), 1e-3, 1.2, 1.5, (0.5, 0.5))
-    draft = KeptDraft(0.01, {16: 0.01}, {"draft": Bins()})
+    draft = KeptDraft(0.01, {"draft": Bins()})
     run = KeptRun(SETTINGS, Sharing(n_slots), table, split, "2026-01-02", 64, 0, {"": draft})
     for name, value in changes.items():
         setattr(run, name, value)
@@ -84,7 +79,7 @@ def test_what_was_kept_is_loaded(tmp_path: Path, facts: ModelFacts) -> None:
     def change(kept: Kept) -> None:
         kept.put(a_run())
         kept.count(hits_of(facts), TokenMix(3000, 50))
-        kept.engines["draft"] = {"torch": 0.1}
+        kept.engines["draft"] = KeptEngines({"torch": 0.1}, "2026-01-02")
 
     assert file.update(change) == ""
     kept, why = file.load()
@@ -312,12 +307,14 @@ def test_a_run_with_absurd_times_is_refused_and_the_rest_is_used(
 ) -> None:
     """A learner once ran away, and a session stored what it had learnt."""
     file = KeptFile(tmp_path, facts)
-    absurd = CostTable(16, 4, {Way.IN_PLACE: {1: Entry(0.5, n_timed=3), 2: Entry(9e5, n_timed=3)}})
+    absurd = CostTable(
+        16, 4, {Way.IN_PLACE: {1: DecodeTime(0.5, n_timed=3), 2: DecodeTime(9e5, n_timed=3)}}
+    )
     file.update(lambda kept: kept.put(a_run(500, table=absurd)))
     file.update(lambda kept: kept.put(a_run()))
     assert [run.sharing.n_slots for run in file.load()[0].runs] == [100]
     file.path.unlink()
     file.update(lambda kept: kept.put(a_run(500, table=absurd)))
-    kept, complaint = file.load()
+    kept, reason = file.load()
     assert kept.runs == []
-    assert "the times of 1 of 1 kept runs are not used: 2 tokens in place" in complaint
+    assert "the times of 1 of 1 kept runs are not used: 2 tokens in place" in reason

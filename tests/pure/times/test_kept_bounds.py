@@ -12,15 +12,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from numa.place import Strategy
 from numa.tune import Candidate, Trial, TuneResult
 from offload.model_file import read_facts
-from offload.plan.repacking import LayoutTimes
 from offload.plan.ubatch_search import UbatchTrial
+from offload.plan.workload import TokenMix
 from offload.schedule.division import DeviceCosts, MeasuredCosts, SideTimes
-from offload.times.table import CostTable, Entry, Way
+from offload.times.table import CostTable, DecodeTime, Way
 from specoffload.config.resolution import demo_file
-from specoffload.kept import Kept, KeptDisk, KeptDraft, KeptFile, KeptLinks, KeptRun, KeptUbatch
-from specoffload.kept_bounds import drop_absurd, expert_bounds
+from specoffload.kept import (
+    Kept,
+    KeptDisk,
+    KeptDraft,
+    KeptEngines,
+    KeptFile,
+    KeptLayouts,
+    KeptLinks,
+    KeptRun,
+    KeptUbatch,
+)
+from specoffload.kept_bounds import drop_absurd, expert_bounds, is_old
 
 EXPERT_BYTES = 10e6
 DAY = "2026-01-02"
@@ -32,17 +43,17 @@ def profile() -> Kept:
     costs = MeasuredCosts(
         SideTimes({1: 1e-3, 4: 2e-3}), SideTimes({1: 1e-4}, 1e-5), 1e-3, 1.2, 1.5, (0.5, 0.5)
     )
-    table = CostTable(16, 4, {Way.IN_PLACE: {1: Entry(0.1, 0.05, 3, DAY)}})
-    draft = KeptDraft(0.01, {16: 0.009, 512: 0.011})
-    candidate = Candidate("local", 4)
+    table = CostTable(16, 4, {Way.IN_PLACE: {1: DecodeTime(0.1, 0.05, 3, DAY)}})
+    draft = KeptDraft(0.01)
+    candidate = Candidate(Strategy.SINGLE, 4)
     return Kept(
         runs=[KeptRun({"device": "d"}, table=table, split=costs, date=DAY, drafts={"m": draft},
                       splits={"CUDA0": costs})],
-        engines={"draft": {"torch": 0.01, "llama": 0.02}},
+        engines={"draft": KeptEngines({"torch": 0.01, "llama": 0.02}, DAY)},
         numa=TuneResult(candidate, (Trial(candidate, {1: 0.1}),), (), "node0:4c,8g", DAY),
         disks={"nvme0": KeptDisk({1: 1e9, 8: 3e9}, DAY)},
         links={"CUDA0": KeptLinks([2e10], [1e10], DAY)},
-        layouts={"q4_K": LayoutTimes(1e-3, 2e-3, 1e-5, 2e-5)},
+        layouts={"q4_K": KeptLayouts(1e-3, 2e-3, 1e-5, 2e-5, DAY)},
         workers=[DeviceCosts("sim", 1, "b", costs, DAY)],
         ubatches=[KeptUbatch({"c": "4096"}, 512, DAY, {512: UbatchTrial(1e-3, 0.1)})],
     )  # fmt: skip
@@ -87,7 +98,7 @@ DISTURBED: dict[str, tuple[Change, Change, str]] = {
         "the draft step of 2026-01-02 (m): 2.5 s, where 1e-07 to 2 s",
     ),
     "engine": (
-        lambda kept: kept.engines["draft"].update(torch=0.0),
+        lambda kept: kept.engines["draft"].seconds.update(torch=0.0),
         lambda kept: not kept.engines,
         "the times of draft engines with draft: 0 s",
     ),
@@ -107,7 +118,7 @@ DISTURBED: dict[str, tuple[Change, Change, str]] = {
         "the speed of links from RAM to CUDA0: nan bytes/s",
     ),
     "layout": (
-        lambda kept: kept.layouts.update(q4_K=LayoutTimes(1e-3, 2e-3, -1.0, 2e-5)),
+        lambda kept: kept.layouts.update(q4_K=KeptLayouts(1e-3, 2e-3, -1.0, 2e-5, DAY)),
         lambda kept: not kept.layouts,
         "the times of layouts of q4_K: -1 s",
     ),
@@ -115,6 +126,16 @@ DISTURBED: dict[str, tuple[Change, Change, str]] = {
         lambda kept: kept.ubatches[0].trials.update({1024: UbatchTrial(1e-3, 1e-9)}),
         lambda kept: not kept.ubatches,
         "the times of ubatches of 2026-01-02: 1e-09 s",
+    ),
+    "mix": (
+        lambda kept: setattr(kept, "mix", TokenMix(float("inf"), 1.0)),
+        lambda kept: kept.mix == TokenMix(0, 0),
+        "the mix of tokens: inf tokens",
+    ),
+    "imported curve": (
+        lambda kept: setattr(kept, "batch_costs", "1,-0.5"),
+        lambda kept: not kept.batch_costs,
+        "the imported T(n): ",
     ),
 }  # fmt: skip
 
@@ -143,10 +164,10 @@ def test_what_is_out_of_bounds_counts_as_missing(kind: str) -> None:
 def test_no_machine_from_slow_to_fast_is_doubted(
     expert_bytes: float, n_rows: int, bytes_per_s: float
 ) -> None:
-    """A slow machine reads 1 GB/s, and takes half as long again for each further row."""
+    """A slow machine reads 1 GB/s, and takes a quarter longer for each further row."""
     seconds = (1.0 + 0.25 * (n_rows - 1)) * expert_bytes / bytes_per_s + 1e-4
-    assert not expert_bounds(expert_bytes, n_rows).complaint([seconds])
-    assert expert_bounds(expert_bytes, n_rows).complaint(
+    assert not expert_bounds(expert_bytes, n_rows).reason([seconds])
+    assert expert_bounds(expert_bytes, n_rows).reason(
         [100.0 * seconds + 2.0 * n_rows * expert_bytes / 1e8 + 1.0]
     )
 
@@ -163,8 +184,8 @@ def test_a_file_is_mended_by_the_next_measurement(
     assert file.update(disturbed) == ""
     caplog.clear()
     for _ in range(3):
-        kept, complaint = file.load()
-        assert complaint == ""
+        kept, reason = file.load()
+        assert reason == ""
         assert kept.runs[0].split is None
         assert kept.runs[0].drafts == profile().runs[0].drafts
     (line,) = [record.getMessage() for record in caplog.records]
@@ -172,3 +193,19 @@ def test_a_file_is_mended_by_the_next_measurement(
     file.update(lambda kept: setattr(kept.runs[0], "split", profile().runs[0].split))
     assert file.load()[0].runs[0].split == profile().runs[0].split
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("day", "old"),
+    [
+        ("2026-03-31", False),
+        ("2026-03-02", False),
+        ("2026-03-01", True),
+        ("", True),
+        ("x", True),
+        ("2026-04-01", False),
+        ("2026-04-02", True),
+    ],  # fmt: skip
+)
+def test_a_measurement_is_old_after_30_days(day: str, old: bool) -> None:
+    assert is_old(day, "2026-03-31") is old

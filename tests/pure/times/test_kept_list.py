@@ -12,16 +12,16 @@ from test_kept_bounds import DAY, DISTURBED, EXPERT_BYTES, profile, slow_side
 from offload.model_file import read_facts
 from offload.plan.workload import TokenMix
 from offload.routing.routing import SHARES, CountedHits
-from offload.times.table import CostTable, Entry, Way
+from offload.times.table import CostTable, DecodeTime, Way
 from specoffload.commands.doctor import MachineNow, kept_models
 from specoffload.config.resolution import demo_file
 from specoffload.kept import Kept, KeptFile
 from specoffload.kept_bounds import drop_absurd
-from specoffload.kept_list import Measurement, age, of_machine, of_model, refused
+from specoffload.kept_list import OLD, Measurement, age, of_machine, of_model, refused
 
 TODAY = date(2026, 1, 5)
 # Fields of a kept file that are no measurements.
-NOT_MEASURED = {"model", "machine", "format", "runs"}
+NOT_MEASURED = {"model", "machine", "format", "runs", "batch_costs_date"}
 
 
 def rows(found: list[Measurement]) -> dict[str, tuple[str, ...]]:
@@ -32,7 +32,8 @@ def rows(found: list[Measurement]) -> dict[str, tuple[str, ...]]:
 def whole() -> Kept:
     kept = profile()
     kept.hits = CountedHits(16, 4, {0: (0.5,) * len(SHARES)}, 500.0, date(2026, 1, 4))
-    kept.mix, kept.batch_costs = TokenMix(3000, 50), "1,0.6,0.5"
+    kept.mix = TokenMix(3000, 50)
+    kept.batch_costs, kept.batch_costs_date = "1,0.6,0.5", DAY
     return kept
 
 
@@ -42,13 +43,14 @@ def test_each_kind_of_measurement_has_a_row() -> None:
     assert listed["disk nvme0"] == ("3 GB/s", "", "3 days", "used")
     assert listed["links to CUDA0"] == ("20 GB/s alone, 10 GB/s together", "", "3 days", "used")
     assert listed["T(1) in place"] == ("100 ms", "±5 %", "3 days", "corrected in use")
-    assert listed["an expert on the CPU"] == ("1 ms", "", "3 days", "used")
-    assert listed["an expert's copy of CUDA0"] == ("1 ms", "", "3 days", "used")
+    assert listed["an expert on the CPU"] == ("1 ms", "", "3 days", "corrected in use")
+    assert listed["an expert's copy of CUDA0"] == ("1 ms", "", "3 days", "corrected in use")
     assert listed["draft step (m)"] == ("10 ms", "", "3 days", "corrected in use")
-    assert listed["draft engines (draft)"][0] == "llama 20 ms, torch 10 ms"
+    assert listed["draft engines (draft)"] == ("llama 20 ms, torch 10 ms", "", "3 days", "used")
     assert listed["hits and unions"] == ("of 500 tokens", "", "1 day", "counted in use")
     assert listed["mix of tokens"][0] == "3,000 prompt, 50 generated"
-    assert listed["imported T(n)"][0] == "3 sizes"
+    assert listed["imported T(n)"] == ("3 sizes", "", "3 days", "used")
+    assert listed["layouts of q4_K"][1:] == ("", "3 days", "used")
     assert listed["ubatch"] == ("512, of 1 tried", "", "3 days", "used")
     assert "an expert on the device with sim" in listed
     n_all = len(listed)
@@ -64,12 +66,19 @@ def test_each_kind_of_measurement_has_a_row() -> None:
 def test_a_row_says_what_the_next_start_does() -> None:
     kept = profile()
     kept.runs[0].table = CostTable(
-        16, 4, {Way.IN_PLACE: {1: Entry(2.5, 0.0, 1, DAY, measured_s=0.1)}}
+        16, 4, {Way.IN_PLACE: {1: DecodeTime(2.5, 0.0, 1, DAY, measured_s=0.1)}}
     )
     kept.runs[0].split = slow_side(kept, 0.2)
     listed = rows(of_model(kept, kept.runs[0]))
     assert listed["T(1) in place"] == ("2.5 s", "", "3 days", "corrected in use, first 100 ms")
     assert listed["an expert on the CPU"][-1] == "doubted: timed again"
+
+
+def test_what_only_tune_measures_is_old_after_30_days() -> None:
+    kept = whole()
+    found = [*of_machine(kept), *of_model(kept, kept.runs[0])]
+    old = {one.name for one in found if one.cells(date(2026, 3, 5))[-1] == OLD}
+    assert old == {"threads and placement", "ubatch", "imported T(n)"}
 
 
 @pytest.mark.parametrize("kind", DISTURBED)

@@ -11,7 +11,7 @@ from machines import Simulated
 
 from lab.simulation import published_curves, simulate, synthetic_trace
 from offload.times.search import (
-    Wanted,
+    TimingRequest,
     budget_s,
     fill,
     left_out,
@@ -19,7 +19,7 @@ from offload.times.search import (
     noise,
     one_timing,
 )
-from offload.times.table import CostTable, Entry, Way, entry_of
+from offload.times.table import CostTable, DecodeTime, Way, entry_of
 from specdec.costs.profile import CostProfile
 from specdec.policies.throughput import Throughput
 
@@ -49,7 +49,7 @@ def test_a_first_start_is_within_a_tenth_of_exhaustive_measurement(noise: float)
     for seed in range(16):
         machine = random_machine(seed, noise)
         one_s = machine.seconds(Way.IN_PLACE, 1)
-        table = machine.measured(Wanted(WAYS, n_most=512), budget_s(one_s, len(WAYS)))
+        table = machine.measured(TimingRequest(WAYS, n_most=512), budget_s(one_s, len(WAYS)))
         longest_s = max(machine.seconds(way, 64) for way in WAYS)
         assert machine.spent_s <= (budget_s(one_s, len(WAYS)) + longest_s) * (1.0 + 4 * noise)
         usual = 1.0 + noise * math.sqrt(2.0 / math.pi)  # mean factor of noise on a decode's time
@@ -69,47 +69,47 @@ def test_a_first_start_is_within_a_tenth_of_exhaustive_measurement(noise: float)
 def test_every_way_begins_with_one_token_and_most_is_spent_where_it_decides() -> None:
     machine = Simulated(link=2.0)
     asked: list[tuple[Way, int]] = []
-    table, wanted = CostTable(64, 4), Wanted(WAYS, n_most=512)
+    table, request = CostTable(64, 4), TimingRequest(WAYS, n_most=512)
     samples: dict[tuple[Way, int], list[float]] = {}
     for _ in range(12):
-        found = next_size(table, samples, wanted, 10.0)
+        found = next_size(table, samples, request, 10.0)
         assert found is not None
         asked.append(found)
         seconds = machine.decode_s(*found)
         samples.setdefault(found, []).append(seconds)
-        table.add(*found, Entry(seconds, n_timed=1))
+        table.add(*found, DecodeTime(seconds, n_timed=1))
     assert asked[:3] == [(way, 1) for way in WAYS]
     assert {Way.STREAMED, Way.SPLIT} <= {way for way, n in asked if n > 1}
 
 
 def test_nothing_is_timed_that_does_not_fit() -> None:
-    table = CostTable(ways={Way.IN_PLACE: {1: Entry(1.0, n_timed=1)}})
+    table = CostTable(ways={Way.IN_PLACE: {1: DecodeTime(1.0, n_timed=1)}})
     samples = {(Way.IN_PLACE, 1): [1.0]}
-    assert next_size(table, samples, Wanted((Way.IN_PLACE,)), 0.5) is None
-    assert next_size(table, samples, Wanted((Way.IN_PLACE,)), 1e3) is not None
+    assert next_size(table, samples, TimingRequest((Way.IN_PLACE,)), 0.5) is None
+    assert next_size(table, samples, TimingRequest((Way.IN_PLACE,)), 1e3) is not None
 
 
 def test_a_time_that_contradicts_others_is_taken_again_first() -> None:
     samples = {(Way.IN_PLACE, n): [s] for n, s in {1: 1.0, 2: 30.0, 8: 3.0, 64: 9.0}.items()}
-    entries = {n: Entry(s[0], n_timed=1) for (_, n), s in samples.items()}
+    entries = {n: DecodeTime(s[0], n_timed=1) for (_, n), s in samples.items()}
     table = CostTable(ways={Way.IN_PLACE: entries})
-    assert next_size(table, samples, Wanted((Way.IN_PLACE,)), 1e3) == (Way.IN_PLACE, 2)
+    assert next_size(table, samples, TimingRequest((Way.IN_PLACE,)), 1e3) == (Way.IN_PLACE, 2)
 
 
 def test_a_thorough_measurement_times_every_size_in_turn() -> None:
     machine = Simulated()
-    wanted = Wanted((Way.IN_PLACE,), n_least=3)
-    table = machine.measured(wanted, 1e3)
-    assert set(table.measured(Way.IN_PLACE)) == set(wanted.sizes(Way.IN_PLACE))
+    request = TimingRequest((Way.IN_PLACE,), n_least=3)
+    table = machine.measured(request, 1e3)
+    assert set(table.measured(Way.IN_PLACE)) == set(request.sizes(Way.IN_PLACE))
     assert min(e.n_timed for e in table.measured(Way.IN_PLACE).values()) >= 3
-    wanted = replace(wanted, n_repeats=3, since="2026-01-02")
+    request = replace(request, n_repeats=3, since="2026-01-02")
     samples = {(Way.IN_PLACE, n): [1.0] for n in (1, 8, 64)}
-    found = next_size(table, samples, wanted, 1e3)
+    found = next_size(table, samples, request, 1e3)
     assert found is not None
     assert found[1] in (1, 8, 64), "an interrupted measurement goes on with what is missing"
 
 
-THOROUGH = Wanted((Way.IN_PLACE,), n_least=4)
+THOROUGH = TimingRequest((Way.IN_PLACE,), n_least=4)
 
 
 def timed(**times_ms: tuple[float, ...]) -> CostTable:
@@ -165,8 +165,8 @@ def test_a_thorough_measurement_repeats_a_contradicting_size_until_it_agrees() -
         clock_s += took_s
         return [took_s]
 
-    table, wanted = CostTable(), replace(THOROUGH, n_verify=8, n_most=8)
-    fill(table, wanted, time_size, lambda: 100.0 - clock_s, "")
+    table, request = CostTable(), replace(THOROUGH, n_verify=8, n_most=8)
+    fill(table, request, time_size, lambda: 100.0 - clock_s, "")
     assert table.measured(Way.IN_PLACE)[1].n_timed > 6
 
 
@@ -185,8 +185,8 @@ def test_a_slow_machines_first_start_leaves_the_policy_what_the_whole_curve_woul
         return [true.time(n)]
 
     table, budget = CostTable(), budget_s(0.15, 1)
-    wanted = Wanted((Way.IN_PLACE,), n_verify=true.n_max)
-    fill(table, wanted, time_size, lambda: budget - spent_s, "")
+    request = TimingRequest((Way.IN_PLACE,), n_verify=true.n_max)
+    fill(table, request, time_size, lambda: budget - spent_s, "")
     assert spent_s <= budget + true.time(true.n_max)
     found = CostProfile(tuple(table.curve(true.n_max)), true.draft_step_s)
     for kind, kinds in KINDS.items():

@@ -13,7 +13,7 @@ from offload.routing.routing import union_of_neighbours
 from offload.times.min_batch import NEVER, MinBatch, by_rule, regimes
 from offload.times.table import (
     CostTable,
-    Entry,
+    DecodeTime,
     Way,
     agreeing,
     contradicting,
@@ -27,7 +27,9 @@ from offload.times.table import (
 
 def table_of(**ways: dict[int, float]) -> CostTable:
     named = {Way[name.upper()]: seconds for name, seconds in ways.items()}
-    entries = {w: {n: Entry(s, n_timed=4) for n, s in found.items()} for w, found in named.items()}
+    entries = {
+        w: {n: DecodeTime(s, n_timed=4) for n, s in found.items()} for w, found in named.items()
+    }
     return CostTable(64, 4, entries)
 
 
@@ -50,8 +52,8 @@ def test_streaming_grows_with_the_share_of_the_experts() -> None:
 
 
 def test_one_measured_size_scales_the_modelled_ones() -> None:
-    modelled = {n: Entry(float(n)) for n in (1, 2, 4, 8)}
-    table = CostTable(ways={Way.IN_PLACE: modelled | {2: Entry(6.0, n_timed=1)}})
+    modelled = {n: DecodeTime(float(n)) for n in (1, 2, 4, 8)}
+    table = CostTable(ways={Way.IN_PLACE: modelled | {2: DecodeTime(6.0, n_timed=1)}})
     assert table.seconds(Way.IN_PLACE, 8) == pytest.approx(24.0)
     assert not CostTable(ways={Way.IN_PLACE: modelled}).is_measured
 
@@ -84,11 +86,11 @@ def test_a_doubted_size_is_retried_at_three_starts_and_then_believed() -> None:
     table = table_of(in_place={1: 1.0, 2: 9.0, 4: 2.5})
     assert table.doubted(Way.IN_PLACE) == [2]
     for n_starts in (1, 2, 3):
-        table.retried(Way.IN_PLACE, 2, Entry(9.1, n_timed=2, date="2026-01-02"))
+        table.retried(Way.IN_PLACE, 2, DecodeTime(9.1, n_timed=2, date="2026-01-02"))
         assert table.ways[Way.IN_PLACE][2].n_retried == n_starts
     assert table.doubted(Way.IN_PLACE) == []
     other = table_of(in_place={1: 1.0, 2: 9.0, 4: 2.5})
-    other.retried(Way.IN_PLACE, 2, Entry(1.5, n_timed=2))
+    other.retried(Way.IN_PLACE, 2, DecodeTime(1.5, n_timed=2))
     assert other.seconds(Way.IN_PLACE, 2) == 1.5
     assert other.ways[Way.IN_PLACE][2].n_retried == 0
 
@@ -154,4 +156,4 @@ def test_entries_of_timings() -> None:
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
 def test_what_is_no_time_is_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match="not a valid time"):
-        Entry(seconds)
+        DecodeTime(seconds)

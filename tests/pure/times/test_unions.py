@@ -20,9 +20,8 @@ from offload.routing.routing import (
     expected_union,
     union_of_neighbours,
 )
-from offload.times.cpu_time import product_s
-from offload.times.table import CostTable, Entry, Way
-from offload.times.work import ModelWork, Part
+from offload.times.table import CostTable, DecodeTime, Way
+from offload.times.work import ModelWork, WeightWork, product_s
 from specdec.costs.profile import CostProfile
 from specdec.costs.unions import cheaper_than_one, fit_curve, with_unions
 from specoffload.commands.profile import show_table
@@ -144,7 +143,7 @@ def test_counted_unions_go_through_their_counts_and_on_as_independent_batches() 
     curve = UnionCurve(((1, 4.0), (2, 7.0), (4, 12.0)), 100, DAY)
     assert [curve.at(n, 4, 64) for n in (1, 2, 3, 4)] == pytest.approx([4.0, 7.0, 9.5, 12.0])
     assert curve.at(8, 4, 64) == pytest.approx(64 * (1 - (1 - 12 / 64) ** 2))
-    work = ModelWork(1, Part(), Part(), 1, Part(1e6, 2e6), 64, 4)
+    work = ModelWork(1, WeightWork(), WeightWork(), 1, WeightWork(1e6, 2e6), 64, 4)
     assert replace(work, unions=curve).union(4) == 12.0
     assert work.union(4) == union_of_neighbours(4, 4, 64)
 
@@ -174,7 +173,7 @@ def test_a_row_more_adds_a_part_of_one_rows_time_until_computing_hides_reading()
 
 
 def test_a_lone_size_in_place_grows_as_the_cpu_reads_and_computes() -> None:
-    table = CostTable(64, 4, {Way.IN_PLACE: {1: Entry(0.01, n_timed=3)}})
+    table = CostTable(64, 4, {Way.IN_PLACE: {1: DecodeTime(0.01, n_timed=3)}})
     unions = float(union_of_neighbours(4, 4, 64)) / 4
     assert table.seconds(Way.IN_PLACE, 4) == pytest.approx(0.01 * (0.8 * unions + 0.2 * 4))
     assert table.seconds(Way.IN_PLACE, 1) == 0.01
@@ -190,7 +189,7 @@ def test_a_table_interpolates_counted_experts_and_refuses_impossible_ones() -> N
 
 
 def test_a_profile_shows_the_experts_beside_each_time(capsys: pytest.CaptureFixture[str]) -> None:
-    entries = {n: Entry(0.01 * n, n_timed=3) for n in (1, 8, 512)}
+    entries = {n: DecodeTime(0.01 * n, n_timed=3) for n in (1, 8, 512)}
     show_table(CostTable(64, 4, {Way.IN_PLACE: entries}, unions={1: 4.0, 8: 25.25}))
     shown = capsys.readouterr().out
     assert "experts" in shown

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from browser import DESKTOP, Seen, send, wait_for_answer
 from fake_generator import TAIL, FakeFactory
-from running import Running, eventually
+from running import Running, eventually, http
 
 FOREVER = "[slow] [forever] hi"
 LONG = "[slow] [say]" + " ".join(f"word{n}" for n in range(40)) + "[/say]"
@@ -109,7 +109,12 @@ def test_what_came_stays_if_the_server_has_no_more_of_it(
     page = _tab(context, fake, seen)
     send(page, FOREVER)
     page.locator("article.assistant .prose", has_text="hi").wait_for()
-    context.route("**/v1/streams/*", lambda route: route.fulfill(status=404, json={}))
+
+    def lose(route: Any) -> None:
+        http.delete(route.request.url)
+        route.continue_()
+
+    context.route("**/v1/streams/*", lose)
     page.reload()
     said = wait_for_answer(page).locator(".error").inner_text()
     assert "cut off" in said

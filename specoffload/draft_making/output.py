@@ -1,0 +1,28 @@
+"""The file that a command makes for drafts: checked before long work, and written at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from specoffload.errors import NotStored, UsageError
+
+
+def check_output(output: Path, made_of: Iterable[Path]) -> None:
+    """Raise UsageError if `output` is one of the files that are read, or has no folder."""
+    if output.exists() and any(path.exists() and output.samefile(path) for path in made_of):
+        raise UsageError(f"-o {output}: would overwrite what it is made of; name another file")
+    if not output.absolute().parent.is_dir():
+        raise UsageError(f"-o {output}: there is no folder {output.absolute().parent}")
+    if output.is_dir():
+        raise UsageError(f"-o {output}: is a folder; name a file")
+
+
+@contextmanager
+def writing(output: Path) -> Iterator[None]:
+    """Raise NotStored for an error of the system while `output` is written in the block."""
+    try:
+        yield
+    except OSError as e:
+        raise NotStored(f"{output}: cannot be written ({e.strerror}); name another -o") from e

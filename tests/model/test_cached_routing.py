@@ -1,0 +1,159 @@
+"""--route-cached on a simulated device: routers choose as the numpy form does, and are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from splits import at_random, logits_of, sim_options, split_streaming
+
+from lab.options import Streaming, engine_options
+from lab.synth import write_preset
+from offload.engine import Engine, EngineOptions, open_engine
+from offload.schedule.cached_choice import ChoiceCounts, RouteOptions, best, choose
+from offload.schedule.splitter import all_on_device
+from offload.stream.cached_routing import CachedRouting
+
+PRESETS = {
+    "deepseek2": "deepseek-v2-lite",
+    "deepseek3": "deepseek-v3",  # a selection bias and groups
+    "kimi": "kimi-k2",
+    "qwen3moe": "qwen3-30b-a3b",
+    "glm4moe": "glm-4.5-air",  # a selection bias
+    "gpt-oss": "gpt-oss-20b",  # biases, and weights by softmax of the chosen
+    "llama4": "llama-4-scout",  # selects by logits
+    "qwen35moe": "qwen3.5-35b-a3b",
+    "minimax-m2": "minimax-m2",
+    "qwen3next": "qwen3-next-80b-a3b",
+}
+BATCHES = (5, 1, 2, 64, 3, 1, 1, 17, 1)
+STRONG = RouteOptions(1.0)
+Rows = NDArray[np.float32]
+logits = partial(logits_of, batches=BATCHES)
+
+
+def routed(path: Path, route: RouteOptions, slots: str = "half") -> EngineOptions:
+    split = at_random(1) if slots == "half" else all_on_device
+    options = sim_options(split_streaming(split, path, slots), n_ubatch=64, n_outputs=128)
+    return replace(options, streaming=replace(options.streaming, route=route, record_routing=True))
+
+
+def routing_of(engine: Engine) -> CachedRouting:
+    (device,) = engine.opened.devices
+    assert device.routing is not None
+    return device.routing
+
+
+@pytest.fixture(scope="module", params=PRESETS)
+def model(request: pytest.FixtureRequest, models: Path) -> Iterator[tuple[Path, Rows]]:
+    """A random model of an architecture, and the logits of all of it resident."""
+    path = models / f"routed-{request.param}.gguf"
+    write_preset(PRESETS[request.param], path, size="tiny", seed=1)
+    whole = sim_options(Streaming(), 1, n_ubatch=64, n_outputs=128)
+    with open_engine(path, engine_options(whole, stream_experts=False)) as engine:
+        yield path, logits(engine)
+
+
+@pytest.mark.parametrize("n_kept", [0, 2])
+def test_the_device_chooses_as_the_numpy_form_does(
+    model: tuple[Path, Rows], n_kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, expected = model
+    chosen: dict[int, list[NDArray[np.intp]]] = {}
+    n_other = 0
+    see = ChoiceCounts.see
+
+    def spied(
+        counts: ChoiceCounts, group: int, scores: Rows,
+        penalty: Rows, cached: NDArray[np.bool_], n_kept: int, n_used: int,
+    ) -> None:  # fmt: skip
+        nonlocal n_other
+        found = choose(scores, penalty, n_kept, n_used)
+        own = best(scores, n_used)
+        chosen.setdefault(group, []).append(found)
+        n_other += int((found != own).any())
+        assert (penalty[cached] == 0).all()
+        assert (np.sort(found[:, :n_kept]) == np.sort(own[:, :n_kept])).all() or n_used <= n_kept
+        see(counts, group, scores, penalty, cached, n_kept, n_used)
+
+    monkeypatch.setattr(ChoiceCounts, "see", spied)
+    with open_engine(path, routed(path, RouteOptions(1.0, n_kept))) as engine:
+        engine.opened.routing.is_on = routing_of(engine).is_on = True
+        found = logits(engine)
+        recorded = [*engine.opened.routing.recorded().values()]
+        counts = routing_of(engine).counts
+        assert not routing_of(engine).n_unchanged
+    assert len(recorded) == len(chosen) > 0
+    for layer, ours in zip(
+        recorded, (np.concatenate(chosen[g]) for g in sorted(chosen)), strict=True
+    ):
+        assert np.array_equal(layer, ours)
+    if recorded[0].shape[1] <= n_kept:  # llama4 uses one expert
+        assert np.array_equal(found, expected)
+        assert counts.n_kept == counts.n_choices
+        return
+    assert n_other > 0, "nothing was preferred"
+    assert not np.array_equal(found, expected)
+    assert 0 < counts.n_kept < counts.n_choices
+    assert counts.n_cached > counts.n_own_cached
+
+
+def test_nothing_changes_if_every_expert_is_in_a_slot(
+    model: tuple[Path, Rows],
+) -> None:
+    path, expected = model
+    with open_engine(path, routed(path, STRONG, slots="all")) as engine:
+        logits(engine)  # fills the slots
+        engine.sequences.rewind(0, 0)
+        routing_of(engine).is_on = True
+        assert np.array_equal(logits(engine), expected)
+        counts = routing_of(engine).counts
+    assert counts.n_kept == counts.n_choices > 0
+
+
+def test_nothing_changes_until_it_is_turned_on(model: tuple[Path, Rows]) -> None:
+    path, expected = model
+    with open_engine(path, routed(path, STRONG)) as engine:
+        assert np.array_equal(logits(engine), expected)
+        assert routing_of(engine).counts.n_choices == 0
+    with open_engine(path, routed(path, RouteOptions(0.0))) as engine:
+        (device,) = engine.opened.devices
+        assert device.routing is None
+        assert np.array_equal(logits(engine), expected)
+
+
+def test_every_size_of_a_batch_is_counted_and_prompts_are_not(
+    model: tuple[Path, Rows],
+) -> None:
+    """A prompt whose last part is small is still a prompt."""
+    path, _ = model
+    with open_engine(path, routed(path, STRONG)) as engine:
+        routing = routing_of(engine)
+        routing.is_on = True
+        engine.sequences.extend(0, [5] * 3)
+        n_layers = routing.counts.n_choices
+        engine.sequences.extend(0, [5] * 63)
+        assert routing.counts.n_choices == n_layers * 22
+        before = routing.counts.n_choices
+        engine.sequences.extend(0, [5] * 70)  # 64 and 6 tokens
+        assert routing.counts.n_choices == before
+
+
+def test_routers_that_cannot_be_changed_are_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_preset(PRESETS["qwen3moe"], tmp_path / "m.gguf", size="tiny", seed=1)
+    with open_engine(path, routed(path, STRONG)) as engine:
+        routing = routing_of(engine)
+        assert not routing.n_unchanged
+        monkeypatch.setattr(routing, "_supports", lambda node: False)
+        with caplog.at_level("WARNING", "offload.stream.cached_routing"):
+            logits(engine)
+        assert routing.n_unchanged
+    (told,) = [message for message in caplog.messages if "--route-cached" in message]
+    assert "has no effect on" in told

@@ -1,0 +1,177 @@
+"""What is measured and kept has bounds, an age and a way back, whatever its kind."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import fields
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_kept_list import whole
+
+from offload.model_file import read_facts
+from offload.plan.repacking import LayoutTimes, WeightKind
+from offload.schedule.division import DeviceCosts
+from specdec.costs.calibration import Bins
+from specoffload import kept_machine
+from specoffload.commands.doctor import MachineNow, kept_models
+from specoffload.commands.worker import kept_splits
+from specoffload.config.options import Toggle
+from specoffload.config.resolution import demo_file
+from specoffload.kept import Kept, KeptFile, today
+from specoffload.kept_list import AGAIN, OLD, of_machine, of_model
+
+ABSURD = (float("nan"), float("inf"), -1e30, 1e30, -7, 10**15)
+# Numbers of a file that decide nothing, or whose size means nothing, by the end of their path.
+HARMLESS = {
+    "elapsed": "the regimes forget all of the past, as after a long text",
+    "n_observed": "the shares of regimes are updated at the next observation",
+    "n_threads": "only the costs of a worker with as many threads are used",
+}
+NOW = MachineNow(frozenset(), "1/1", "b")
+Where = tuple[str | int, ...]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> KeptFile:
+    """A kept file with each kind of measurement."""
+    file = KeptFile(tmp_path, read_facts(demo_file("target.gguf")))
+
+    def change(kept: Kept) -> None:
+        full = whole()
+        for its in fields(Kept):
+            if its.name not in ("model", "machine"):
+                setattr(kept, its.name, getattr(full, its.name))
+        kept.runs[0].drafts["m"].calibration["draft"] = Bins()
+        kept.runs[0].table.unions[1] = 4.0
+
+    assert file.update(change) == ""
+    assert file.load()[1] == ""
+    return file
+
+
+def numbers(data: Any, where: Where = ()) -> Iterator[Where]:
+    """The places of all numbers in JSON."""
+    pairs = enumerate(data) if isinstance(data, list) else ()
+    for key, value in data.items() if isinstance(data, dict) else pairs:
+        if isinstance(value, dict | list):
+            yield from numbers(value, (*where, key))
+        elif isinstance(value, int | float):
+            yield (*where, key)
+
+
+def with_number(data: Any, where: Where, number: float) -> Any:
+    changed = copy.deepcopy(data)
+    inner = changed
+    for key in where[:-1]:
+        inner = inner[key]
+    inner[where[-1]] = number
+    return changed
+
+
+def number_at(data: Any, where: Where) -> Any:
+    try:
+        for key in where:
+            data = data[key]
+    except (KeyError, IndexError, TypeError):
+        return None
+    return data
+
+
+def test_no_number_that_no_machine_gives_is_used(
+    file: KeptFile, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each number of a file in turn is absurd. It is dropped, or the file, with a sentence."""
+    caplog.set_level(logging.CRITICAL, "specoffload.kept")
+    data = json.loads(file.path.read_text())
+    places = [*numbers(data)]
+    assert {str(where[0]) for where in places} >= {
+        its.name for its in fields(Kept) if its.name not in ("model", "machine", "batch_costs",
+                                                             "batch_costs_date")
+    }  # fmt: skip
+    used = set()
+    for where in places:
+        for number in ABSURD:
+            file.path.write_text(json.dumps(with_number(data, where, number)))
+            [*kept_models(file.path.parent, NOW)]
+            kept, why = file.load()
+            kept.mix_for_plan, kept.split_costs()  # noqa: B018
+            if why:
+                continue
+            file.update(lambda _: None)
+            left = number_at(json.loads(file.path.read_text()), where)
+            if left is not None and (left == number or left != left):
+                used.add(where[-1])
+    assert used == set(HARMLESS)
+
+
+def all_dated(data: Any, day: str) -> Any:
+    """JSON with another day in each date."""
+    if isinstance(data, dict):
+        return {
+            key: day if key in ("date", "counted_on", "batch_costs_date") else all_dated(its, day)
+            for key, its in data.items()
+        }
+    return [all_dated(its, day) for its in data] if isinstance(data, list) else data
+
+
+def test_nothing_is_used_for_ever_without_a_look(file: KeptFile) -> None:
+    """What is 40 days old is measured again, corrected or counted in use, or tune is named."""
+    day = (datetime.now(UTC).date() - timedelta(40)).isoformat()
+    file.path.write_text(json.dumps(all_dated(json.loads(file.path.read_text()), day)))
+    kept, why = file.load()
+    assert why == ""
+    listed = [*of_machine(kept), *of_model(kept, kept.runs[0])]
+    cells = {one.name: one.cells(datetime.now(UTC).date())[-2:] for one in listed}
+    undated = {name for name, (age, _) in cells.items() if age != "40 days"}
+    assert undated == {"mix of tokens"}, "its age is in tokens"
+    states = {name: state for name, (_, state) in cells.items()}
+    kinds = ("corrected in use", "counted in use", "doubted: timed again", AGAIN, OLD)
+    assert {name for name, state in states.items() if not state.startswith(kinds)} == set()
+    again = {name.split(" (")[0] for name, state in states.items() if state == AGAIN}
+    assert {"disk nvme0", "links to CUDA0", "layouts of q4_K", "draft engines"} <= again
+    assert {name for name, state in states.items() if state == OLD} == {
+        "threads and placement", "ubatch", "imported T(n)",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("days", "n_measured"), [(0, 0), (29, 0), (30, 1)])
+def test_old_times_of_layouts_are_measured_again(
+    days: int, n_measured: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, measured = WeightKind(False, "q4_K"), []
+
+    def times(kind: WeightKind) -> LayoutTimes:
+        measured.append(kind)
+        return LayoutTimes(1.0, 2.0, 3.0, 1.0 + len(measured))
+
+    monkeypatch.setattr(kept_machine, "layout_times", times)
+    monkeypatch.setattr(
+        kept_machine, "today", lambda: (datetime.now(UTC).date() - timedelta(days)).isoformat()
+    )
+    kept_machine.layouts_of(tmp_path, kind)
+    monkeypatch.setattr(kept_machine, "today", today)
+    for _ in range(2):
+        found = kept_machine.layouts_of(tmp_path, kind)
+        assert found is not None
+        assert found.repacked_prompt_s == 2.0 + n_measured
+    assert len(measured) == 1 + n_measured
+
+
+def test_a_worker_measures_what_is_old_or_contradicts_itself(file: KeptFile) -> None:
+    """With --hybrid on nothing is measured, so that a worker splits by what there is."""
+
+    def aged(days: int) -> tuple[DeviceCosts, ...]:
+        day = (datetime.now(UTC).date() - timedelta(days)).isoformat()
+        file.path.write_text(json.dumps(all_dated(json.loads(file.path.read_text()), day)))
+        return kept_splits(file, Toggle.AUTO)
+
+    assert [one.device for one in aged(29)] == ["sim"]
+    assert aged(30) == ()
+    assert len(kept_splits(file, Toggle.ON)) == 1
+    assert kept_splits(file, Toggle.OFF) == kept_splits(None, Toggle.AUTO) == ()
