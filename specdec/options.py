@@ -32,7 +32,7 @@ BY_BLOCK = (DrafterName.DFLASH, DrafterName.DSPARK)
 ROW_FILES = (DrafterName.EAGLE3, *BY_BLOCK)
 FROM_ROWS = (DrafterName.MTP, *ROW_FILES)  # draft from the target's hidden rows
 
-# Drafters that need no model. They read the text alone, at microseconds a token.
+# The default ones of those that need no model. They read the text, at microseconds a token.
 OF_TEXT = (DrafterName.NGRAM_MOD, DrafterName.SUFFIX)
 
 # Other names in llama.cpp, whose example of ngram-cache is called lookup.

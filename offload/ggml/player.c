@@ -564,7 +564,7 @@ static int late_fit(struct player *p, const struct layer *l) {
 
 /* Fill `experts` by side, count pairs, and gather the rows of the CPU's pairs. Returns whether each of the
  * device's experts is in a slot. */
-static int choose_sides(struct player *p, struct layer *l) {
+static int gather_sides(struct player *p, struct layer *l) {
     const int32_t *used = p->used;
     number n = p->n_used, n_hit = 0, n_device = 0, n_pairs = l->n_tokens * l->n_used;
     if (l->host) cap(p, l, used, n);
@@ -777,7 +777,7 @@ static int divide(struct player *p, struct layer *l) {
     if (p->phase == 2) {
         p->phase = 3;
         if (!late_fit(p, l)) return WRONG_PROGRAM;
-        l->waits = !choose_sides(p, l);
+        l->waits = !gather_sides(p, l);
     }
     if (p->phase == 3) {
         p->phase = 4;

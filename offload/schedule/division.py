@@ -1,5 +1,8 @@
 """Divides a layer's experts between device and CPU, so that the slower side ends soonest. Pure.
 
+Decodes are divided by the player (`by_costs` in offload/ggml/player.c), which has the same rule.
+This file is what tests compare it with, and it divides what the player leaves to Python.
+
 The CPU computes its experts in place. Meanwhile the device computes those in slots, and the link
 copies more. Hits stay on the device: the device's product cannot skip a pair, so leaving a hit to
 the CPU would save nothing. A copy saves most for the expert with the most rows, so misses are

@@ -61,7 +61,7 @@ class DraftedBlock:
 
 
 class BlockDraft(RowDraft):
-    """A drafter that computes whole blocks, with the interface of specdec's `BlockModel`."""
+    """A drafter that computes whole blocks, with the interface of specdec's `BlockRowModel`."""
 
     def __init__(self, context: BlockContext, step: RowStep, n_ctx: int, n_sequences: int) -> None:
         super().__init__(context, step, n_ctx, n_sequences)
