@@ -397,6 +397,18 @@ class _RingCopy:
         raise NotImplementedError("a piece is handed to the device by its copier")
 
 
+class _RingStep(NamedTuple):
+    """The rest of a work that was begun, and the thread that still fills its part of the ring."""
+
+    rest: Callable[[], None]
+    filling: Future[None] | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """True if the rest of the work would not wait for a thread that fills the ring."""
+        return self.filling is None or self.filling.done()
+
+
 class _Ticket:
     """A point in the queue. The thread sets its event when it has reached that point."""
 
@@ -505,10 +517,13 @@ class BounceCopier(_ThreadedCopier):
 
     def _run(self) -> None:
         """Begin works as early as parts of the ring are free, and end them in order."""
-        begun: deque[Callable[[], None]] = deque()
+        begun: deque[_RingStep] = deque()
         is_open = True
         while is_open or begun:
-            may_begin = is_open and self._n_held < len(self._parts)
+            # A part that is full goes to the device at once. To begin another one may wait for the
+            # device, which would have nothing to copy meanwhile.
+            is_full = bool(begun) and begun[0].is_full
+            may_begin = is_open and self._n_held < len(self._parts) and not is_full
             if may_begin and not (begun and self._queue.empty()):
                 work = self._queue.get()
                 if work is None:
@@ -516,15 +531,15 @@ class BounceCopier(_ThreadedCopier):
                 else:
                     begun.append(self._begun(work, is_alone=not begun and self._queue.empty()))
             else:
-                self._do(begun.popleft())
+                self._do(begun.popleft().rest)
 
-    def _begun(self, work: Callable[[], None], *, is_alone: bool) -> Callable[[], None]:
-        """Begin to fill a part of the ring if the work is a piece. Returns the rest of the work.
+    def _begun(self, work: Callable[[], None], *, is_alone: bool) -> _RingStep:
+        """Begin to fill a part of the ring if the work is a piece.
 
         If nothing else is to do, waking another thread would only take time.
         """
         if not isinstance(work, _RingCopy):
-            return work
+            return _RingStep(work)
         part = self._parts[self._next]
         self._next = (self._next + 1) % len(self._parts)
         self._n_held += 1
@@ -543,7 +558,7 @@ class BounceCopier(_ThreadedCopier):
         except BaseException as e:
             filling = Future()
             filling.set_exception(e)
-        return partial(self._hand_over, work, part, filling)
+        return _RingStep(partial(self._hand_over, work, part, filling), filling)
 
     @staticmethod
     def _fill(part: _RingPart, source: Tensor, source_bytes: int, size_bytes: int) -> None:
