@@ -47,6 +47,7 @@ log = logging.getLogger("specoffload.kept")
 MACHINE_FILE = "machine.json"
 LEAST_MIX_TOKENS = 4096  # tokens counted over all runs before plans use their mix
 MIX_HALF_LIFE_TOKENS = float(1 << 18)  # newer tokens after which older ones weigh half
+_MOST_COUNTED = 1e9  # tokens of which hits and uses are counted, which a file cannot exceed
 _MOST_BYTES = 4 << 20
 _MOST_RUNS = 24  # most runs kept of one model; one more replaces the oldest
 _SLOTS_ALIKE = 0.1  # relative difference of slots up to which two runs count as equal
@@ -359,10 +360,12 @@ class KeptFile:
             return f"hits of {hits.n_experts} experts, {hits.n_used} of them used"
         if not hits.layers or any(len(of) != len(SHARES) for of in hits.layers.values()):
             return f"a layer lacks hits for some of the {len(SHARES)} shares of slots"
-        if not all(0.0 <= rate <= 1.0 for rate in rates) or not 0.0 < hits.n_tokens < 1e9:
+        if not all(0.0 <= rate <= 1.0 for rate in rates) or not 0.0 < hits.n_tokens < _MOST_COUNTED:
             return "hits or tokens out of range"
         if any(len(uses) != hits.n_experts or min(uses) < 0 for uses in hits.uses.values()):
             return f"a layer lacks uses of some of the {hits.n_experts} experts"
+        if any(max(uses) >= _MOST_COUNTED for uses in hits.uses.values()):
+            return "uses of an expert out of range"
         for n, used in hits.unions.items():
             if not (n >= 1 and hits.n_used * (1 - 1e-6) <= used <= hits.n_experts):
                 return f"{n} tokens that use {used:.3g} of {hits.n_experts} experts"

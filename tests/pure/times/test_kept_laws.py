@@ -6,7 +6,7 @@ import copy
 import json
 import logging
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,9 @@ def file(tmp_path: Path) -> KeptFile:
                 setattr(kept, its.name, getattr(full, its.name))
         kept.runs[0].drafts["m"].calibration["draft"] = Bins()
         kept.runs[0].table.unions[1] = 4.0
+        assert kept.hits is not None
+        uses = {0: (3,) * kept.hits.n_experts}
+        kept.hits = replace(kept.hits, uses=uses, unions={1: 4.0})
 
     assert file.update(change) == ""
     assert file.load()[1] == ""
@@ -63,6 +66,22 @@ def numbers(data: Any, where: Where = ()) -> Iterator[Where]:
             yield from numbers(value, (*where, key))
         elif isinstance(value, int | float):
             yield (*where, key)
+
+
+def without_values(data: Any, where: Where = ()) -> Iterator[Where]:
+    """The places of empty lists and objects, and of null, in JSON."""
+    pairs = enumerate(data) if isinstance(data, list) else ()
+    for key, value in data.items() if isinstance(data, dict) else pairs:
+        if value in ([], {}, None):
+            yield (*where, key)
+        elif isinstance(value, dict | list):
+            yield from without_values(value, (*where, key))
+
+
+def test_the_file_of_these_tests_has_each_kind_of_number(file: KeptFile) -> None:
+    """Otherwise a new kind of measurement would be in no test below."""
+    places = without_values(json.loads(file.path.read_text()))
+    assert {where[-1] for where in places} == {"node", "reasons", "complaints"}
 
 
 def with_number(data: Any, where: Where, number: float) -> Any:
