@@ -37,7 +37,7 @@ class FairQueue(Generic[_T]):
     """A queue of at most `limit` waiting requests, which serves clients by turns.
 
     The next request is the first one of the client with the fewest running requests. Ties go to the
-    client whose last turn was longest ago.
+    client that has waited longest since it came into the queue or had its last turn.
     """
 
     def __init__(self, limit: int) -> None:
