@@ -137,4 +137,6 @@ def test_the_bytes_grow_with_the_context_and_the_heads() -> None:
     masks = 64 * 4096 * 2
     assert long - short == cache + masks
     markov = block_bytes(block(MARKOV), ContextOptions(n_ctx=4096))
-    assert markov > short
+    assert markov - short == MARKOV.size_bytes + 2 * 64 * 1000 * 4, "two further rows of logits"
+    more = entry("more.weight", (WIDTH, 1000))
+    assert block_bytes(block(more), ContextOptions(n_ctx=4096)) - short == more.size_bytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lab.synth.published import PublishedFacts
@@ -20,12 +22,21 @@ def headers(tmp_path_factory: pytest.TempPathFactory) -> PublishedFacts:
     return PublishedFacts(tmp_path_factory.mktemp("headers"))
 
 
-def times_of(title: str, headers: PublishedFacts, kind: Kind = Kind.GPU) -> CellTimes:
-    device = FoundDevice("GPU0", kind, 24 * GIB)
-    options = ContextOptions(131072, n_ubatch=2048, n_sequences=4)
+def times_of(
+    title: str,
+    headers: PublishedFacts,
+    kind: Kind = Kind.GPU,
+    *,
+    link_bytes_per_s: float = TYPICAL.link_bytes_per_s,
+    kv_offload: bool = True,
+    n_threads: int = 16,
+) -> CellTimes:
+    machine = replace(TYPICAL, link_bytes_per_s=link_bytes_per_s)
+    device = FoundDevice("GPU0", kind, 24 * GIB, machine=machine)
+    options = ContextOptions(131072, n_ubatch=2048, n_sequences=4, kv_offload=kv_offload)
     wanted = Wanted(options, n_cpu_moe="fit", most_ubatch=2048)
     found = Found((device,), ram_bytes=2048 * GIB)
-    return CellTimes(decide(headers[title], found, wanted), 16)
+    return CellTimes(decide(headers[title], found, wanted), n_threads)
 
 
 def test_cells_cost_in_proportion_in_decodes_and_in_each_ubatch_of_a_prompt(
@@ -62,3 +73,31 @@ def test_layers_with_windows_pass_over_a_window_of_each_conversation(
 def test_a_processor_takes_longer_than_a_gpu(headers: PublishedFacts) -> None:
     gpu, cpu = (times_of("gpt-oss-120b", headers, kind) for kind in (Kind.GPU, Kind.CPU))
     assert cpu.attention_s(30_000, 2048) > 10 * gpu.attention_s(30_000, 2048)
+
+
+def test_a_processor_takes_half_as_long_with_twice_the_threads(headers: PublishedFacts) -> None:
+    few_s, many_s = (
+        times_of("DeepSeek-R1", headers, Kind.CPU, n_threads=n).attention_s(30_000, 2048)
+        for n in (8, 16)
+    )
+    assert few_s == pytest.approx(2 * many_s, rel=0.02)
+
+
+def test_cells_count_in_whole_steps_of_the_library(headers: PublishedFacts) -> None:
+    times = times_of("Qwen3-30B-A3B", headers)
+    one_s, more_s = times.attention_s(1, 1), times.attention_s(257, 1)
+    assert 0.0 < one_s == times.attention_s(256, 1)
+    assert more_s == times.attention_s(512, 1) == pytest.approx(2 * one_s, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kv_offload", "bytes_per_s"),
+    [(Kind.GPU, True, 5e8), (Kind.GPU, False, 2e9), (Kind.CPU, True, 2e9)],
+)
+def test_a_state_in_device_memory_moves_no_faster_than_the_link(
+    kind: Kind, kv_offload: bool, bytes_per_s: float, headers: PublishedFacts
+) -> None:
+    slow = times_of("Qwen3-30B-A3B", headers, kind, link_bytes_per_s=5e8, kv_offload=kv_offload)
+    assert slow.copy_bytes_per_s == bytes_per_s
+    fast = times_of("Qwen3-30B-A3B", headers, kind, kv_offload=kv_offload)
+    assert fast.copy_bytes_per_s == 2e9

@@ -74,6 +74,8 @@ def test_each_type_is_read_as_llama_cpp_reads_it() -> None:
         ("a=bool:1", "must be true or false"),
         (f"a=str:{'x' * 128}", "at most 127 bytes"),
         (f"{'k' * 128}=int:1", "at most 127 bytes"),
+        (f"a=str:{'é' * 64}", "at most 127 bytes"),
+        (f"{'é' * 64}=int:1", "at most 127 bytes"),
         ("a\0=int:1", "none zero"),
     ],
 )
@@ -141,6 +143,8 @@ def test_a_value_replaces_the_files() -> None:
         ("qwen3moe.expert_weights_scale=float:1e39", "the library keeps only 32 bits of it"),
         ("general.architecture=str:llama", "by which the file itself is read"),
         ("split.count=int:3", "by which the file itself is read"),
+        ("general.alignment=int:64", "by which the file itself is read"),
+        ("tokenizer.ggml.model=str:llama", "by which the file itself is read"),
         ("qwen3moe.context_length=int:9,qwen3moe.context_length=int:8", "context_length twice"),
     ],
 )

@@ -97,6 +97,13 @@ def test_terms_are_what_was_both_predicted_and_measured() -> None:
     assert terms_of({"form": FORM}) == []
 
 
+@pytest.mark.parametrize("ratio", [1.24, 1.27])
+def test_a_term_surprises_beyond_its_tolerance_in_both_directions(ratio: float) -> None:
+    for predicted, measured in ((ratio, 1.0), (1.0, ratio)):
+        term = Term("answers", "tokens/s", 10 * predicted, 10 * measured, 0.25)
+        assert term.surprises == (ratio > 1.25)
+
+
 def test_surprises_say_how_far_off_and_which_way_the_furthest_first() -> None:
     terms = [
         Term("answers", "tokens/s", 20.0, 10.0, 0.25),

@@ -78,3 +78,12 @@ def test_a_pass_that_takes_longer_than_it_saves_is_tried_only_now_and_then() -> 
     assert 0 < run.n_steps < 0.01 * run.n_rounds
     assert run.rate >= 0.97 / profile.step_s[0]
     assert np.isfinite(run.rate)
+
+
+@pytest.mark.parametrize(("share", "n_most"), [(0.1, 14), (2.5, 3)])
+def test_a_new_drafters_first_block_costs_no_more_than_the_trust_in_it(
+    share: float, n_most: int
+) -> None:
+    """Of 3 tokens, a pass takes its share, and each verified token 0.2 of a token."""
+    profile = CostProfile(tuple(1.0 + 0.2 * n for n in range(BLOCK + 1)), draft_step_s=share)
+    assert priced(profile).begin(BLOCK, "dflash").limit == n_most
