@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from budgets import ON_GPU, budget
 from mtp_parts import WAYS, check_each_draft, prompts, written
@@ -28,6 +29,7 @@ from offload.engine import EngineOptions, open_engine
 from offload.kv_overrides import KvOverride
 from offload.model_file import read_facts
 from offload.plan.block_draft import block_bytes
+from offload.sequences.block_draft import BlockDraft
 from offload.times.context_memory import ContextOptions
 from specdec.options import OF_TEXT
 from specoffload.config.options import PlanOptions
@@ -118,6 +120,24 @@ def test_a_block_draft_opens_beside_each_architecture(models: Path, preset: str)
         assert (row_draft is not None and row_draft.n_taken > 40) == ARCHITECTURES[preset]
         told = any("the library gives none of" in note for note in session.notes)
         assert told != ARCHITECTURES[preset]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_tokens_of_a_block_see_those_after_them_unless_the_file_is_causal(
+    models: Path, is_causal: bool
+) -> None:
+    target = write_target(models, "qwen3moe")
+    draft = write_block(models, target, name=f"-{is_causal}", **{"attention.causal": is_causal})
+    text = prompts(1)[0]
+    with open_engine(target, options_of("resident", target, draft)) as engine:
+        layers = engine.opened.row_draft
+        assert isinstance(layers, BlockDraft)
+        engine.sequences.extend(0, text[:-1], 0)
+        feed = layers.tail(0, text)
+        short, long = (
+            layers.draft_blocks([(0, feed)], n)[0].place(0, None)[0] for n in (1, BLOCK - 1)
+        )
+    assert np.allclose(short, long, atol=1e-4) == is_causal
 
 
 def test_a_prompt_of_one_token_and_other_drafters(models: Path) -> None:
