@@ -36,6 +36,11 @@ CONTEXT = ContextOptions(N_CTX)
 GOAL = 0.95  # share of the better rival's speed that a default plan should have
 PROMPTS = TokenMix(1, 0)
 CPU_SHARE, NO_WAIT = "b12569", "no wait"  # rivals that split a layer's experts
+# Seconds of a layer that is split without a wait of the host. A prototype with kernels and words in
+# mapped memory took 34.9 to 35.4 ms a token on a V100 where the same graph without it took 33.2, in
+# 48 layers of Qwen3.8-Flash-Next (docs/strata-port-plan.md, section 7.6, of anyei/llamacpp-v100 at
+# commit 063bdc2a).
+NO_WAIT_LAYER_S = 40e-6
 
 
 @dataclass(frozen=True)
@@ -149,9 +154,9 @@ def _rival_decode_s(llama: LlamaCpp, machine: Machine, work: ModelWork, rival: s
     in_place_s = float(cpu_s(machine, work, llama.n_cpu_moe(), 1))
     seconds = min(in_place_s, llama.cache_s(machine, work))
     if rival == NO_WAIT and not llama.facts.expert_biases:
-        at_once = replace(machine, per_split_s=0.0)
-        at_no_wait = llama.cache_split(at_once, work)
-        seconds = min(seconds, no_wait_s(machine, work, at_no_wait))
+        without_wait = replace(machine, per_split_s=NO_WAIT_LAYER_S)
+        sharing = llama.cache_split(without_wait, work)
+        seconds = min(seconds, no_wait_s(without_wait, work, sharing))
     return seconds
 
 
@@ -161,8 +166,9 @@ def no_wait_s(machine: Machine, work: ModelWork, sharing: Sharing) -> float:
     A kernel writes the ids and rows of the CPU's experts to mapped memory. The next kernel copies
     the other missing experts, then come the products of all experts on the device. Threads of the
     host compute meanwhile, and the kernel that adds up the rows waits for them. So copies and the
-    device's products take turns, and nothing waits for the host between layers. The share that is
-    copied is the fastest, and all cores compute.
+    device's products take turns, and nothing waits for the host between layers. Words and rows over
+    the link take `machine.per_split_s`. The share that is copied is the fastest, and all cores
+    compute.
 
     Source: ggml/src/ggml-cuda/moe-cpu-share.cu of FearL0rd/buun-llama-cpp at commit 639823e8.
     """
@@ -184,7 +190,7 @@ def no_wait_s(machine: Machine, work: ModelWork, sharing: Sharing) -> float:
         n_copied * copy_s + (hits + n_copied) * device_s,
         misses * work.expert.size_bytes / machine.most_ram_bytes_per_s,
     )
-    return float(seconds + n_streamed * layer_s)
+    return float(seconds + n_streamed * (layer_s + machine.per_split_s))
 
 
 def table(found: Sequence[Cell]) -> str:
