@@ -44,6 +44,14 @@ UNION_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)  # batch sizes of co
 # experts only by chance, for the most sharing that was seen, and for the middle of both
 # (docs/background.md, costs; docs/validation.md).
 SHARING_LEAST, SHARING_MOST, SHARING_USUAL = 1.0, 0.66, 0.83
+# Exponents of architectures whose neighbouring tokens were counted. Those of GLM-5 share experts
+# only by chance (JustVugg/colibri issue 640, jundot/omlx issue 2077).
+_SHARING_SEEN = {"glm-dsa": SHARING_LEAST}
+
+
+def usual_sharing(architecture: str) -> float:
+    """Return the exponent of `union_of_neighbours` for a model whose batches were not counted."""
+    return _SHARING_SEEN.get(architecture, SHARING_USUAL)
 
 
 def union_of_neighbours(

@@ -50,6 +50,12 @@ _STREAMS = {"cohere2": 5, "gemma3n": 14}
 _SPARSE = frozenset(
     {"deepseek32", "dots3note", "glm-dsa", "glm5-next", "hy_v4", "minimax-m3", "qwen4exp"}
 )
+# Architectures whose graph masks the tokens that the indexer did not choose. So a decode attends to
+# all tokens, and averages the indexer's keys over blocks of four tokens anew. That moves this many
+# f32 values for each value of a key: 1 to gather it, 2 to copy it, 2.25 to add it, and 1.75 for a
+# block's scaling, norm, rotation and product. They were counted in the graph of llama.cpp
+# (`build_qsa_top_k` and `build_attn_qsa` of src/models/qwen4exp.cpp).
+_MASKING = {"qwen4exp": 7.0}
 # Rows of the context's length, in f32, that an indexer takes for each token at once.
 _SCORE_ROWS = {"dots3note": 3.0, "hy_v4": 3.0, "qwen4exp": 2.8}
 # Rows of the model's width that hyper-connections keep for each token, beside all others.
@@ -185,7 +191,8 @@ def layer_context_bytes(facts: ModelFacts, spec: ContextOptions) -> list[int]:
 def attention_work(facts: ModelFacts, spec: ContextOptions) -> tuple[int, int]:
     """Return bytes of the caches that a token attends to, and the multiplications of doing so.
 
-    The context has `spec.n_ctx` tokens. A layer with a lightning indexer attends to its best ones.
+    The context has `spec.n_ctx` tokens. A layer with a lightning indexer attends to its best ones,
+    unless the graph masks the others. Then the bytes contain those of pooling the indexer's keys.
     """
     each = layer_attention_work(facts, spec)
     return sum(n_bytes for n_bytes, _ in each), sum(n for _, n in each)
@@ -195,7 +202,8 @@ def layer_attention_work(facts: ModelFacts, spec: ContextOptions) -> list[tuple[
     """Return `attention_work` of each layer of the model, 0 if a part does not have the layer."""
     shape = _Shape(facts)
     n_best, indexed = 0, frozenset(shape.caching)
-    if facts.architecture in _SPARSE:
+    pooled_bytes = _pooled_bytes(shape, spec)
+    if facts.architecture in _SPARSE and not pooled_bytes:
         # An indexer with a block size chooses blocks of tokens, and others choose single tokens.
         block = max(1, facts.number("attention.indexer.block_size"))
         n_best = facts.number("attention.indexer.top_k") * block
@@ -208,8 +216,21 @@ def layer_attention_work(facts: ModelFacts, spec: ContextOptions) -> list[tuple[
             cells = min(cells, shape.window)
         read = min(cells, n_best) if n_best and layer in indexed else cells
         n_multiplications = read * shape.n_head[layer] * (shape.head_k + shape.head_v)
-        found[layer] = size_bytes * read // max(1, cells), n_multiplications
+        size_bytes = size_bytes * read // max(1, cells) + pooled_bytes.get(layer, 0) * cells
+        found[layer] = size_bytes, n_multiplications
     return found
+
+
+def _pooled_bytes(shape: _Shape, spec: ContextOptions) -> dict[int, int]:
+    """Return the bytes that pooling the indexer's keys moves for each token of the context.
+
+    By layer; empty if the architecture does not pool them anew in each decode.
+    """
+    n_values = _MASKING.get(shape.facts.architecture, 0.0)
+    if not n_values:
+        return {}
+    key_bytes = 4 * shape.facts.number("attention.indexer.key_length")
+    return dict.fromkeys(_indexer_widths(shape, spec), int(n_values * key_bytes))
 
 
 def indexer_work(facts: ModelFacts, spec: ContextOptions) -> tuple[int, int]:

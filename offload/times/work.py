@@ -13,7 +13,13 @@ from operator import add
 import numpy as np
 
 from offload.model import ModelFacts, is_experts, layer_of
-from offload.routing.routing import SHARING_USUAL, HitCurve, UnionCurve, union_of_neighbours
+from offload.routing.routing import (
+    SHARING_USUAL,
+    HitCurve,
+    UnionCurve,
+    union_of_neighbours,
+    usual_sharing,
+)
 from offload.times.context_memory import (
     ContextOptions,
     attention_work,
@@ -165,6 +171,7 @@ class LayersWork:
             n_used=n_used,
             hits=self._hits,
             unions=self._unions,
+            sharing_exponent=usual_sharing(facts.architecture),
             row_bytes=4 * facts.number("embedding_length"),
             kernels_per_layer=kernels_per_layer(facts.architecture),
         )

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import typer
 
 from lab.mtp_model import ACCEPTED
@@ -28,11 +29,15 @@ from lab.published_cases import Case
 from lab.tables import filled
 from offload.model import ModelFacts
 from offload.routing.routing import SHARING_LEAST, SHARING_MOST
+from offload.times.cpu_kernels import ROW_SHARE
 from offload.times.hits import Sharing
 from offload.times.work import WeightWork
 
 PAIRS = Path(__file__).with_name("draft_pairs.jsonl")
 NEAR = 0.20  # error that is aimed at for 80 % of the pairs
+# What colibri's round of four tokens spent on the disk, on products, and on attention and all else
+# (JustVugg/colibri issue 640; issue 93 has 0.53, 0.36 and 0.11).
+COLIBRI_ROUND = (0.48, 0.34, 0.18)
 # Sizes of the files, in GiB (README.md).
 _FILE_GIB = {
     "GLM-4.6": 201, "DeepSeek-R1": 377, "Qwen3-Next-80B-A3B": 45, "Qwen3.6-35B-A3B": 20,
@@ -47,6 +52,8 @@ class Pair(Case):
     n_drafted: int = 1
     draft_tps: float = 1.0
     disk: bool = False  # experts are read from the disk, whose rate is `ram_gbs`
+    # `n_resident_layers` of the run with drafts, whose drafter takes device memory. None: the same.
+    resident_layers_drafting: float | None = None
 
     @property
     def speedup(self) -> float:
@@ -72,17 +79,23 @@ class Comparison:
 
     def __init__(self, pair: Pair, facts: ModelFacts | None) -> None:
         self.pair, of_case = pair, Prediction(pair, facts)
-        self._machine, self._sharing = of_case.machine(), of_case.sharing
-        work = of_case.at_context()
-        if pair.disk:  # other weights are in memory, which is much faster than the disk
-            work = replace(work, dense=WeightWork(), head=WeightWork())
-        self._work = work
+        self._machines = {n: of_case.machine(n) for n in (1, 1 + pair.n_drafted)}
+        self._sharing = of_case.sharing
+        self._sharing_drafting = self._sharing
+        if pair.resident_layers_drafting is not None:
+            n_resident = pair.resident_layers_drafting
+            self._sharing_drafting = replace(self._sharing, n_resident=n_resident)
+        self._work = self._whole = of_case.at_context()
+        if pair.disk:  # a draft step's other weights are in memory, which is much faster
+            self._work = replace(self._whole, dense=WeightWork(), head=WeightWork())
 
     def with_sharing(self, exponent: float) -> Comparison:
         """The same for neighbouring tokens that use n^`exponent` times one token's experts."""
         found = copy(self)
         found._work = replace(self._work, sharing_exponent=exponent)
-        found.__dict__.pop("growth", None)
+        found._whole = replace(self._whole, sharing_exponent=exponent)
+        for name in ("growth", "drafting"):
+            found.__dict__.pop(name, None)
         return found
 
     def _batch_s(self, n_tokens: int, layers: float | None = None) -> float:
@@ -94,29 +107,61 @@ class Comparison:
                 sharing.n_slots, sharing.n_resident * share, sharing.n_dense_streamed * share
             )
             work = replace(work, n_layers=layers, n_expert_layers=work.n_expert_layers * share)
-        return way_s(self.pair, self._machine, work, sharing, n_tokens)
+        return way_s(self.pair, self._machines[n_tokens], work, sharing, n_tokens)
 
     @cached_property
     def step(self) -> float:
         """A draft step in units of T(1): the MTP layer, where the others are, and the output."""
-        layer_s = self._batch_s(1, layers=1.0) - self._machine.per_decode_s
-        return max(0.0, layer_s) / self._batch_s(1)
+        return self._layer_s(1) / self._batch_s(1)
+
+    def _layer_s(self, n_tokens: int) -> float:
+        """Seconds of the MTP layer and the output in a batch of `n_tokens`."""
+        layer_s = self._batch_s(n_tokens, layers=1.0) - self._machines[n_tokens].per_decode_s
+        return max(0.0, layer_s)
+
+    @cached_property
+    def drafting(self) -> float:
+        """All that a round takes beside its batch, in units of T(1).
+
+        ik_llama.cpp brings the MTP layer's cache up to date in a pass of its own, over the batch.
+        """
+        steps = self.pair.n_drafted * self.step
+        if not self.pair.engine.startswith("ik_llama.cpp"):
+            return steps
+        return steps + self._layer_s(1 + self.pair.n_drafted) / self._batch_s(1)
 
     @cached_property
     def growth(self) -> float:
         """T(n)/T(1) of the verification batch, by the model."""
-        return self._batch_s(1 + self.pair.n_drafted) / self._batch_s(1)
+        n = 1 + self.pair.n_drafted
+        if self.pair.disk:
+            return self._growth_from_disk(n)
+        batch_s = way_s(self.pair, self._machines[n], self._work, self._sharing_drafting, n)
+        return batch_s / self._batch_s(1)
+
+    def _growth_from_disk(self, n_tokens: int) -> float:
+        """T(n)/T(1) of colibri: each part of its round grew as the model says."""
+        work = self._whole
+        dense, expert = work.dense, work.expert
+        dense_bytes = dense.size_bytes * work.n_layers + work.head.size_bytes
+        expert_bytes = work.n_expert_layers * work.n_used * expert.size_bytes
+        unions = work.union(n_tokens) / work.union(1)
+        few = 1 + ROW_SHARE * (n_tokens - 1)
+        rows = n_tokens / unions
+        of_experts = unions * (1 + ROW_SHARE * (rows - 1))
+        products = np.average((few, of_experts), weights=(dense_bytes, expert_bytes))
+        shares = zip(COLIBRI_ROUND, (unions, products, few), strict=True)
+        return float(1 / sum(share / growth for share, growth in shares))
 
     @property
     def implied(self) -> float:
         """T(n)/T(1) by the published speeds, less the modelled draft steps."""
-        pair = self.pair
-        return pair.tokens_per_round / pair.speedup - pair.n_drafted * self.step
+        return self.pair.tokens_per_round / self.pair.speedup - self.drafting
 
     @property
     def speedup(self) -> float:
         """The speedup by the model, with the published number of tokens in a round."""
-        return self.pair.tokens_per_round / (self.growth + self.pair.n_drafted * self.step)
+        return self.pair.tokens_per_round / (self.growth + self.drafting)
 
 
 def comparisons(pairs: Sequence[Pair]) -> list[Comparison]:

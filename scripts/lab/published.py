@@ -56,6 +56,11 @@ PLOT = ROOT / "docs" / "validation.png"
 # Seconds that each kernel takes beside its bytes if the host launches kernels one by one. Like the
 # time in a captured graph, it was fitted to the half of the cases that may correct the model.
 LAUNCHED_KERNEL_S = 3.2e-6
+# Cards whose kernels take longer, captured or not (docs/validation.md, kernels).
+SLOW_KERNELS_S = {"Tesla V100": 6e-6}
+# Seconds in which an indexer chooses a token's keys, for each layer that has one, if it does so for
+# one row after the other: llama.cpp #28129 has prompts of 61,767 tokens with and without.
+CHOICE_S = 26e-6
 REPACKED_CORE_FLOPS = 200e9  # operations per second of one core in prompts, with repacked blocks
 # Other programs' copies of weights that are not pinned: a share of the pinned rate, and a limit, as
 # one thread moves them through pinned buffers.
@@ -161,7 +166,8 @@ class Prediction:
         ]
         return sum(n for n, _ in found), sum(n * bits for n, bits in found)
 
-    def machine(self, *, before: bool = False) -> Machine:
+    def machine(self, n_tokens: int = 1, *, before: bool = False) -> Machine:
+        """The machine as the case's engine uses it in batches of `n_tokens`."""
         case = self.case
         repacks = case.engine.startswith(_REPACKING)
         flops = case.n_cores * (REPACKED_CORE_FLOPS if repacks else CORE_FLOPS)
@@ -182,7 +188,9 @@ class Prediction:
         return replace(
             TYPICAL, ram_bytes_per_s=ram, shared_ram_bytes_per_s=shared,
             vram_bytes_per_s=vram_seen(vram_gbs * 1e9), gpu_flops=tflops * 1e12, cpu_flops=flops,
-            per_kernel_s=CAPTURED_KERNEL_S if case.is_captured else LAUNCHED_KERNEL_S,
+            per_kernel_s=SLOW_KERNELS_S.get(
+                case.gpu, CAPTURED_KERNEL_S if case.captures(n_tokens) else LAUNCHED_KERNEL_S
+            ),
             link_bytes_per_s=(
                 PINNED_SHARE * case.pcie_gbs * 1e9
                 if case.is_pinned
@@ -218,7 +226,8 @@ class Prediction:
 
     def batch_s(self, n_tokens: int) -> float:
         """Seconds of a decode of `n_tokens` in the case's way."""
-        return way_s(self.case, self.machine(), self.at_context(), self.sharing, n_tokens)
+        machine = self.machine(n_tokens)
+        return way_s(self.case, machine, self.at_context(), self.sharing, n_tokens)
 
     @property
     def draft_step_s(self) -> float:
@@ -247,8 +256,17 @@ class Prediction:
         work = self._at(case.n_before, case.n_prompt)
         whole, rest = divmod(case.n_prompt, case.ubatch)
         sizes = [case.ubatch] * whole + [rest] * (rest > 0)
-        s_by_size = {n: float(seconds(self.machine(), work, self.sharing, n)) for n in set(sizes)}
-        return case.n_prompt / sum(s_by_size[n] for n in sizes)
+        s_by_size = {n: float(seconds(self.machine(n), work, self.sharing, n)) for n in set(sizes)}
+        choosing_s = case.n_prompt * self.n_choosing * CHOICE_S if case.chooses_by_row else 0.0
+        return case.n_prompt / (sum(s_by_size[n] for n in sizes) + choosing_s)
+
+    @property
+    def n_choosing(self) -> int:
+        """Layers whose indexer chooses keys."""
+        if self._facts is None:
+            return 0
+        names = {e.name for e in self._facts.loaded if "indexer" in e.name}
+        return len({layer_of(name) for name in names})
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ ALL_LAYERS = 1000  # `n_resident_layers` of a case whose experts are all on the 
 READ_BY_DEVICE, ON_CPU, SPLIT = "read by the card", "on the CPU", "split"
 MISSES = ("", READ_BY_DEVICE, ON_CPU, SPLIT)
 AHEAD = "copied ahead"  # prompts: a layer's experts are copied while the one before is computed
+# Cards on which llama.cpp and its forks compute with CUDA.
+_CUDA = ("RTX", "Tesla", "H100")
 # Forks that keep experts in pinned memory by default.
 PINNING = ("thecodacus/llama.cpp", "GenerelSchwerz/llama.cpp", "Project Maya")
 
@@ -95,19 +97,31 @@ class Case:
             words = f"slots for {self.slots:.0%} of the experts, misses {self.misses}"
         return words + (f", {self.n_drafted} drafted" if self.n_drafted else "")
 
-    @property
-    def is_captured(self) -> bool:
-        """True if a decode's kernels are counted as those of captured CUDA graphs.
+    def captures(self, n_tokens: int) -> bool:
+        """Return True if kernels of a batch of `n_tokens` count as those of captured CUDA graphs.
 
         llama.cpp launches kernels one by one if the CPU computes experts (llama.cpp #18593), and on
         cards before the RTX 30. ik_llama.cpp fuses many kernels of a layer, and is counted as if it
-        captured them.
+        captured those of a single token. It captures no batch (ggml/src/ggml-cuda.cu, "batch size >
+        1").
         """
         if not self.gpu.startswith(("RTX", "H100")) or self.gpu.startswith("RTX 20"):
+            return False
+        if self.engine.startswith("ik_llama.cpp") and n_tokens > 1:
             return False
         all_on_gpu = self.dense and self.n_layers_on_gpu == self.dense["n_layers"]
         by_device = self.misses == READ_BY_DEVICE or self.n_resident_layers >= ALL_LAYERS
         return bool(all_on_gpu) or by_device or self.engine.startswith("ik_llama.cpp")
+
+    @property
+    def chooses_by_row(self) -> bool:
+        """True if a prompt's indexer chooses keys for one token after the other.
+
+        CUDA builds of llama.cpp did before it had a kernel for many rows (llama.cpp #28129). All
+        cases here are assumed to be older.
+        """
+        is_llama_cpp = self.engine.endswith("llama.cpp") and self.engine != "ik_llama.cpp"
+        return is_llama_cpp and self.gpu.startswith(_CUDA)
 
     @property
     def on_one_socket(self) -> bool:

@@ -18,7 +18,7 @@ from offload.plan.row_draft import MtpLayer
 from offload.plan.row_draft import expected_tps as mtp_tps
 from offload.plan.search import prompt_s
 from offload.plan.tables import HostTables
-from offload.routing.routing import SHARING_LEAST, SHARING_MOST, SHARING_USUAL, HitCurve
+from offload.routing.routing import SHARING_LEAST, SHARING_MOST, HitCurve
 from offload.store.store import HostRoom
 from offload.times.context_memory import ContextMemory, ContextOptions, context_memory
 from offload.times.decodes import LayerDivision, best_s, cpu_s, divided
@@ -37,13 +37,16 @@ ACCEPTED = 0.75  # assumed share of right tokens among those that MTP layers dra
 class ExpertUse:
     """How texts are assumed to use experts, as far as that was not counted."""
 
-    sharing_exponent: float = SHARING_USUAL  # n neighbours use n^this times the experts of one
+    # n neighbours use n^this times the experts of one; None: as usual for the architecture
+    sharing_exponent: float | None = None
     equally: bool = False  # True: all experts are used equally often, whatever was counted
 
     def work(self, facts: ModelFacts, request: PlanRequest, hits: HitCurve | None) -> ModelWork:
         """Return the work of decodes for texts that use experts so."""
         work = model_work(facts, hits, request.unions)
         work = even(work) if self.equally else work
+        if self.sharing_exponent is None:
+            return work
         return replace(work, sharing_exponent=self.sharing_exponent)
 
 

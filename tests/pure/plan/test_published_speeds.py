@@ -9,12 +9,14 @@ import pytest
 
 from lab.plans import README_TITLES
 from lab.published import (
+    CHOICE_S,
     DECODE_ERROR,
     LAUNCHED_KERNEL_S,
     MOST_UNPINNED_BYTES_PER_S,
     PAGE,
     PROMPT_ERROR,
     REPACKED_CORE_FLOPS,
+    SLOW_KERNELS_S,
     UNPINNED_SHARE,
     Prediction,
     by_machine,
@@ -113,12 +115,12 @@ def test_worse_models_do_not_reach_the_goal(checking: list[Prediction]) -> None:
 
 # Least share that is near, and bounds of the median. The goals of the page are higher by case.
 _HELD = {
-    ("decode", "corrected by"): (0.86, 0.95, 1.05),
-    ("decode", "checked by"): (0.79, 0.95, 1.05),
-    ("decode", "all"): (0.82, 0.98, 1.02),
-    ("prompt", "corrected by"): (0.80, 0.90, 1.10),
-    ("prompt", "checked by"): (0.72, 0.90, 1.10),
-    ("prompt", "all"): (0.76, 0.90, 1.10),
+    ("decode", "corrected by"): (0.92, 0.95, 1.05),
+    ("decode", "checked by"): (0.80, 0.95, 1.05),
+    ("decode", "all"): (0.85, 0.98, 1.02),
+    ("prompt", "corrected by"): (0.86, 0.90, 1.10),
+    ("prompt", "checked by"): (0.77, 0.90, 1.10),
+    ("prompt", "all"): (0.80, 0.90, 1.10),
 }
 
 
@@ -136,8 +138,12 @@ def test_the_page_says_which_goals_are_missed(
 ) -> None:
     words = " ".join(PAGE.read_text("utf-8").split())
     for ratios, limit, said in (
-        (decode_ratios(found), DECODE_ERROR, "By case, **no**: {}, and {} in the half that checks"),
-        (prompt_ratios(found), PROMPT_ERROR, "**no**: {}, and {} in the half that checks"),
+        (
+            decode_ratios(found),
+            DECODE_ERROR,
+            "By case, yes: {}. In the half that checks, **no**: {}",
+        ),
+        (prompt_ratios(found), PROMPT_ERROR, "yes: {}. In the half that checks, **no**: {}"),
     ):
         half = decode_ratios(checking) if limit == DECODE_ERROR else prompt_ratios(checking)
         shares = (f"{near(r, limit):.0%}".replace("%", " %") for r in (ratios, half))
@@ -154,12 +160,39 @@ def test_the_page_says_which_goals_are_missed(
     assert f"prompts on the CPU at {medians['on the CPU']:.2f}" in words
 
 
-def test_flash_next_is_near_on_cards_that_are_not_old(found: list[Prediction]) -> None:
-    """Counted kernels and 16 bits of hyper-connections took it there: it was at 1.3 to 1.4."""
+def test_flash_next_is_near_but_on_one_host(found: list[Prediction]) -> None:
+    """Counted kernels, 16 bits of hyper-connections and masked contexts took it there."""
     its = [p for p in found if p.case.model == "Qwen3.8-Flash-Next"]
     ratios = by_machine(its)
-    assert [r for name, r in ratios.items() if name.startswith("RTX 5090")] < [1.15]
-    assert [r for name, r in ratios.items() if name.startswith("RTX 3060")] < [1.15]
+    for card in ("RTX 5090", "RTX 3060", "Tesla V100"):
+        (ratio,) = (r for name, r in ratios.items() if name.startswith(card))
+        assert 0.85 < ratio < 1.15, card
+    by_id = {p.case.id: p.decode_tps / p.case.tg_tps for p in its}
+    assert by_id["h4-q2-c80-deep"] == pytest.approx(1, abs=0.1), "it was at 1.86"
+
+
+def test_an_indexer_that_chooses_row_by_row_slows_prompts_on_cuda(
+    found: list[Prediction],
+) -> None:
+    """Twelve of Flash-Next's layers choose keys; on Vulkan and in other engines at once."""
+    by_id = {p.case.id: p for p in found}
+    slowed, at_once = by_id["h4-q2-c48"], by_id["v2-gpu40-5k"]
+    assert slowed.prompt_tps
+    assert 1 / slowed.prompt_tps > 12 * CHOICE_S
+    assert slowed.case.chooses_by_row
+    assert slowed.n_choosing == 12
+    assert not at_once.case.chooses_by_row
+    assert not by_id["z1-maya"].case.chooses_by_row
+    assert by_id["h6-all"].n_choosing == 0
+
+
+def test_which_batches_are_captured(found: list[Prediction]) -> None:
+    """ik_llama.cpp captures single tokens alone, and llama.cpp what the card computes alone."""
+    cases = {p.case.id: p.case for p in found}
+    assert [cases["r4"].captures(n) for n in (1, 2)] == [True, False]
+    assert [cases["h6-all"].captures(n) for n in (1, 3)] == [True, True]
+    assert not cases["h1-q4-99"].captures(1)
+    assert not cases["m10"].captures(1), "an RTX 2080"
 
 
 def test_a_cache_is_hit_as_often_as_was_measured(found: list[Prediction]) -> None:
@@ -179,6 +212,8 @@ def test_the_page_names_the_constants_that_the_model_and_the_cases_use(
         f"{CORE_FLOPS / 1e9:g} GFLOPS, {REPACKED_CORE_FLOPS / 1e9:g} if",
         f"{1e6 * CAPTURED_KERNEL_S:.1f} µs beside its bytes in a captured graph",
         f"and {1e6 * LAUNCHED_KERNEL_S:.1f} µs if the host",
+        f"{1e6 * SLOW_KERNELS_S['Tesla V100']:g} µs on a V100",
+        f"{1e6 * CHOICE_S:g} µs for each token and layer",
         f"{UNPINNED_SHARE:g} of the pinned rate, at most {MOST_UNPINNED_BYTES_PER_S / 1e9:g} GB/s",
     ):
         assert constant in page_text

@@ -38,3 +38,11 @@ def test_a_decode_takes_longer_by_each_kernel() -> None:
         for n in (38.1, 86.8)
     )
     assert many - plain == pytest.approx(48 * (86.8 - 38.1) * TYPICAL.per_kernel_s)
+
+
+def test_the_library_masks_what_an_indexer_did_not_choose() -> None:
+    """The plan counts the whole cache (`_MASKING`). A graph that gathers would need no masks."""
+    its = kept()["qwen3.8-flash-next"].kernels
+    assert its["FILL"] == 2 * its["TOP_K"]
+    assert its["TOP_K"] == its["FLASH_ATTN_EXT"]
+    assert its["CONT"] >= 4 * its["TOP_K"], "one copy for each token of a block"

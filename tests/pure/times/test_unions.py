@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import date
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab.simulation import published_curves
+from lab.synth.published import published_facts
 from offload.routing.routing import (
     UNION_SIZES,
     CountedHits,
@@ -19,9 +21,10 @@ from offload.routing.routing import (
     counted_unions,
     expected_union,
     union_of_neighbours,
+    usual_sharing,
 )
 from offload.times.table import CostTable, DecodeTime, Way
-from offload.times.work import ModelWork, WeightWork, product_s
+from offload.times.work import ModelWork, WeightWork, model_work, product_s
 from specdec.costs.profile import CostProfile
 from specdec.costs.unions import cheaper_than_one, fit_curve, with_unions
 from specoffload.commands.profile import show_table
@@ -195,3 +198,15 @@ def test_a_profile_shows_the_experts_beside_each_time(capsys: pytest.CaptureFixt
     assert "experts" in shown
     assert "25.2" in shown
     assert "of 64" in shown
+
+
+def test_a_model_that_was_counted_has_its_own_sharing(tmp_path: Path) -> None:
+    """GLM-5.2's next tokens use other experts, but for chance; most models' share some."""
+    glm, qwen = (
+        model_work(published_facts(name, tmp_path)) for name in ("GLM-5", "Qwen3.6-35B-A3B")
+    )
+    assert (glm.sharing_exponent, qwen.sharing_exponent) == (1.0, 0.83)
+    for n in (2, 4):
+        assert glm.union(n) == pytest.approx(expected_union(n, 8, 256))
+        assert qwen.union(n) < 0.95 * expected_union(n, 8, 256)
+    assert usual_sharing("nobody's") == 0.83
