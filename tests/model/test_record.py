@@ -34,12 +34,13 @@ def test_terms_add_up_and_none_is_negative(n_ctx: int, n_tokens: int, facts: Mod
     assert min(terms.values()) > 0
 
 
-def test_what_is_needed_just_reaches_the_record(facts: ModelFacts) -> None:
+def test_what_is_needed_just_reaches_a_speed(facts: ModelFacts) -> None:
     case = record.case_of(facts, 4096)
-    hits = record.needed(lambda x: replace(case, hits=x), 1.0, 0.0, 93.5)
+    hits = record.needed(lambda x: replace(case, hits=x), 1.0, 0.0, 75.0)
     assert hits is not None
-    assert replace(case, hits=hits).tps() == pytest.approx(93.5, rel=1e-3)
-    assert record.needed(lambda x: replace(case, hits=x), 1.0, 0.0, 1e6) is None
+    assert replace(case, hits=hits).tps() == pytest.approx(75.0, rel=1e-3)
+    most_tps = replace(case, hits=1.0).tps()
+    assert record.needed(lambda x: replace(case, hits=x), 1.0, 0.0, 1.01 * most_tps) is None
 
 
 def test_the_facts_have_the_size_of_the_published_file(facts: ModelFacts) -> None:
