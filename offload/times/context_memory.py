@@ -487,7 +487,7 @@ def _kv_bytes_by_layer(shape: _Shape, spec: ContextOptions) -> dict[int, int]:
     if facts.architecture == _COMPRESSED:
         return _compressed_bytes_by_layer(shape, spec)
     heads_kv = facts.per_layer("attention.head_count_kv", max(1, *shape.n_head, 1))
-    found: dict[int, int] = {}
+    kv_bytes: dict[int, int] = {}
     for layer in shape.caching:
         is_windowed = layer in shape.windowed
         cells = _window_cells(shape, spec) if is_windowed else _padded(spec.n_ctx)
@@ -495,13 +495,13 @@ def _kv_bytes_by_layer(shape: _Shape, spec: ContextOptions) -> dict[int, int]:
         if is_windowed:
             k = facts.number("attention.key_length_swa", k)
             v = facts.number("attention.value_length_swa", v)
-        found[layer] = cells * row_bytes(spec.type_k, k * heads_kv[layer])
+        kv_bytes[layer] = cells * row_bytes(spec.type_k, k * heads_kv[layer])
         if not shape.is_mla:
-            found[layer] += cells * row_bytes(spec.type_v, v * heads_kv[layer])
+            kv_bytes[layer] += cells * row_bytes(spec.type_v, v * heads_kv[layer])
     if facts.architecture in _SPARSE:
         for layer, width in _indexer_widths(shape, spec).items():
-            found[layer] += _padded(spec.n_ctx) * width
-    return found
+            kv_bytes[layer] += _padded(spec.n_ctx) * width
+    return kv_bytes
 
 
 def _indexer_widths(shape: _Shape, spec: ContextOptions) -> dict[int, int]:
@@ -531,15 +531,15 @@ def _compressed_bytes_by_layer(shape: _Shape, spec: ContextOptions) -> dict[int,
     window = _padded(min(spec.n_ctx, shape.window + spec.n_ubatch))
     row = row_bytes(spec.type_k, shape.head_k)
     indexer_row = row_bytes(spec.type_k, facts.number("attention.indexer.key_length"))
-    found = {}
+    cache_bytes = {}
     for layer in facts.layers:
         cells, ratio = window, ratios[layer]
         size_bytes = cells * row
         if ratio:
             compressed = _padded(-(-spec.n_ctx // ratio))
             size_bytes += compressed * (row + indexer_row * (ratio == _INDEXED_RATIO))
-        found[layer] = spec.n_sequences * size_bytes
-    return found
+        cache_bytes[layer] = spec.n_sequences * size_bytes
+    return cache_bytes
 
 
 def _recurrent_bytes(shape: _Shape, spec: ContextOptions) -> int:

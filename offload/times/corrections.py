@@ -278,8 +278,8 @@ class Corrections:
     def seconds(self, way: Way, n: int) -> float:
         """Return the expected seconds of the next decode of `n` tokens in this way."""
         least_s, most_s = self._bounds_of(way)
-        found = self.base_s[way][n - 1] * math.exp(self._shift(way, n))
-        return min(most_s[n - 1], max(least_s[n - 1], found))
+        corrected_s = self.base_s[way][n - 1] * math.exp(self._shift(way, n))
+        return min(most_s[n - 1], max(least_s[n - 1], corrected_s))
 
     def all_seconds(self, way: Way) -> list[float]:
         """Return `seconds` of all sizes from 1 on."""
@@ -288,11 +288,11 @@ class Corrections:
             arrays = self._arrays[way] = np.array([self.base_s[way], *self._bounds_of(way)])
         base_s, least_s, most_s = arrays
         common = self._common[way]
-        found = base_s * math.exp(common.level + common.surplus)
+        corrected_s = base_s * math.exp(common.level + common.surplus)
         for n in self._pairs[way]:
-            found[n - 1] = self.base_s[way][n - 1] * math.exp(self._shift(way, n))
+            corrected_s[n - 1] = self.base_s[way][n - 1] * math.exp(self._shift(way, n))
         # Not np.clip: if the least is above the most, the most is what counts.
-        all_s: list[float] = np.minimum(most_s, np.maximum(least_s, found)).tolist()
+        all_s: list[float] = np.minimum(most_s, np.maximum(least_s, corrected_s)).tolist()
         return all_s
 
     def kept_s(self, way: Way, n: int) -> float:
@@ -333,10 +333,10 @@ class Corrections:
 
     def _bounds_of(self, way: Way) -> tuple[list[float], list[float]]:
         """The least and the most seconds of each size, by the nearest decoded sizes."""
-        found = self._bounds.get(way)
-        if found is None:
-            found = self._bounds[way] = self._new_bounds(way)
-        return found
+        bounds = self._bounds.get(way)
+        if bounds is None:
+            bounds = self._bounds[way] = self._new_bounds(way)
+        return bounds
 
     def _new_bounds(self, way: Way) -> tuple[list[float], list[float]]:
         seen, n_max = self._seen.get(way, {}), len(self.base_s[way])

@@ -46,4 +46,4 @@ _KERNELS = {
 def cpu_kernel(type_name: str) -> CpuKernel:
     """Return the speed of the CPU's kernels for a type, as `q4_K`, or for a mixture's name."""
     name = type_name.upper()
-    return next((its for prefix, its in _KERNELS.items() if name.startswith(prefix)), PLAIN)
+    return next((kernel for prefix, kernel in _KERNELS.items() if name.startswith(prefix)), PLAIN)

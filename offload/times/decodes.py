@@ -106,11 +106,14 @@ def _split_s(
         return total
     pieces = work.union(n_tokens)
     rows = n_tokens * work.n_used / pieces
-    its = divided(machine, work, sharing, n_tokens, hits)
+    division = divided(machine, work, sharing, n_tokens, hits)
     device_s = work.expert.seconds(machine.vram_bytes_per_s, machine.gpu_flops, rows)
     layer_s = np.maximum(
-        np.maximum((its.in_slots + its.over_link) * device_s, beside_s(machine, work, its, rows)),
-        its.over_link * work.expert.size_bytes / machine.link_bytes_per_s,
+        np.maximum(
+            (division.in_slots + division.over_link) * device_s,
+            beside_s(machine, work, division, rows),
+        ),
+        division.over_link * work.expert.size_bytes / machine.link_bytes_per_s,
     )
     return total + n_streamed * (layer_s + machine.per_split_s)
 
@@ -128,10 +131,10 @@ def _shared_s(
     if not np.any(n_streamed):
         return total
     rows = n_tokens * work.n_used / work.union(n_tokens)
-    its = divided(machine, work, sharing, n_tokens, hits)
+    division = divided(machine, work, sharing, n_tokens, hits)
     layer_s = np.maximum(
-        in_passes_s(machine, work, sharing, n_tokens, its.on_cpu),
-        beside_s(machine, work, its, rows),
+        in_passes_s(machine, work, sharing, n_tokens, division.on_cpu),
+        beside_s(machine, work, division, rows),
     )
     shared_s = n_streamed * (layer_s + machine.per_split_s)
     return total + np.where((n_streamed > 0) & (sharing.n_slots == 0), np.inf, shared_s)
@@ -209,11 +212,11 @@ def divided(
     return LayerDivision(pieces - misses, misses - on_cpu, on_cpu)
 
 
-def beside_s(machine: Machine, work: ModelWork, its: LayerDivision, rows: Real) -> Real:
+def beside_s(machine: Machine, work: ModelWork, division: LayerDivision, rows: Real) -> Real:
     """Return the seconds of the CPU's part of a layer, or of reading all misses from RAM."""
-    missing_bytes = (its.over_link + its.on_cpu) * work.expert.size_bytes
+    missing_bytes = (division.over_link + division.on_cpu) * work.expert.size_bytes
     return np.maximum(
-        its.on_cpu * work.expert.cpu_seconds(machine, rows),
+        division.on_cpu * work.expert.cpu_seconds(machine, rows),
         missing_bytes / machine.most_ram_bytes_per_s,
     )
 
@@ -318,8 +321,8 @@ def attention_s(machine: Machine, work: ModelWork, n_tokens: Real) -> Real:
     if not np.any(work.n_ram_caches):
         return on_device_s
     in_ram_s = np.minimum(*ram_attention_s(machine, work, n_tokens))
-    found: Real = np.where(np.asarray(work.n_ram_caches) > 0, in_ram_s, on_device_s)
-    return found[()]
+    fastest_s: Real = np.where(np.asarray(work.n_ram_caches) > 0, in_ram_s, on_device_s)
+    return fastest_s[()]
 
 
 def ram_attention_s(machine: Machine, work: ModelWork, n_tokens: Real) -> tuple[Real, Real]:

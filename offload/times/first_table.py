@@ -52,9 +52,9 @@ def together(tables: Sequence[CostTable]) -> CostTable:
     ways: dict[Way, dict[int, DecodeTime]] = {}
     for way in dict.fromkeys(way for table in tables for way in table.ways):
         # A device on which nothing streams takes the same time in every way.
-        its = [table.ways.get(way, table.ways[Way.IN_PLACE]) for table in tables]
-        sizes = [n for n in its[0] if all(n in entries for entries in its)]
-        ways[way] = {n: DecodeTime(sum(entries[n].seconds for entries in its)) for n in sizes}
+        parts = [table.ways.get(way, table.ways[Way.IN_PLACE]) for table in tables]
+        sizes = [n for n in parts[0] if all(n in entries for entries in parts)]
+        ways[way] = {n: DecodeTime(sum(entries[n].seconds for entries in parts)) for n in sizes}
     return replace(tables[0], ways=ways)
 
 

@@ -133,8 +133,8 @@ def streamed_hits(work: ModelWork, sharing: Sharing, n_tokens: Real) -> Real:
     """Return the share of a batch's experts that are in slots if all others are copied."""
     hits = copied_hits(work, sharing.searched_by(n_tokens), work.union(n_tokens))
     is_passing = streams_in_passes(work, sharing, n_tokens)
-    found: Real = np.where(is_passing, passing_hits(work, sharing), hits)
-    return found[()]
+    share: Real = np.where(is_passing, passing_hits(work, sharing), hits)
+    return share[()]
 
 
 def _slot_share(work: ModelWork, sharing: Sharing) -> Real:
@@ -180,10 +180,10 @@ def copied_hits(work: ModelWork, sharing: Sharing, pieces: Real) -> Real:
         share = _slot_share(work, sharing)
         if work.hits is None:
             guess = hit_rate(share, pieces / max(1, work.n_experts), work.n_experts)
-            found = np.maximum(share, guess)
+            held_hits = np.maximum(share, guess)
         else:
-            found = kept_hits(work, share, pieces)
-        hits = np.maximum(hits, holds * found)
+            held_hits = kept_hits(work, share, pieces)
+        hits = np.maximum(hits, holds * held_hits)
     return hits
 
 

@@ -389,9 +389,9 @@ class Learner:
         """Find the sizes that are doubted now, and choose those that drafts may use."""
         seconds = dict(enumerate(self.times, 1))
         most = agreeing(seconds)
-        found = [n for n, s in seconds.items() if s > CONTRADICTS * most[n]]
-        self._doubted = {n: self._doubted.get(n, 0) for n in found}
-        self._most = most if found else {}
+        doubted = [n for n, s in seconds.items() if s > CONTRADICTS * most[n]]
+        self._doubted = {n: self._doubted.get(n, 0) for n in doubted}
+        self._most = most if doubted else {}
         self._least = least_plausible(self._most, self._doubted)
         self._plan()
 
@@ -497,35 +497,35 @@ class Learner:
         seen = self._corrections.n_seen()
         decoded, before = dict(seen), self._table
         while True:
-            found = self._corrected(decoded, date)
+            corrected = self._corrected(decoded, date)
             contradict = [
                 (way, n)
-                for way in found.ways
-                for n in self._contradicting(found, way, decoded) - set(before.doubted(way))
+                for way in corrected.ways
+                for n in self._contradicting(corrected, way, decoded) - set(before.doubted(way))
                 if (way, n) in decoded and n in before.measured(way)
             ]
             if not contradict:
                 break
             for at in contradict:
                 del decoded[at]
-        for way, entries in found.ways.items():
+        for way, entries in corrected.ways.items():
             seconds = {n: entry.seconds for n, entry in entries.items()}
             for n in entries.keys() - set(contradicting(seconds)):
                 if (way, n) in seen:
                     entries[n] = replace(entries[n], n_retried=0)
-        return found
+        return corrected
 
     def _contradicting(
-        self, found: CostTable, way: Way, decoded: Mapping[tuple[Way, int], int]
+        self, corrected: CostTable, way: Way, decoded: Mapping[tuple[Way, int], int]
     ) -> set[int]:
         """Return the sizes of which the new time, or the last decodes, contradict the others."""
-        seconds = {n: entry.seconds for n, entry in found.measured(way).items()}
+        seconds = {n: entry.seconds for n, entry in corrected.measured(way).items()}
         busy = {
             n
             for n, most_s in agreeing(seconds).items()
             if (way, n) in decoded and self._corrections.recent_s(way, n) > _BUSY * most_s
         }
-        return busy.union(found.doubted(way))
+        return busy.union(corrected.doubted(way))
 
     def _corrected(self, decoded: Mapping[tuple[Way, int], int], date: str) -> CostTable:
         """Return the table with new times of the `decoded` sizes. Their values: numbers of decodes.
@@ -538,22 +538,22 @@ class Learner:
         ways: dict[Way, dict[int, DecodeTime]] = {}
         for way in (way for way in Way if way in old or any(w is way for w, _ in decoded)):
             sizes = {n: n_seen for (w, n), n_seen in decoded.items() if w is way}
-            found = {n: self._decoded_entry(way, n, n_seen, date) for n, n_seen in sizes.items()}
+            times = {n: self._decoded_entry(way, n, n_seen, date) for n, n_seen in sizes.items()}
             entries = old.get(way, {})
             changes = {
-                n: (math.log(found[n].seconds / found[n].first_s), n_seen)
+                n: (math.log(times[n].seconds / times[n].first_s), n_seen)
                 for n, n_seen in sizes.items()
                 if n in entries
             }
             factor = math.exp(_mean_change(changes.values()))
             for n, e in entries.items():
-                if n not in found:
+                if n not in times:
                     follows = changes and (way, n) not in seen
                     moved = replace(e, seconds=e.first_s * factor, measured_s=e.first_s)
-                    found[n] = moved if follows else e
+                    times[n] = moved if follows else e
             for n in sizes.keys() - entries.keys():
-                found[n] = replace(found[n], measured_s=found[n].seconds / factor)
-            ways[way] = dict(sorted(found.items()))
+                times[n] = replace(times[n], measured_s=times[n].seconds / factor)
+            ways[way] = dict(sorted(times.items()))
         return replace(self._table, ways=ways)
 
     def _decoded_entry(self, way: Way, n: int, n_seen: int, date: str) -> DecodeTime:
@@ -586,14 +586,14 @@ def least_plausible(most: Mapping[int, float], doubted: Collection[int]) -> dict
     doubted. If there is none, it is the time of the next larger one, divided by the number of
     batches of the doubted size that make up the larger one.
     """
-    found: dict[int, float] = {}
+    least_s: dict[int, float] = {}
     below_s = 0.0
     for n in sorted(most):
         if n not in doubted:
             below_s = most[n]
         elif below_s:
-            found[n] = below_s
+            least_s[n] = below_s
         else:
             above = next((m for m in sorted(most) if m > n and m not in doubted), n)
-            found[n] = most[above] / -(-above // n)
-    return found
+            least_s[n] = most[above] / -(-above // n)
+    return least_s

@@ -69,14 +69,14 @@ class TimingRequest:
         if self.again:
             return sorted(n for w, n in self.again if w is way)
         most = min(self.n_verify, self.n_split) if way is Way.SPLIT else self.n_verify
-        found = {n for n in (*_GRID, *self.edges, most) if 1 <= n <= most}
+        numbers = {n for n in (*_GRID, *self.edges, most) if 1 <= n <= most}
         if self.n_most > SMALL_BATCH and way is not Way.SPLIT and len(self.ways) > 1:
             n = 2.0 * SMALL_BATCH
             while n < self.n_most:
-                found.add(round(n))
+                numbers.add(round(n))
                 n *= _STEP
-            found.add(self.n_most)
-        return sorted(found)
+            numbers.add(self.n_most)
+        return sorted(numbers)
 
 
 def budget_s(one_s: float, n_ways: int) -> float:

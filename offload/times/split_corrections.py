@@ -76,11 +76,11 @@ class SplitCorrections:
             self._know(SplitTiming(TimedSide.HOST, n_rows, n_experts))
 
     def _know(self, timing: SplitTiming) -> RecentMedian:
-        found = self._seconds.get(timing)
-        if found is None:
-            found = self._seconds[timing] = RecentMedian(self._kept_s(timing))
+        known = self._seconds.get(timing)
+        if known is None:
+            known = self._seconds[timing] = RecentMedian(self._kept_s(timing))
             self._n_seen[timing] = 0
-        return found
+        return known
 
     def _change(self, side: TimedSide) -> float:
         """Return by which factor a side's timings differ from the kept costs, in the median."""
@@ -173,24 +173,24 @@ class SplitCorrections:
                 points.setdefault(timing.n_rows, []).append((timing.n_experts, known.value))
         if not points:
             return kept
-        found = side_times(points)
+        times = side_times(points)
         if side is TimedSide.DEVICE and not _has_lines(points):
             # One number of experts gives no line. So the fixed time changes as the whole times did.
             fixed_s = min(
                 kept.fixed_s * self._change(side),
                 *(s for of_rows in points.values() for _, s in of_rows),
             )
-            found = SideTimes(
+            times = SideTimes(
                 {n: min((s - fixed_s) / k for k, s in of_rows) for n, of_rows in points.items()},
                 fixed_s,
             )
-        by_rows_s = dict(found.by_rows_s)
+        by_rows_s = dict(times.by_rows_s)
         for n in sorted(kept.by_rows_s.keys() - by_rows_s.keys()):
-            below = {m: s for m, s in found.by_rows_s.items() if m < n}
-            above = [s for m, s in found.by_rows_s.items() if m > n]
+            below = {m: s for m, s in times.by_rows_s.items() if m < n}
+            above = [s for m, s in times.by_rows_s.items() if m > n]
             most_s = min((*above, *(_MOST_PER_ROW * n / m * s for m, s in below.items())))
             by_rows_s[n] = max((min(kept.by_rows_s[n], most_s), *below.values()))
-        return SideTimes(dict(sorted(by_rows_s.items())), found.fixed_s)
+        return SideTimes(dict(sorted(by_rows_s.items())), times.fixed_s)
 
 
 def _has_lines(points: dict[int, list[tuple[int, float]]]) -> bool:
@@ -204,9 +204,9 @@ def largest_ratio(one: MeasuredCosts, other: MeasuredCosts) -> float:
         (one.host_slowdown, other.host_slowdown),
         (one.link_slowdown, other.link_slowdown),
     ]
-    for mine, its in ((one.host, other.host), (one.device, other.device)):
-        a, b = mine.array(), its.array()
+    for one_side, other_side in ((one.host, other.host), (one.device, other.device)):
+        a, b = one_side.array(), other_side.array()
         n = min(len(a), len(b))
-        mine_s, its_s = mine.fixed_s + a[1:n], its.fixed_s + b[1:n]
-        pairs += [*zip(mine_s.tolist(), its_s.tolist(), strict=True)]
+        one_s, other_s = one_side.fixed_s + a[1:n], other_side.fixed_s + b[1:n]
+        pairs += [*zip(one_s.tolist(), other_s.tolist(), strict=True)]
     return max((max(pair) + _NOTHING_S) / (min(pair) + _NOTHING_S) for pair in pairs)

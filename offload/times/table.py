@@ -289,11 +289,11 @@ class CostTable:
         Weights without times get the threshold of ik_llama.cpp's rule.
         """
         rule = by_rule(self.n_experts, self.n_used)
-        found: list[list[int]] = []
+        thresholds: list[list[int]] = []
         for way, guess in ((Way.STREAMED, rule.experts), (Way.DENSE, rule.dense)):
             parts = regimes(n_most)
-            found.append([self.threshold(way, regime, guess) for regime in parts])
-        experts, dense = found
+            thresholds.append([self.threshold(way, regime, guess) for regime in parts])
+        experts, dense = thresholds
         prefill = (experts[1], dense[1]) if len(experts) > 1 else (None, None)
         return MinBatch(experts[0], dense[0], *prefill)
 
@@ -305,14 +305,14 @@ class CostTable:
         """
         if not (self.has(way) and self.has(Way.IN_PLACE)):
             return max(guess, regime.first) if guess <= regime.last else NEVER
-        found = NEVER
+        least = NEVER
         timed = (n for w in (way, Way.IN_PLACE) for n in self.entries(w))
         inside = {n for n in timed if regime.first <= n <= regime.last}
         for n in sorted({*regime.sizes(), *inside}, reverse=True):
             if self.seconds(way, n) > PAYS * self.seconds(Way.IN_PLACE, n):
                 break
-            found = n
-        return found
+            least = n
+        return least
 
     def best(self, n: int, ways: Collection[Way] | None = None) -> tuple[Way, float]:
         """Return the fastest allowed way of computing experts at `n` tokens, and its seconds.
@@ -357,9 +357,9 @@ class CostTable:
 
         A time is settled after `SETTLED` starts that measured it again and found it as long.
         """
-        found = {n: e for n, e in self.measured(way).items() if n <= most}
-        seconds = {n: e.seconds for n, e in found.items()}
-        return [n for n in contradicting(seconds) if found[n].n_retried < SETTLED]
+        measured = {n: e for n, e in self.measured(way).items() if n <= most}
+        seconds = {n: e.seconds for n, e in measured.items()}
+        return [n for n in contradicting(seconds) if measured[n].n_retried < SETTLED]
 
     def retried(self, way: Way, n: int, entry: DecodeTime) -> None:
         """Take a repeated time for a doubted size, and count the retry if the doubt remains."""
@@ -390,5 +390,5 @@ def _on_line(points: Sequence[tuple[float, float]], x: float) -> float:
 
 def ranges(numbers: Iterable[int]) -> str:
     """Return numbers as text, with neighbours joined: "1 to 3, 8"; "" for no numbers."""
-    found = tuple(numbers)
-    return format_list(found).replace(",", ", ").replace("-", " to ") if found else ""
+    listed = tuple(numbers)
+    return format_list(listed).replace(",", ", ").replace("-", " to ") if listed else ""

@@ -137,8 +137,8 @@ class LayersWork:
                 self._head = WeightWork(entry.size_bytes, n_weights)
             elif (layer := layer_of(entry.name)) >= 0:
                 row = each[is_experts(entry)][layer - facts.layers.start + 1]
-                its = cpu_kernel(entry.type)
-                costs = (its.cpu_cost, its.read_cost, its.row_share)
+                kernel = cpu_kernel(entry.type)
+                costs = (kernel.cpu_cost, kernel.read_cost, kernel.row_share)
                 weighted = (n_weights * cost for cost in costs)
                 row[:] = map(add, row, (entry.size_bytes, n_weights, *weighted))
         self._dense, self._experts = np.cumsum(each, axis=1)  # sums over the layers before
@@ -159,14 +159,14 @@ class LayersWork:
         n_experts, n_used = (facts.n_experts, facts.n_experts_used) if sums[-1] else (0, 0)
         # A range without experts gets the mean expert of the model, and uses none.
         has_experts, experts = n > 0, self._experts
-        its = np.where(has_experts[..., None], experts[end] - experts[first], experts[-1])
+        expert_sums = np.where(has_experts[..., None], experts[end] - experts[first], experts[-1])
         pieces = np.maximum(n_experts * np.where(has_experts, n, sums[-1]), 1)
         return ModelWork(
             n_layers=n_layers,
             dense=_mean_part(self._dense[end] - self._dense[first], n_layers),
             head=self._head if has_head else WeightWork(),
             n_expert_layers=n,
-            expert=_mean_part(its, pieces),
+            expert=_mean_part(expert_sums, pieces),
             n_experts=n_experts,
             n_used=n_used,
             hits=self._hits,
@@ -201,17 +201,19 @@ def model_work(
 
 def with_context(work: ModelWork, facts: ModelFacts, context: ContextOptions) -> ModelWork:
     """Return the work of decodes that attend to `context.n_ctx` tokens of a context."""
-    found = replace(work, context=WeightWork(*attention_work(facts, context)))
+    attending = replace(work, context=WeightWork(*attention_work(facts, context)))
     if context.kv_offload:
-        return found
+        return attending
     n_caches = sum(caching_layers(facts)[layer] for layer in facts.layers)
     on_cpu = bool(cpu_attention(facts, context))
     if on_cpu:
         n_bytes, n_weights = indexer_work(facts, context)
-        part = WeightWork(found.context.size_bytes + n_bytes, found.context.n_weights + n_weights)
-        found = replace(found, context=part)
+        part = WeightWork(
+            attending.context.size_bytes + n_bytes, attending.context.n_weights + n_weights
+        )
+        attending = replace(attending, context=part)
     return replace(
-        found, n_ram_caches=n_caches, cache_reads=cache_reads(facts), attends_on_cpu=on_cpu
+        attending, n_ram_caches=n_caches, cache_reads=cache_reads(facts), attends_on_cpu=on_cpu
     )
 
 
