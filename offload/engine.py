@@ -278,10 +278,10 @@ class Engine(ModelText):
         Returns False if that was not asked for, or if no experts stream through slots. Call it when
         nothing more is measured, because measurements are those of the model's own routing.
         """
-        found = [device.routing for device in self.opened.devices if device.routing is not None]
-        for routing in found if self.layout.plan.layout.pools else ():
+        routings = [device.routing for device in self.opened.devices if device.routing is not None]
+        for routing in routings if self.layout.plan.layout.pools else ():
             routing.turn_on()
-        return any(routing.is_on for routing in found)
+        return any(routing.is_on for routing in routings)
 
     def counters(self) -> StreamCounters:
         """Return the counts of streaming since the engine was opened, all 0 if nothing streams."""

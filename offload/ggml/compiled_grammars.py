@@ -27,7 +27,7 @@ class GivenGrammar(NamedTuple):
 
 @dataclass(frozen=True)
 class _Compiled:
-    found: Grammar | BadRequest
+    result: Grammar | BadRequest
     took_s: float
 
 
@@ -54,15 +54,15 @@ class CompiledGrammars:
             kept = self._kept.get(given)
         if kept is None:
             kept = _compiled(compiled)
-        self.put(given, kept.found, kept.took_s)
-        if isinstance(kept.found, BadRequest):
-            raise BadRequest(str(kept.found))
-        return kept.found.copied()
+        self.put(given, kept.result, kept.took_s)
+        if isinstance(kept.result, BadRequest):
+            raise BadRequest(str(kept.result))
+        return kept.result.copied()
 
-    def put(self, given: GivenGrammar, found: Grammar | BadRequest, took_s: float) -> None:
+    def put(self, given: GivenGrammar, result: Grammar | BadRequest, took_s: float) -> None:
         """Keep a result as the newest. `took_s` is the processor time of compiling it."""
         with self._lock:
-            self._kept[given] = _Compiled(found, took_s)
+            self._kept[given] = _Compiled(result, took_s)
             self._kept.move_to_end(given)
             total_s = sum(kept.took_s for kept in self._kept.values())
             while len(self._kept) > _LEAST_KEPT and (

@@ -175,7 +175,7 @@ def divide(
     homes = range(len(devices)) if draft_on is None and request.reserve_bytes else [draft_on or 0]
     best, alone = Search(facts, devices, request).best(homes, use_all=use_all)
     gain = alone.seconds / best.seconds if alone.ranges else None
-    order = [found for found in (best, alone) if found.ranges]
+    order = [candidate for candidate in (best, alone) if candidate.ranges]
     if gain is not None and gain < LEAST_GAIN:
         order.reverse()
     if not order:
@@ -184,20 +184,20 @@ def divide(
         n, cuts = facts.n_layers + 1, range(len(devices) + 1)
         equal = [LayerRange(*p) for p in pairwise(n * i // len(devices) for i in cuts)]
         order = [FoundRanges(ranges=tuple(equal), draft_on=homes[0])]
-    found = _first_that_fits(facts, devices, order, request)
-    if len(found.parts) == 1 and not use_all:
+    division = _first_that_fits(facts, devices, order, request)
+    if len(division.parts) == 1 and not use_all:
         # The search works with estimates. Exact plans of the ranges that it prefers may not fit.
         fits = sum(len(layers) > 0 for layers in order[0].ranges) == 1
-        return replace(found, reasons=(_left_out(devices, found, gain or 1.0, fits=fits),))
+        return replace(division, reasons=(_left_out(devices, division, gain or 1.0, fits=fits),))
     if gain is None:
         why = "" if use_all else ": no device can hold it alone"
-        return replace(found, reasons=(f"{found.words}{why}",))
-    used = [part.name for part in found.parts]
+        return replace(division, reasons=(f"{division.words}{why}",))
+    used = [part.name for part in division.parts]
     others = [device.name for device in devices if device.name not in used]
     on_one = next(d.name for d, r in zip(devices, alone.ranges, strict=True) if len(r))
-    words = f"{found.words}: {gain:.1f} x {on_one} alone (estimate)"
+    words = f"{division.words}: {gain:.1f} x {on_one} alone (estimate)"
     left = (f"{', '.join(others)}: not used, which would save no time",) if others else ()
-    return replace(found, reasons=(words, *left))
+    return replace(division, reasons=(words, *left))
 
 
 def _first_that_fits(
@@ -207,11 +207,11 @@ def _first_that_fits(
     request: PlanRequest,
 ) -> Division:
     """Return the first division of `order` that fits. Raises DoesNotFit if none does."""
-    for found in order:
-        for n_ubatch in dict.fromkeys((found.n_ubatch, None)):
+    for candidate in order:
+        for n_ubatch in dict.fromkeys((candidate.n_ubatch, None)):
             with suppress(DoesNotFit):
                 return plan_parts(
-                    facts, devices, found.ranges, request, draft_on=found.draft_on,
+                    facts, devices, candidate.ranges, request, draft_on=candidate.draft_on,
                     n_ubatch=n_ubatch,
                 )  # fmt: skip
     return plan_parts(facts, devices, order[0].ranges, request, draft_on=order[0].draft_on)

@@ -94,10 +94,10 @@ class LeafSequences:
 
     def holder_of(self, path: Sequence[int]) -> int:
         """A sequence that holds the whole path of nodes. Raises BadRequest if it is no path."""
-        found, node = [], path[-1]
+        nodes, node = [], path[-1]
         while node >= 0:
-            found.append(node)
+            nodes.append(node)
             node = self._parents[node]
-        if found[::-1] != list(path):
+        if nodes[::-1] != list(path):
             raise BadRequest(f"{list(path)} is not a path from the root of the tree")
         return self._rows[path[-1]][0]

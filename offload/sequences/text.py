@@ -53,8 +53,8 @@ class ModelText:
         if parse_special not in known:
             texts = self._model.special_texts(parse_special=parse_special)
             known[parse_special] = cutter(texts) if self._model.may_cut_texts else None
-        found: re.Pattern[str] | None = known[parse_special]
-        return found
+        pattern: re.Pattern[str] | None = known[parse_special]
+        return pattern
 
     def text_stream(self, *, special: bool = False, shown: Collection[int] = ()) -> TextStream:
         """Return a detokeniser that yields whole characters.
@@ -64,8 +64,8 @@ class ModelText:
         return TextStream(lambda token: self._model.piece(token, special=special or token in shown))
 
     def special_tokens(self, texts: Sequence[str]) -> frozenset[int]:
-        found = (self.tokenize(text, add_special=False, parse_special=True) for text in texts)
-        return frozenset(tokens[0] for tokens in found if len(tokens) == 1)
+        tokenized = (self.tokenize(text, add_special=False, parse_special=True) for text in texts)
+        return frozenset(tokens[0] for tokens in tokenized if len(tokens) == 1)
 
     def detokenize(self, tokens: Sequence[int], *, special: bool = False) -> str:
         stream = self.text_stream(special=special)
@@ -121,8 +121,8 @@ def parts_of(text: str, special: re.Pattern[str]) -> Iterator[str]:
     tokens include the blanks before them.
     """
     start = 0
-    for found in special.finditer(text):
-        at = found.start()
+    for match in special.finditer(text):
+        at = match.start()
         if at - start >= _PART_CHARS and not text[at - 1].isspace():
             yield text[start:at]
             start = at

@@ -245,9 +245,9 @@ class ChainDrafter:
 
     def learn(self, sequence: int, round_: Round) -> None:
         self._n_tokens += len(round_.emitted)
-        for paid, its, leaders in self._compared.pop(sequence, ()):
-            if leaders.paid is self._paid[0]:
-                paid.compared(its.gained(round_.emitted) - leaders.gained(round_.emitted))
+        for paid, bet, leaders_bet in self._compared.pop(sequence, ()):
+            if leaders_bet.paid is self._paid[0]:
+                paid.compared(bet.gained(round_.emitted) - leaders_bet.gained(round_.emitted))
             if paid.leads:
                 self._paid.remove(paid)
                 self._paid.insert(0, paid)

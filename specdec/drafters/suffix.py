@@ -92,11 +92,11 @@ class SuffixAutomaton:
 
 
 class _Match:
-    __slots__ = ("automaton", "found", "length", "n_fed", "state")
+    __slots__ = ("automaton", "repeated", "length", "n_fed", "state")
 
     def __init__(self) -> None:
         self.automaton = SuffixAutomaton()
-        self.found = (0, -1)  # length and end of the longest suffix that occurred before
+        self.repeated = (0, -1)  # length and end of the longest suffix that occurred before
         self.n_fed = 0
         self.state = 0  # state of the corpus's automaton
         self.length = 0
@@ -123,11 +123,11 @@ class SuffixDrafter(HistoryDrafter):
         match = self._matches.of(asked.sequence, history)
         for token in history[match.n_fed :]:
             match.automaton.extend(token)
-            match.found = match.automaton.repeated()
+            match.repeated = match.automaton.repeated()
             if self._has_corpus:
                 match.state, match.length = self._corpus.step(match.state, match.length, token)
         match.n_fed = len(history)
-        (length, end), text = match.found, match.automaton.text
+        (length, end), text = match.repeated, match.automaton.text
         if match.length > length:
             length, text, end = match.length, self._corpus.text, self._corpus.end(match.state)
         if length < self._min_match:

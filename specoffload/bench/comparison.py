@@ -39,20 +39,20 @@ def measured_words(
     )
 
 
-def doubts(found: Mapping[str, Measured], load: Load, *, of_prefill: bool = True) -> list[str]:
+def doubts(by_way: Mapping[str, Measured], load: Load, *, of_prefill: bool = True) -> list[str]:
     """A sentence for each reason why these speeds may be far off, or mean nothing.
 
     `of_prefill`: the speeds of prompts matter, too.
     """
     words = []
-    n = min((len(measured.written) for measured in found.values()), default=0)
+    n = min((len(measured.written) for measured in by_way.values()), default=0)
     if n < LEAST_REPETITIONS:
         each = "each path was measured once" if n == 1 else f"each path was measured {n} times"
         words.append(f"{each}, so the spread is unknown; -r {LEAST_REPETITIONS} shows it")
     if load.is_busy:
         words.append(load.words)
-    words += _threads_words(found)
-    for name, measured in found.items():
+    words += _threads_words(by_way)
+    for name, measured in by_way.items():
         for what, times_s in (
             ("decoding", measured.decodes_s),
             ("prefill", measured.prefills_s if of_prefill else ()),
@@ -67,13 +67,13 @@ def doubts(found: Mapping[str, Measured], load: Load, *, of_prefill: bool = True
     return words
 
 
-def _threads_words(found: Mapping[str, Measured]) -> list[str]:
+def _threads_words(by_way: Mapping[str, Measured]) -> list[str]:
     """A sentence for each path that gave up threads during the measurement."""
     return [
         f"{shown_name(name, measured.median.streamed_bytes)}: other programs took processors, so "
         f"it computed with {n_lost} thread{'s' * (n_lost > 1)} fewer for a time, and is not "
         "compared with paths that kept all of theirs"
-        for name, measured in found.items()
+        for name, measured in by_way.items()
         if (n_lost := _most_lost(measured))
     ]
 
@@ -105,37 +105,37 @@ def _if_comparable(
     return if_steady(ratio, relative_range(one_s), relative_range(other_s))
 
 
-def side_by_side(found: Mapping[str, Measured], n_long_prompt: int) -> dict[str, Any]:
+def side_by_side(by_way: Mapping[str, Measured], n_long_prompt: int) -> dict[str, Any]:
     """Speeds in tokens/s, and ratios of ours to llama.cpp's; None for those that mean nothing.
 
     `plain_tps` is llama.cpp's best speed over the ubatch sizes that were measured. `x_plain` has
     each path's speed of decoding over it. `shown` has the speeds of decoding and prompts as texts.
     """
-    speeds = {name: measured.median.tokens_per_s for name, measured in found.items()}
-    prefills = {name: n_long_prompt / measured.prefill_s for name, measured in found.items()}
-    peers = [name for name in found if name.startswith("llama.cpp")]
-    ours = [name for name in ("wrapped", "spec") if name in found]
+    speeds = {name: measured.median.tokens_per_s for name, measured in by_way.items()}
+    prefills = {name: n_long_prompt / measured.prefill_s for name, measured in by_way.items()}
+    peers = [name for name in by_way if name.startswith("llama.cpp")]
+    ours = [name for name in ("wrapped", "spec") if name in by_way]
     out: dict[str, Any] = {"prefill_tps": prefills, "decode_tps": speeds, "vs": {}}
-    out["streamed_bytes"] = {n: measured.median.streamed_bytes for n, measured in found.items()}
-    out["decode_spread"] = {n: relative_range(m.decodes_s) for n, m in found.items()}
-    out["shown"] = {name: _speeds_shown(m, n_long_prompt) for name, m in found.items()}
-    out |= {f"{name}_tps": speeds[name] for name in found if name not in peers}
+    out["streamed_bytes"] = {n: measured.median.streamed_bytes for n, measured in by_way.items()}
+    out["decode_spread"] = {n: relative_range(m.decodes_s) for n, m in by_way.items()}
+    out["shown"] = {name: _speeds_shown(m, n_long_prompt) for name, m in by_way.items()}
+    out |= {f"{name}_tps": speeds[name] for name in by_way if name not in peers}
     if peers:
         best = max(peers, key=lambda name: speeds[name])
         out["plain_tps"] = speeds[best]
         out["plain_path"] = best
-        out["x_plain"] = {n: compared_decodes(m, found[best]) for n, m in found.items()}
-    if spec := found.get("spec"):
+        out["x_plain"] = {n: compared_decodes(m, by_way[best]) for n, m in by_way.items()}
+    if spec := by_way.get("spec"):
         out["acceptance_rate"] = spec.median.acceptance_rate
         out["n_drafted"], out["n_accepted"] = spec.median.n_drafted, spec.median.n_accepted
         out["tokens_per_round"] = spec.median.tokens_per_round
-    if "unwrapped" in found and "wrapped" in found:
-        out["wrapped_ratio"] = compared_decodes(found["wrapped"], found["unwrapped"])
+    if "unwrapped" in by_way and "wrapped" in by_way:
+        out["wrapped_ratio"] = compared_decodes(by_way["wrapped"], by_way["unwrapped"])
     for name in peers if ours else ():
-        writes = found[max(ours, key=lambda n: speeds[n])]
-        reads = found[max(ours, key=lambda n: prefills[n])]
-        out["vs"][name] = compared_decodes(writes, found[name])
-        out["vs"][f"{name}, prefill"] = compared_prefills(reads, found[name])
+        writes = by_way[max(ours, key=lambda n: speeds[n])]
+        reads = by_way[max(ours, key=lambda n: prefills[n])]
+        out["vs"][name] = compared_decodes(writes, by_way[name])
+        out["vs"][f"{name}, prefill"] = compared_prefills(reads, by_way[name])
     return out
 
 
@@ -158,10 +158,10 @@ def _speeds_shown(measured: Measured, n_long_prompt: int) -> tuple[str, str]:
     )
 
 
-def card_rows(found: Mapping[str, Measured]) -> list[tuple[str, str, str, str, str]]:
+def card_rows(by_way: Mapping[str, Measured]) -> list[tuple[str, str, str, str, str]]:
     """A row for each path: bytes that it copied in a second, then the card's power and clocks."""
     rows = []
-    for name, measured in found.items():
+    for name, measured in by_way.items():
         stats = measured.median
         rate = stats.streamed_bytes / stats.decode_s if stats.decode_s else 0.0
         copied = f"{rate / 1e9:.2f} GB/s" if rate else "-"

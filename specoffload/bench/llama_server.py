@@ -116,16 +116,16 @@ def ways_of(program: Path, facts: ModelFacts, tuned: TunedLlama) -> list[TunedLl
     device memory that these experts had. Each size is also combined with each of `cache_settings`.
     Raises DeviceUnavailable if the program cannot be run.
     """
-    found = [tuned]
+    ways = [tuned]
     if not tuned.on_gpu:
-        return found
+        return ways
     help_text = _help_text(program)
     if tuned.cpu_weights():
-        found += [replace(tuned, load_flags=flags) for flags in load_settings(help_text)]
+        ways += [replace(tuned, load_flags=flags) for flags in load_settings(help_text)]
     if tuned.n_dense_layers_on_cpu:
-        return found
+        return ways
     if "--moe-cache-mib" not in help_text:
-        return found
+        return ways
     layers = _by_layer(facts.expert_weights)
     n_resident = sum(size > 0 for size in layers[tuned.n_cpu_moe :])
     for n_moved in dict.fromkeys((n_resident, n_resident // 2)):
@@ -135,8 +135,8 @@ def ways_of(program: Path, facts: ModelFacts, tuned: TunedLlama) -> list[TunedLl
         mib = sum(layers[tuned.n_cpu_moe : last]) >> 20
         if mib:
             cached = replace(tuned, n_cpu_moe=last, moe_cache_mib=mib)
-            found += [replace(cached, cache_flags=f) for f in ((), *cache_settings(help_text))]
-    return found
+            ways += [replace(cached, cache_flags=f) for f in ((), *cache_settings(help_text))]
+    return ways
 
 
 def load_settings(help_text: str) -> list[tuple[str, ...]]:
@@ -154,16 +154,16 @@ def cache_settings(help_text: str) -> list[tuple[str, ...]]:
     `--moe-cache-policy` is tried with each value that its help lists as `{a,b}` or `<a|b>`.
     `--moe-cache-cpu-share` is tried with CPU_SHARES, in percent if its help says so.
     """
-    found: list[tuple[str, ...]] = []
+    settings: list[tuple[str, ...]] = []
     if policy := re.search(_POLICY + r"[ \t]+[<{\[]([^>}\]\n]+)[>}\]]", help_text):
         names = re.split(r"[|,]", policy[1])
-        found += [(_POLICY, name.strip()) for name in names]
+        settings += [(_POLICY, name.strip()) for name in names]
     # The text of one flag ends where the next line begins with a flag.
     if share := re.search(_CPU_SHARE + r"\b(.*?)(?=\n\s*-|\Z)", help_text, re.DOTALL):
         in_percent = "%" in share[1] or "percent" in share[1]
         values = [f"{100 * x:.0f}" if in_percent else str(x) for x in CPU_SHARES]
-        found += [(_CPU_SHARE, value) for value in values]
-    return found
+        settings += [(_CPU_SHARE, value) for value in values]
+    return settings
 
 
 def combined_ways(speeds: Mapping[TunedLlama, float]) -> list[TunedLlama]:
@@ -399,7 +399,7 @@ def followed_s(
     the errors of `measure_server`, and DeviceFailed if the server evaluates more than the new
     token.
     """
-    found = []
+    seconds = []
     request = {"n_predict": 1, "temperature": 0.0, "cache_prompt": True, "id_slot": 0}
     command = _command(program, model, tuned, (), n_ctx=n_ctx, n_threads=n_threads)
     with running_server([*command, "--parallel", "1"]) as (_, port):
@@ -412,8 +412,8 @@ def followed_s(
                 raise DeviceFailed(
                     f"it evaluated {timings['prompt_n']} tokens of a text of which it had all but 1"
                 )
-            found.append(timings["prompt_ms"] / 1e3)
-    return found
+            seconds.append(timings["prompt_ms"] / 1e3)
+    return seconds
 
 
 def summed(flags: Sequence[str], timings: Sequence[dict[str, Any]]) -> ServerSpeed:
@@ -509,9 +509,9 @@ def post(port: int, body: dict[str, Any]) -> dict[str, Any]:
     )
     try:
         with urllib.request.urlopen(request, timeout=_ANSWER_PATIENCE_S) as answer:
-            found: dict[str, Any] = json.load(answer)
+            content: dict[str, Any] = json.load(answer)
     except urllib.error.HTTPError as e:
         raise DeviceFailed(f"it answered {e.code}: {e.read(300).decode(errors='replace')}") from e
     except OSError as e:
         raise DeviceFailed(f"it did not answer: {e}") from e
-    return found
+    return content

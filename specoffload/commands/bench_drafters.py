@@ -54,15 +54,15 @@ def bench_drafters(config: Config, own: BenchOptions) -> None:
     )
     watch = Watch()
     with report.progress("comparing drafters"):
-        found = measure_in_turns(
+        by_drafter = measure_in_turns(
             {name: functools.partial(_opened, path) for name, path in paths.items()},
             work,
             repetitions=own.repetitions,
             together=fit_together(config, len(paths)),
             on_left_out=lambda name, e: report.note(f"{name} is left out: {e}"),
         )
-    doubtful = doubts(found, watch.others(), of_prefill=False)
-    result = compared(found)
+    doubtful = doubts(by_drafter, watch.others(), of_prefill=False)
+    result = compared(by_drafter)
     _show(result, doubtful)
     conditions = {"machine": machine(), "commit": commit(), "model": config.model.name}
     report.data({**result, "unreliable": doubtful, **conditions})
@@ -94,12 +94,12 @@ def _opened(config: Config) -> Iterator[SessionPath]:
         yield SessionPath(session)
 
 
-def compared(found: Mapping[str, Measured]) -> dict[str, Any]:
+def compared(by_drafter: Mapping[str, Measured]) -> dict[str, Any]:
     """Speeds by drafter, and the speed of all together over that of the best alone. Pure.
 
     A ratio that means nothing is None.
     """
-    speeds = {name: measured.median.tokens_per_s for name, measured in found.items()}
+    speeds = {name: measured.median.tokens_per_s for name, measured in by_drafter.items()}
     alone = {name: speed for name, speed in speeds.items() if name != TOGETHER}
     best = max(alone, key=lambda name: alone[name])
     rows = {
@@ -107,12 +107,12 @@ def compared(found: Mapping[str, Measured]) -> dict[str, Any]:
             "decode_tps": speeds[name],
             "acceptance_rate": measured.median.acceptance_rate,
             "tokens_per_round": measured.median.tokens_per_round,
-            "vs_best": compared_decodes(measured, found[best]),
+            "vs_best": compared_decodes(measured, by_drafter[best]),
             "shown_tps": speed_words(
                 [stats.tokens_per_s for stats in measured.written], speeds[name]
             ),
         }
-        for name, measured in found.items()
+        for name, measured in by_drafter.items()
     }
     out: dict[str, Any] = {"drafters": rows, "best_alone": best}
     return out | ({"together_vs_best": rows[TOGETHER]["vs_best"]} if TOGETHER in rows else {})

@@ -124,15 +124,15 @@ def _tokens(session: Session, text: str, n: int) -> list[int]:
     Raises UsageError if it is shorter, or longer than the context.
     """
     target = session.target
-    found = (
+    tokens = (
         target.tokenize(text, add_special=True, parse_special=False) if text else real_text(target)
     )
-    if not 2 <= n + 1 <= min(len(found), target.n_ctx):
+    if not 2 <= n + 1 <= min(len(tokens), target.n_ctx):
         raise UsageError(
-            f"-n {n}: the text has {len(found)} tokens, and the context {target.n_ctx}; -n must be "
-            f"from 1 to {min(len(found), target.n_ctx) - 1}"
+            f"-n {n}: the text has {len(tokens)} tokens, and the context {target.n_ctx}; -n must "
+            f"be from 1 to {min(len(tokens), target.n_ctx) - 1}"
         )
-    return found[: n + 1]
+    return tokens[: n + 1]
 
 
 def _log_probabilities(logits: Rows) -> Rows:
@@ -143,8 +143,8 @@ def _log_probabilities(logits: Rows) -> Rows:
 def divergences(exact: Rows, other: Rows) -> NDArray[np.float64]:
     """Return the Kullback-Leibler divergence of each row of log-probabilities, in nats."""
     p = np.exp(exact.astype(np.float64))
-    found: NDArray[np.float64] = (p * (exact.astype(np.float64) - other)).sum(axis=1)
-    return np.maximum(0.0, found)
+    row_divergences: NDArray[np.float64] = (p * (exact.astype(np.float64) - other)).sum(axis=1)
+    return np.maximum(0.0, row_divergences)
 
 
 def _cells(row: RoutingRow) -> tuple[str, ...]:

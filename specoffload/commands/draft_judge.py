@@ -39,17 +39,17 @@ def own_prompts(target: Engine, texts: Sequence[str]) -> list[list[int]]:
     They are pieces of equal length, and the whole of a text that is shorter. Raises UsageError if
     there are texts, and none of them is long enough.
     """
-    found = []
+    prompts = []
     begin = target.tokenize("", add_special=True)
     for text in texts:
         tokens = target.tokenize(text, add_special=False)
         parts = pieces([tokens], begin, _N_PROMPT)
         if not parts and len(tokens) >= _LEAST_PROMPT:
             parts = [[*begin, *tokens]]
-        found += parts
-    if texts and not found:
+        prompts += parts
+    if texts and not prompts:
         raise UsageError(f"no text has {_LEAST_PROMPT} tokens: give longer texts")
-    return shuffled(found)
+    return shuffled(prompts)
 
 
 def open_to_judge(config: Config) -> Session:

@@ -83,7 +83,7 @@ def as_dict(planned: Planned, others: Others = DEFAULT_OTHERS) -> dict[str, Any]
                 "name": part.name,
                 "layers": [part.facts.layers.start, part.facts.layers.stop - 1],
                 "link_bytes_per_s": part.machine.link_bytes_per_s,
-                **_found(part.its),
+                **_device_properties(part.device_plan),
                 **_of_device(part if planned.is_divided else planned),
             }
             for part in planned.parts
@@ -133,8 +133,8 @@ def _cards(count: CardCount) -> dict[str, Any]:
     if planned is None:
         return {"n_cards": count.n_cards, "fits": False}
     n_layers, n_slots = layers_and_slots(planned)
-    found = {"n_cards": count.n_cards, "fits": True, "layers": n_layers, "slots": n_slots}
-    return found | {key: planned.expected[key] for key in ("prefill_tps", "decode_tps")}
+    card = {"n_cards": count.n_cards, "fits": True, "layers": n_layers, "slots": n_slots}
+    return card | {key: planned.expected[key] for key in ("prefill_tps", "decode_tps")}
 
 
 def _layout(layout: Layout) -> dict[str, Any]:
@@ -160,17 +160,17 @@ def _layout(layout: Layout) -> dict[str, Any]:
     }
 
 
-def _found(its: DevicePlan) -> dict[str, Any]:
+def _device_properties(device_plan: DevicePlan) -> dict[str, Any]:
     """Return a device's properties, its limits, and the time of its layers, for JSON."""
-    plan, device = its.plan, its.device
+    plan, device = device_plan.plan, device_plan.device
     return {
         "kind": device.kind,
         "free_bytes": device.free_bytes,
-        "asked_bytes": its.room.asked_bytes,
+        "asked_bytes": device_plan.room.asked_bytes,
         "machine": asdict(device.machine),
         "measured": device.measured,
-        "prompt_s": its.prompt_s,
-        "decode_s": its.decode_s,
+        "prompt_s": device_plan.prompt_s,
+        "decode_s": device_plan.decode_s,
         "resident_layers": plan.n_resident,
         "passes": plan.passes,
         "attention_batch": plan.attention_batch,
@@ -244,7 +244,7 @@ def _unions(planned: Planned) -> dict[str, Any] | None:
         "source": "guess" if unions is None else "counted",
         "n_tokens": 0 if unions is None else unions.n_tokens,
         "counted_on": None if unions is None else unions.counted_on.isoformat(),
-    } | {key: {n: float(its.union(n)) for n in UNION_SIZES} for key, its in works.items()}
+    } | {key: {n: float(end.union(n)) for n in UNION_SIZES} for key, end in works.items()}
 
 
 def _cache(planned: Planned) -> dict[str, Any] | None:

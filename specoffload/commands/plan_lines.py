@@ -231,15 +231,15 @@ def _llama_command(planned: Planned) -> str:
 
 def context_lines(planned: Planned, contexts: Contexts) -> list[str]:
     """What the chosen context costs, and why a smaller context may read prompts more slowly."""
-    known = [its for its in contexts.costs if its.planned is not None]
-    tps = {its.n_ctx: its.planned.expected["prefill_tps"] for its in known if its.planned}
+    known = [cost for cost in contexts.costs if cost.planned is not None]
+    tps = {cost.n_ctx: cost.planned.expected["prefill_tps"] for cost in known if cost.planned}
     chosen, lines = planned.context.n_ctx, []
     fastest = max(tps, key=lambda n: tps[n], default=chosen)
     if tps.get(fastest, 0.0) > _EQUAL * planned.expected["prefill_tps"]:
-        (other,) = [its.planned for its in known if its.n_ctx == fastest]
+        (other,) = [cost.planned for cost in known if cost.n_ctx == fastest]
         assert other is not None
-        mine, its_own = speed_words(planned), speed_words(other)
-        answers = "are as fast" if mine == its_own else f"{mine}, where it has {its_own}"
+        mine, theirs = speed_words(planned), speed_words(other)
+        answers = "are as fast" if mine == theirs else f"{mine}, where it has {theirs}"
         lines.append(
             f"The chosen {chosen:,} tokens cost speed: prompts {prompt_words(planned)} tokens/s, "
             f"where --ctx-size {fastest} has {prompt_words(other)}; answers {answers}"

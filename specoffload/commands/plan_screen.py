@@ -105,11 +105,11 @@ def _duration(seconds: float) -> str:
 def _show_contexts(planned: Planned, contexts: Contexts) -> None:
     rows = []
     for cost in contexts.costs:
-        its = cost.planned
+        shown = cost.planned
         mark = " *" if cost.n_ctx == planned.context.n_ctx else ""
         cells = ("does not fit", "", "")
-        if its is not None:
-            cells = prompt_words(its), speed_words(its), speed_words(its, full_context=True)
+        if shown is not None:
+            cells = prompt_words(shown), speed_words(shown), speed_words(shown, full_context=True)
         rows.append((f"{cost.n_ctx:,}{mark}", *cells))
     heads = ("context", "prompts, tokens/s", "answers", "at its end")
     report.table("What a context costs (--ctx-size; * is chosen)", heads, rows)
@@ -121,12 +121,12 @@ def _show_contexts(planned: Planned, contexts: Contexts) -> None:
 def _show_cards(planned: Planned, cards: Sequence[CardCount]) -> None:
     rows = []
     for count in cards:
-        its = count.planned
+        shown = count.planned
         cells = ("does not fit", "", "", "")
-        if its is not None:
-            n_layers, n_slots = layers_and_slots(its)
-            cells = (f"{n_layers}", f"{n_slots:,}", prompt_words(its), speed_words(its))
-        rows.append((f"{count.n_cards}{' *' * (its is planned)}", *cells))
+        if shown is not None:
+            n_layers, n_slots = layers_and_slots(shown)
+            cells = (f"{n_layers}", f"{n_slots:,}", prompt_words(shown), speed_words(shown))
+        rows.append((f"{count.n_cards}{' *' * (shown is planned)}", *cells))
     heads = ("GPUs", "whole layers", "slots", "prompts, tokens/s", "answers")
     report.table("What a GPU more brings (estimate; * is this plan)", heads, rows)
     report.paragraph(
@@ -227,9 +227,9 @@ def _show_devices(parts: Sequence[PlannedDevice]) -> None:
     layers = [part.facts.layers for part in parts]
     pools = [[p for p in part.plan.layout.pools if p.n_experts] for part in parts]
     rows = [
-        ("layers", *(f"{its.start}-{its.stop - 1}" for its in layers)),
+        ("layers", *(f"{each.start}-{each.stop - 1}" for each in layers)),
         ("layers with experts in RAM", *(f"{streamed_layers(p.plan)['experts']}" for p in parts)),
-        ("cached experts", *(f"{sum(pool.n_slots for pool in its)}" for its in pools)),
+        ("cached experts", *(f"{sum(pool.n_slots for pool in each)}" for each in pools)),
         *(
             (f"GiB: {name}", *(f"{b / _GIB:.2f}" for b in each))
             for name, each in sizes
@@ -335,8 +335,8 @@ def _durations(tables: Sequence[CostTable], way: Way, n: int) -> str:
 
 def _division_words(planned: Planned, way: Way, n_tokens: int) -> str:
     """Return a streamed layer's experts by place, for a batch of `n_tokens`."""
-    its = planned.division(way, n_tokens)
-    counts = (its.in_slots, its.over_link, its.on_cpu)
+    division = planned.division(way, n_tokens)
+    counts = (division.in_slots, division.over_link, division.on_cpu)
     return "+".join(f"{float(count):.0f}" for count in counts)
 
 
@@ -356,7 +356,7 @@ def show_modelled(planned: Planned) -> None:
     Times are ranges if it was not counted how many experts neighbouring tokens share.
     """
     table = planned.costs
-    ends = [its.costs for its in reversed(planned.ends_of_sharing or ())]
+    ends = [end.costs for end in reversed(planned.ends_of_sharing or ())]
     ways = [way for way in Way if table.has(way)]
     rows = []
     for n in _powers_of_two(table.n_most):
@@ -389,7 +389,7 @@ def _sharing_words(planned: Planned) -> str:
         source = f"counted on {counted.counted_on} over {counted.n_tokens} tokens"
     else:
         ends = reversed(planned.ends_of_sharing or ())
-        used = " to ".join(f"{its.work.union(n):.0f}" for its in ends)
+        used = " to ".join(f"{end.work.union(n):.0f}" for end in ends)
         source = "estimate; a run will count them"
     return f"Times assume that {n} tokens use {used} of a layer's {n_experts} experts ({source})"
 

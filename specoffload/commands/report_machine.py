@@ -323,10 +323,10 @@ class _Report:
 
 def _users() -> list[str]:
     """The names of this user and of this machine, as far as the system knows them."""
-    found = [socket.gethostname(), platform.node()]
+    names = [socket.gethostname(), platform.node()]
     with suppress(KeyError, OSError):  # the user of a container may have no name
-        found.append(getpass.getuser())
-    return found
+        names.append(getpass.getuser())
+    return names
 
 
 def _numbers(value: Any) -> Any:

@@ -211,13 +211,13 @@ class _Catalogue:
 
 def _by_names(presets: Mapping[str, Preset], owners: Mapping[str, str]) -> dict[str, Preset]:
     """Return presets by the names of models. A section may have a folder's name instead."""
-    found: dict[str, Preset] = {}
+    by_model: dict[str, Preset] = {}
     for section, preset in presets.items():
         name = owners.get(section, section)
-        if name in found:
+        if name in by_model:
             raise UsageError(f"the presets of {section!r} and {name!r} are both for {name!r}")
-        found[name] = preset
-    return found
+        by_model[name] = preset
+    return by_model
 
 
 def _name_of(path: Path) -> str:

@@ -79,7 +79,7 @@ def tune_all(config: Config, minutes: float, *, asked: Collection[str] = ()) -> 
             report.note(note)
         show_table(session.costs.run.table)
         refused = session.costs.refused
-        rows = (threads, ubatch, *found(session))
+        rows = (threads, ubatch, *chosen_rows(session))
         report.table("what `specoffload tune` found", ("", "chosen", "why"), rows)
         if refused:
             report.paragraph(
@@ -131,7 +131,7 @@ def _with_threads(
     return config, (name, str(kept.best), f"{why}: {trial.times}, of {len(kept.trials)} tried")
 
 
-def found(session: Session) -> list[UbatchRow]:
+def chosen_rows(session: Session) -> list[UbatchRow]:
     """What the session measured or chose at its start."""
     target = session.target
     rows = []

@@ -73,9 +73,9 @@ class _UbatchSearch:
         self._config, self._work, self._ends_s = config, work, ends_s
         self._file = KeptFile(config.spec.kept_folder, target_facts(config))
         settings = ubatch_settings(config)
-        found = self._file.load()[0].ubatch(settings)
-        is_new = found is None or found.date != today()
-        self.kept = KeptUbatch(settings, 0, today()) if found is None or is_new else found
+        last = self._file.load()[0].ubatch(settings)
+        is_new = last is None or last.date != today()
+        self.kept = KeptUbatch(settings, 0, today()) if last is None or is_new else last
         self._planned = 0
         self._longest_s = 0.0
 

@@ -47,7 +47,7 @@ def located(options: Options, environment: Environment, *, header_only: bool = F
     does not exist and for a large model that a start would refuse, which is not fetched.
     """
 
-    def found(
+    def file_of(
         field: str, repo_field: str, file: str | None
     ) -> tuple[Path | None, HubName | OllamaName | None]:
         """The file of one model, and the name that it was found by."""
@@ -85,8 +85,8 @@ def located(options: Options, environment: Environment, *, header_only: bool = F
         report.detail(f"{name}: {path}")
         return path, name
 
-    draft, _ = found("draft", "hf_repo_draft", None)  # first, because it is small
-    model, name = found("model", "hf_repo", options.hf_file)
+    draft, _ = file_of("draft", "hf_repo_draft", None)  # first, because it is small
+    model, name = file_of("model", "hf_repo", options.hf_file)
     if draft is None and options.spec.from_file is not None and isinstance(name, HubName):
         draft = _row_file_beside(name, options, header_only=header_only)
     if options.hf_file is not None and options.hf_repo is None:

@@ -292,9 +292,9 @@ def faster_engine(
         return _llama_because(why, config, spec, path, target)
     file = KeptFile(spec.kept_folder, target.facts)
     key = f"{model_hash(read_facts(path))} {options.device}: {_settings(options, target)}"
-    found = file.load()[0].engines.get(key, KeptEngines())
-    times_s, how = found.seconds, f"measured on {found.date}"
-    if times_s.keys() != {"torch", "libllama"} or is_old(found.date, today()):
+    engines = file.load()[0].engines.get(key, KeptEngines())
+    times_s, how = engines.seconds, f"measured on {engines.date}"
+    if times_s.keys() != {"torch", "libllama"} or is_old(engines.date, today()):
         times_s = _measured(config, spec, path, target, options)
         measured = KeptEngines(times_s, today())
 

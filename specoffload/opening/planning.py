@@ -54,43 +54,43 @@ class ExpertUse:
 class PlannedDevice:
     """One device's plan, and what the machine model expects of it."""
 
-    its: DevicePlan
+    device_plan: DevicePlan
     context: ContextOptions
     use: ExpertUse
 
     @property
     def name(self) -> str:
-        return self.its.name
+        return self.device_plan.name
 
     @property
     def facts(self) -> ModelFacts:
-        return self.its.facts
+        return self.device_plan.facts
 
     @property
     def plan(self) -> Plan:
-        return self.its.plan
+        return self.device_plan.plan
 
     @property
     def request(self) -> PlanRequest:
-        return self.its.request
+        return self.device_plan.request
 
     @property
     def machine(self) -> Machine:
-        return self.its.request.machine
+        return self.device_plan.request.machine
 
     @property
     def vram_bytes(self) -> int:
-        return self.its.request.budget_bytes or 0
+        return self.device_plan.request.budget_bytes or 0
 
     @property
     def is_remote(self) -> bool:
         """True if activations cross its link, but no weights."""
-        return self.its.room.is_remote
+        return self.device_plan.room.is_remote
 
     @property
     def on_cpu(self) -> bool:
         """True if the CPU computes all, and reads all weights in place."""
-        return self.its.kind is Kind.CPU and not self.is_remote
+        return self.device_plan.kind is Kind.CPU and not self.is_remote
 
     @cached_property
     def memory(self) -> ContextMemory:
@@ -138,7 +138,7 @@ class PlannedDevice:
         if not plan.declined or entries is None:
             return table
         taken = {n: entry for n, entry in entries.items() if all(pool.holds(n) for pool in pools)}
-        ways = {way: its for way, its in table.ways.items() if way is not Way.STREAMED}
+        ways = {way: by_size for way, by_size in table.ways.items() if way is not Way.STREAMED}
         return replace(table, ways=ways | ({Way.STREAMED: taken} if taken else {}))
 
 
@@ -184,7 +184,7 @@ class Planned:
     def parts(self) -> tuple[PlannedDevice, ...]:
         """The devices that compute layers."""
         used = self.layout.division.used
-        return tuple(PlannedDevice(its, self.context, self.use) for its in used)
+        return tuple(PlannedDevice(device_plan, self.context, self.use) for device_plan in used)
 
     def idle_cost(self, n_parallel: int) -> IdleCost | None:
         """Return the cost of idle conversations with `n_parallel` slots. None with one slot."""
@@ -279,16 +279,16 @@ class Planned:
 
         "decode_tps" is that at the beginning of the context. Prompts attend to their own tokens.
         """
-        found = {
+        speeds = {
             "decode_tps": 1 / self._decode_s(1),
             "full_context_decode_tps": 1 / self._decode_s(1, with_full_context=True),
             "prefill_tps": self.prompt_tps(workload_of(self.context.n_ctx).n_prompt),
         }
         if self._mtp_tps is not None:
             ends = self.ends_of_sharing or (self, self)
-            for name, its in zip(("", "least_", "most_"), (self, *ends), strict=True):
-                found[f"{name}mtp_decode_tps"] = its._mtp_tps or 0.0
-        return found
+            for name, planned in zip(("", "least_", "most_"), (self, *ends), strict=True):
+                speeds[f"{name}mtp_decode_tps"] = planned._mtp_tps or 0.0
+        return speeds
 
     def prompt_tps(self, n_prompt: int) -> float:
         """Return the expected tokens/s of a prompt with `n_prompt` tokens."""
@@ -296,13 +296,13 @@ class Planned:
         each_s = [part.prompt_s(n_prompt, hybrid=hybrid) for part in parts]
         n_ubatches = max(1, math.ceil(n_prompt / self.plan.n_ubatch))
         seconds = prompt_s(each_s, parts, n_ubatches, overlaps=parts[-1].plan.computes_ubatches)
-        found = n_prompt / seconds
+        tps = n_prompt / seconds
         if self.disk is not None:
             seconds = self.disk.prompt_s(n_prompt, self.plan.n_ubatch)
-            found = min(found, n_prompt / max(seconds, 1e-9))
+            tps = min(tps, n_prompt / max(seconds, 1e-9))
         if self.table_token_s:  # rows of the next tokens are read while these are computed
-            found = min(found, 1 / self.table_token_s)
-        return found
+            tps = min(tps, 1 / self.table_token_s)
+        return tps
 
     @cached_property
     def _mtp_tps(self) -> float | None:

@@ -143,13 +143,13 @@ def _by_meaning(text: ModelText, named: list[str]) -> dict[str, int]:
     """Special tokens by spelling, and by their part in a text. `named` ones are left out."""
     model = text.model
     control = model.control_tokens
-    found = {model.token_text(token): token for token in control}
+    tokens = {model.token_text(token): token for token in control}
     parts = {"bos": model.bos, "eot": model.eot, "eos": model.eos}
     # Spellings contain no NUL.
-    found |= {f"\0{part}": token for part, token in parts.items() if token in control}
+    tokens |= {f"\0{part}": token for part, token in parts.items() if token in control}
     return {
         meaning: token
-        for meaning, token in found.items()
+        for meaning, token in tokens.items()
         if not any(model.token_text(token) in pair for pair in named)
     }
 

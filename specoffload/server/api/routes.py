@@ -70,7 +70,7 @@ class BodyRoute(ModelRoute):
             with ExitStack() as held:
                 read = _ReadRequest(_called_json(request.scope), request.receive)
                 if context.card and has_body(request.headers):
-                    read.found = await context.json_of(request, held)
+                    read.content = await context.json_of(request, held)
                 response = await handle(read)
                 return _HeldResponse(response, held.pop_all())
 
@@ -97,12 +97,12 @@ def _called_json(scope: Scope) -> Scope:
 
 
 class _ReadRequest(Request):
-    """A request whose body is `found`."""
+    """A request whose body is `content`."""
 
-    found: dict[str, Any] | None = None
+    content: dict[str, Any] | None = None
 
     async def body(self) -> bytes:
-        return b"" if self.found is None else b"{}"  # FastAPI only checks whether there is a body
+        return b"" if self.content is None else b"{}"  # FastAPI only checks whether there is a body
 
     async def json(self) -> Any:
-        return self.found
+        return self.content

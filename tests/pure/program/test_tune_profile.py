@@ -175,7 +175,7 @@ def test_the_table_says_which_batches_are_split_and_why_none_is(
     target = SimpleNamespace(opened=SimpleNamespace(weights=weights, devices=()))
     monkeypatch.setattr(tune, "streamed_kinds", lambda target: ())
     session: Any = SimpleNamespace(target=target, engine_choice=None)
-    assert tune.found(session) == [("--hybrid", chosen, why)]
+    assert tune.chosen_rows(session) == [("--hybrid", chosen, why)]
 
 
 def test_a_trial_whose_times_are_not_steady_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
