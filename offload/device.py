@@ -73,9 +73,9 @@ def choose_devices(wanted: str, *, all_gpus: bool = False) -> tuple[DeviceChoice
     """
     chosen = _chosen(wanted, all_gpus=all_gpus)
     for device in chosen:
-        if device.on_gpu and (why := no_device_reason(device.name)):
+        if device.on_gpu and (reason := no_device_reason(device.name)):
             raise DeviceUnavailable(
-                f"{device.name} cannot be used: {why}; --device cpu computes without it"
+                f"{device.name} cannot be used: {reason}; --device cpu computes without it"
             )
     return chosen
 
@@ -152,8 +152,8 @@ def _choose(wanted: str) -> DeviceChoice:
     for device in gpus:
         if device.name.lower() == lowered:
             return device
-    if backend_of(wanted) is CUDA and not gpus and (why := cuda_unused()):
-        raise DeviceUnavailable(f"device {wanted}: {why}")
+    if backend_of(wanted) is CUDA and not gpus and (reason := cuda_unused()):
+        raise DeviceUnavailable(f"device {wanted}: {reason}")
     names = ["auto", "cpu", "sim", *(d.name for d in gpus)]
     close = difflib.get_close_matches(wanted, names, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""

@@ -37,8 +37,8 @@ def overriding(facts: ModelFacts, overrides: Sequence[KvOverride]) -> ModelFacts
             raise BadModel(what)
         check_header(changed)
     except BadModel as e:
-        why = str(e).removeprefix(f"{facts.path}: ").removesuffix(_DAMAGED)
-        raise BadModel(f"{FLAG} {words_of(overrides)}: {why}") from None
+        reason = str(e).removeprefix(f"{facts.path}: ").removesuffix(_DAMAGED)
+        raise BadModel(f"{FLAG} {words_of(overrides)}: {reason}") from None
     return changed
 
 

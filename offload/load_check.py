@@ -39,8 +39,8 @@ def check_loads(facts: ModelFacts, *, load_mtp: bool) -> None:
     """
     about = facts.path.stat()
     overrides = tuple(map(str, facts.overrides))
-    if why := _refusal(facts.path, load_mtp, overrides, about.st_size, about.st_mtime_ns):
-        raise BadModel(why)
+    if reason := _refusal(facts.path, load_mtp, overrides, about.st_size, about.st_mtime_ns):
+        raise BadModel(reason)
 
 
 @lru_cache(256)

@@ -102,13 +102,15 @@ def config_of(
     return config
 
 
-def _config_without_drafts(line: CommandLine, why: str, options: Options | None = None) -> Config:
-    """The configuration of a command that verifies no drafts, because of `why`.
+def _config_without_drafts(
+    line: CommandLine, reason: str, options: Options | None = None
+) -> Config:
+    """The configuration of a command that verifies no drafts, because of `reason`.
 
     Prints which flags and variables on drafts have no effect.
     """
     environment = line.environment
-    options = measuring_only(options or line.options, environment.of_drafts(), why=why)
+    options = measuring_only(options or line.options, environment.of_drafts(), reason=reason)
     return config_of(replace(line, environment=environment.without_drafts()), options)
 
 

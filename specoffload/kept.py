@@ -200,13 +200,13 @@ class Kept:
 
     def run(self, settings: Mapping[str, str], sharing: Sharing) -> tuple[KeptRun | None, str]:
         """The newest run with these settings and its date in words, or None and the reason."""
-        why = "nothing was measured yet"
+        reason = "nothing was measured yet"
         for run in reversed(self.runs):
             difference = run.difference(settings, sharing)
             if not difference:
                 return run, f"measured on {run.date}"
-            why = difference
-        return None, why
+            reason = difference
+        return None, reason
 
     def put(self, run: KeptRun) -> None:
         """Keep a run, replacing the one with the same settings."""
@@ -289,8 +289,8 @@ def read_file(path: Path) -> tuple[Kept | None, str]:
 
 
 @functools.cache  # a start reads a file several times
-def _warn(path: Path, why: str) -> None:
-    log.warning("%s: a measurement is not used, and is made again when needed: %s", path, why)
+def _warn(path: Path, reason: str) -> None:
+    log.warning("%s: a measurement is not used, and is made again when needed: %s", path, reason)
 
 
 class KeptFile:
@@ -324,11 +324,11 @@ class KeptFile:
         if (kept.model, kept.machine) != (nothing.model, nothing.machine):
             return nothing, f"{self.path} is not used: it is of another model or machine"
         said = drop_absurd(kept, self._expert_bytes)
-        if kept.hits is not None and (why := self._bad_hits(kept.hits)):
+        if kept.hits is not None and (reason := self._bad_hits(kept.hits)):
             kept.hits = None
-            said.append(f"the counted hits: {why}")
-        for why in said:
-            _warn(self.path, why)
+            said.append(f"the counted hits: {reason}")
+        for reason in said:
+            _warn(self.path, reason)
         whole, absurd = kept.runs, [run for run in kept.runs if run.table.absurd]
         kept.runs = [run for run in whole if not run.table.absurd]
         if absurd:

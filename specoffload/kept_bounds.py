@@ -110,14 +110,14 @@ def split_reason(costs: MeasuredCosts, expert_bytes: float) -> str:
     whole = expert_bounds(expert_bytes)
     for side, times in (("the CPU", costs.host), ("the device", costs.device)):
         for n, s in sorted(times.by_rows_s.items()):
-            if why := expert_bounds(expert_bytes, n).reason([s]):
-                return f"an expert of {n} rows takes {side} {why}"
-        if why := whole.reason([times.fixed_s]):
-            return f"a layer takes {side} {why}, whatever its experts"
-    if why := whole.reason([costs.copy_s / costs.link_slowdown]):
-        return f"an expert's copy takes {why}"
-    why = SLOWDOWN.reason([costs.host_slowdown, costs.link_slowdown])
-    return why and f"while CPU and link work, one is slowed down {why}"
+            if reason := expert_bounds(expert_bytes, n).reason([s]):
+                return f"an expert of {n} rows takes {side} {reason}"
+        if reason := whole.reason([times.fixed_s]):
+            return f"a layer takes {side} {reason}, whatever its experts"
+    if reason := whole.reason([costs.copy_s / costs.link_slowdown]):
+        return f"an expert's copy takes {reason}"
+    reason = SLOWDOWN.reason([costs.host_slowdown, costs.link_slowdown])
+    return reason and f"while CPU and link work, one is slowed down {reason}"
 
 
 def drop_absurd(kept: Profile, expert_bytes: float | None = None) -> list[str]:
@@ -156,44 +156,44 @@ def _drop_of_parts(kept: Profile) -> Iterator[str]:
 
 def _drop_of_tune(kept: Profile) -> Iterator[str]:
     """Drop what is out of bounds in the searches for threads and for a ubatch."""
-    if kept.numa is not None and (why := _numa_reason(kept.numa)):
+    if kept.numa is not None and (reason := _numa_reason(kept.numa)):
         kept.numa = None
-        yield f"the times of the NUMA choice: {why}"
+        yield f"the times of the NUMA choice: {reason}"
     for ubatch in [*kept.ubatches]:
         each = [*ubatch.trials.values()]
-        why = TOKEN.reason(one.prompt_token_s for one in each)
-        why = why or DECODE.reason(one.decode_s for one in each)
-        why = why or BATCH.reason([ubatch.n_ubatch, *ubatch.trials])
-        why = why or SLOTS.reason(n for one in each for n in (one.n_slots, one.n_resident))
-        if why:
+        reason = TOKEN.reason(one.prompt_token_s for one in each)
+        reason = reason or DECODE.reason(one.decode_s for one in each)
+        reason = reason or BATCH.reason([ubatch.n_ubatch, *ubatch.trials])
+        reason = reason or SLOTS.reason(n for one in each for n in (one.n_slots, one.n_resident))
+        if reason:
             kept.ubatches.remove(ubatch)
-            yield f"the times of ubatches of {ubatch.date}: {why}"
+            yield f"the times of ubatches of {ubatch.date}: {reason}"
 
 
 def _drop_of_use(kept: Profile) -> Iterator[str]:
     """Drop a mix of tokens and an imported T(n) that are out of bounds."""
-    if why := TOKENS.reason([kept.mix.n_prompt, kept.mix.n_generated]):
+    if reason := TOKENS.reason([kept.mix.n_prompt, kept.mix.n_generated]):
         kept.mix = TokenMix(0, 0)
-        yield f"the mix of tokens: {why}"
-    if kept.batch_costs and (why := _curve_reason(kept.batch_costs)):
+        yield f"the mix of tokens: {reason}"
+    if kept.batch_costs and (reason := _curve_reason(kept.batch_costs)):
         kept.batch_costs = kept.batch_costs_date = ""
-        yield f"the imported T(n): {why}"
+        yield f"the imported T(n): {reason}"
 
 
 def _drop_of_layers(kept: Profile, expert_bytes: float | None) -> Iterator[str]:
     """Drop what is out of bounds in runs, and in workers' times of split layers."""
     for run in [*kept.runs]:
-        if why := _count_reason(run):
+        if reason := _count_reason(run):
             kept.runs.remove(run)
-            yield f"the times of {run.date}: {why}"
+            yield f"the times of {run.date}: {reason}"
         else:
             yield from _drop_of_run(run, expert_bytes)
     if expert_bytes is None:
         return
     for worker in [*kept.workers]:
-        if why := split_reason(worker.costs, expert_bytes):
+        if reason := split_reason(worker.costs, expert_bytes):
             kept.workers.remove(worker)
-            yield f"the split costs of {worker.device}: {why}"
+            yield f"the split costs of {worker.device}: {reason}"
 
 
 def _numa_reason(tuned: TuneResult) -> str:
@@ -201,18 +201,18 @@ def _numa_reason(tuned: TuneResult) -> str:
     candidates = [trial.candidate for trial in tuned.trials]
     if tuned.best not in candidates:
         return f"{tuned.best} was chosen, and was not tried"
-    why = DECODE.reason(s for trial in tuned.trials for s in trial.seconds.values())
-    return why or THREADS.reason(candidate.n_threads for candidate in candidates)
+    reason = DECODE.reason(s for trial in tuned.trials for s in trial.seconds.values())
+    return reason or THREADS.reason(candidate.n_threads for candidate in candidates)
 
 
 def _count_reason(run: MeasuredRun) -> str:
     """Return a clause on a run's first count that is out of bounds, or ""."""
     entries = [entry for of_way in run.table.ways.values() for entry in of_way.values()]
-    why = SLOTS.reason([*vars(run.sharing).values(), run.table.n_experts])
-    why = why or BATCH.reason([run.n_verify])
-    why = why or EXPERTS.reason([run.table.n_used, *run.table.unions.values()])
+    reason = SLOTS.reason([*vars(run.sharing).values(), run.table.n_experts])
+    reason = reason or BATCH.reason([run.n_verify])
+    reason = reason or EXPERTS.reason([run.table.n_used, *run.table.unions.values()])
     counts = [n for entry in entries for n in (entry.n_timed, entry.n_retried)]
-    return why or TIMINGS.reason([run.n_least, *counts])
+    return reason or TIMINGS.reason([run.n_least, *counts])
 
 
 def _curve_reason(text: str) -> str:
@@ -224,26 +224,26 @@ def _curve_reason(text: str) -> str:
     return ""
 
 
-def _without(kept: dict[str, Any], what: str, reason: Callable[[Any], str]) -> Iterator[str]:
+def _without(kept: dict[str, Any], what: str, reason_of: Callable[[Any], str]) -> Iterator[str]:
     """Drop entries with a reason. Yield a clause for each."""
     for name, one in [*kept.items()]:
-        if why := reason(one):
+        if reason := reason_of(one):
             del kept[name]
-            yield f"{what} {name}: {why}"
+            yield f"{what} {name}: {reason}"
 
 
 def _drop_of_run(run: MeasuredRun, expert_bytes: float | None) -> Iterator[str]:
     """Drop what is out of bounds in a run. Yield a clause for each."""
     if expert_bytes is not None:
-        if run.split is not None and (why := split_reason(run.split, expert_bytes)):
+        if run.split is not None and (reason := split_reason(run.split, expert_bytes)):
             run.split = None
-            yield f"the split costs of {run.date}: {why}"
+            yield f"the split costs of {run.date}: {reason}"
         yield from _without(
             run.splits, "the split costs of", lambda one: split_reason(one, expert_bytes)
         )
     ones_s = [one[1].seconds for way in run.table.ways if 1 in (one := run.table.measured(way))]
     most_s = min(TOKEN.most, _TIMES_SLOWER * min(ones_s)) if ones_s else TOKEN.most
     for name, draft in run.drafts.items():
-        if draft.step_s and (why := Bounds(TOKEN.least, most_s, "s").reason([draft.step_s])):
+        if draft.step_s and (reason := Bounds(TOKEN.least, most_s, "s").reason([draft.step_s])):
             draft.step_s = 0.0
-            yield f"the draft step of {run.date} ({name:.40}): {why}"
+            yield f"the draft step of {run.date} ({name:.40}): {reason}"

@@ -96,8 +96,8 @@ def refused(clauses: Sequence[str]) -> list[Measurement]:
     """Return what is out of bounds, from the clauses of `kept_bounds.drop_absurd`."""
     measurements = []
     for clause in clauses:
-        name, _, why = clause.removeprefix("the ").partition(": ")
-        measurements.append(Measurement(name, "out of bounds", state=f"made again: {why}"))
+        name, _, reason = clause.removeprefix("the ").partition(": ")
+        measurements.append(Measurement(name, "out of bounds", state=f"made again: {reason}"))
     return measurements
 
 

@@ -406,6 +406,7 @@ def spec_lines(stats: GenerationStats) -> list[str]:
         saved = plural(stats.n_checkpoints, "checkpoint")
         lines.append(f"{saved} of the recurrent state, {stats.n_restores} restored")
     return lines + [
-        f"{plural(rounds, 'round')}: {why or 'nothing to decide'}{' (the last)' * (kind != why)}"
-        for kind, rounds, why in stats.reasons
+        f"{plural(rounds, 'round')}: {reason or 'nothing to decide'}"
+        f"{' (the last)' * (kind != reason)}"
+        for kind, rounds, reason in stats.reasons
     ]

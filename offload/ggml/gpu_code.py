@@ -101,8 +101,8 @@ class GpuCode:
 
     def reason_on(self, card: Card, driver: CudaDriver) -> str:
         """Return why this card cannot run the library, or ""."""
-        if why := self.reason(driver):
-            return why
+        if reason := self.reason(driver):
+            return reason
         fitting = [code for code in self.codes if code.runs_on(card.compute)]
         ptx = [code.compiler for code in fitting if code.compiler is not None]
         has_machine_code = len(ptx) < len(fitting)
@@ -118,11 +118,12 @@ class GpuCode:
             )
         lowest = min(code.compute for code in self.codes)
         if card.compute < lowest:
-            why = f"{card} is older than this library's oldest code, {dotted(lowest)}"
+            reason = f"{card} is older than this library's oldest code, {dotted(lowest)}"
         else:
-            why = f"this library has no code for {card}: it has {self.words}"
+            reason = f"this library has no code for {card}: it has {self.words}"
         return (
-            f"{why}: take the wheel for Vulkan, or compile for this card (scripts/setup --gpu cuda)"
+            f"{reason}: take the wheel for Vulkan, or compile for this card "
+            "(scripts/setup --gpu cuda)"
         )
 
 

@@ -100,16 +100,16 @@ def amx_verdict(folder: Path | None, trial: Callable[[], str] | None = None) -> 
     if amx_buffer_type() is None:
         return None
     path = None if folder is None else folder / f"amx-{_cpu_backend_digest()}.json"
-    why = _kept(path)
-    if why is None:
-        why = (trial or _try_in_a_child)()
-        _keep(path, why)
-    if not why:
+    reason = _kept(path)
+    if reason is None:
+        reason = (trial or _try_in_a_child)()
+        _keep(path, reason)
+    if not reason:
         return AmxVerdict(True)
     return AmxVerdict(
         False,
-        f"AMX is left unused: a product with it {why}, since the library was miscompiled (gcc bug "
-        f"114098); {_REBUILD}",
+        f"AMX is left unused: a product with it {reason}, since the library was miscompiled (gcc "
+        f"bug 114098); {_REBUILD}",
     )
 
 
@@ -118,8 +118,8 @@ def _kept(path: Path | None) -> str | None:
         kept = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
     except (OSError, ValueError):
         return None  # there is no file yet, or it is damaged, so the trial runs again
-    why = kept.get("why_not") if isinstance(kept, dict) else None
-    return why if isinstance(why, str) else None
+    reason = kept.get("why_not") if isinstance(kept, dict) else None
+    return reason if isinstance(reason, str) else None
 
 
 def _keep(path: Path | None, why_not: str) -> None:

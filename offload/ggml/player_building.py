@@ -64,12 +64,12 @@ def compile_player(folder: Path) -> Path:
     try:
         with tempfile.TemporaryDirectory(prefix="libplayer-", dir=folder) as work:
             made = Path(work) / path.name
-            why = failure_of(
+            reason = failure_of(
                 [*compiler, *_flags(), "-o", str(made), str(SOURCE), str(GRAPHS), "-lm"]
             )
-            if not why:
+            if not reason:
                 made.replace(path)  # at once, as other processes may compile too
                 return path
     except OSError as e:
-        why = str(e)
-    raise LibraryMismatch(f"{path} could not be compiled ({why}); {_REMEDY}")
+        reason = str(e)
+    raise LibraryMismatch(f"{path} could not be compiled ({reason}); {_REMEDY}")

@@ -197,14 +197,14 @@ def _run(
     """Run the compiler, and let `target` appear at once. Raises LibraryMismatch."""
     partial = target.with_name(target.name + ".part")
     given = [] if source is None else [str(source)]
-    why = failure_of([*command, *given, "-o", str(partial), *(last or ())])
+    reason = failure_of([*command, *given, "-o", str(partial), *(last or ())])
     try:
-        if not why:
+        if not reason:
             partial.replace(target)
     except OSError as e:
-        why = str(e)
-    if why:
-        raise LibraryMismatch(f"{target.name} could not be compiled ({why}); {_REMEDY}")
+        reason = str(e)
+    if reason:
+        raise LibraryMismatch(f"{target.name} could not be compiled ({reason}); {_REMEDY}")
 
 
 def _archive(folder: Path) -> Path:

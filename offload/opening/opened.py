@@ -112,7 +112,7 @@ class Opening:
         if self.options.projector is not None:  # before the model, because it may compile libmtmd
             self.images = image_library(on_progress)
         watch = self.closing.enter_context(watching(self.options.remote))
-        unused = (Note(NoteKind.UNUSED, why) for why in missing_in_build(has_gpu=has_gpu()))
+        unused = (Note(NoteKind.UNUSED, reason) for reason in missing_in_build(has_gpu=has_gpu()))
         self.notes += (*self._device_notes(), *prepare(), *unused)
         self._open_remote(on_progress)
         self.notes += self.layout.notes
@@ -157,8 +157,8 @@ class Opening:
             if self.remote is not None:
                 self.remote.loaded()
         except BadModel as e:
-            if why := loading_reason(self.facts, str(e)):
-                raise BadModel(f"{self.facts.path}: {why}") from e
+            if reason := loading_reason(self.facts, str(e)):
+                raise BadModel(f"{self.facts.path}: {reason}") from e
             raise
 
     def _open_contexts(self) -> RowContext | None:

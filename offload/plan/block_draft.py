@@ -70,8 +70,8 @@ def _flag(facts: ModelFacts, key: str, *, default: bool) -> bool:
 
 def no_block_reason(target: ModelFacts, facts: ModelFacts) -> str:
     """Return why the file cannot draft for the target, as a sentence; "" if it can."""
-    why = _reason(target, facts)
-    return f"{facts.path.name} {why}" if why else ""
+    reason = _reason(target, facts)
+    return f"{facts.path.name} {reason}" if reason else ""
 
 
 def _reason(target: ModelFacts, facts: ModelFacts) -> str:

@@ -72,11 +72,11 @@ def choose_context(
         cost_s = request.planned_s - base.planned_s
         loss = cost_s / (cost_s + max(base.planned_s, base.in_ram_s))
         if loss <= MOST_LOSS:
-            why = _words(n_ctx, n_ctx_train)
-            return ContextChoice(n_ctx, why + _cost_words(n_ctx, sizes, request_s))
+            reason = _words(n_ctx, n_ctx_train)
+            return ContextChoice(n_ctx, reason + _cost_words(n_ctx, sizes, request_s))
         if for_agents and n_ctx == AGENT_CTX and loss <= MOST_LOSS_FOR_AGENTS:
-            why = _agent_words(n_ctx_train, loss)
-            return ContextChoice(n_ctx, why + _cost_words(n_ctx, sizes, request_s))
+            reason = _agent_words(n_ctx_train, loss)
+            return ContextChoice(n_ctx, reason + _cost_words(n_ctx, sizes, request_s))
     return ContextChoice(sizes[-1], _words(sizes[-1], n_ctx_train))
 
 

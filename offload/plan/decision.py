@@ -345,27 +345,27 @@ def _with_workers(layout: Layout, found: Found, wanted: Wanted, request: PlanReq
     devices = [*rooms, *there] if local_first else [*there, *rooms]
     names = [device.name for device in devices]
     is_timed = bool(rooms) and all(device.measured for device in found.workers)
-    why, shares = "by free memory", tuple(wanted.tensor_split)
+    reason, shares = "by free memory", tuple(wanted.tensor_split)
     division: Division | None = None
     ranges: list[LayerRange] = []
     if shares:
         shares, words = shares_for(shares, names)
-        why = f"by {words or '--tensor-split'}"
+        reason = f"by {words or '--tensor-split'}"
     elif on_cpu:
-        why = "so that as many as fit are remote, since this machine computes on its CPU"
+        reason = "so that as many as fit are remote, since this machine computes on its CPU"
     elif is_timed:
         try:
             division = divide(
                 facts, devices, request, use_all=True, draft_on=devices.index(rooms[0])
             )
             rates = "; ".join(f"{device.name}: {device.measured}" for device in found.workers)
-            why = f"by expected time ({rates})"
+            reason = f"by expected time ({rates})"
         except DoesNotFit as e:
-            why += f", since a division by time does not fit: {e}"
+            reason += f", since a division by time does not fit: {e}"
     elif ours := [device.name for device in found.workers if device.kind is Kind.WORKER]:
-        why += f", since the speed of {', '.join(ours)} is not measured"
+        reason += f", since the speed of {', '.join(ours)} is not measured"
     elif found.unmeasured:
-        why += f", since speeds could not be measured: {found.unmeasured}"
+        reason += f", since speeds could not be measured: {found.unmeasured}"
     if division is None:
         ranges = _by_memory(facts, found, wanted, request, shares, rooms)
         cpu = _cpu_room(found.devices[0], request) if on_cpu else None
@@ -380,7 +380,7 @@ def _with_workers(layout: Layout, found: Found, wanted: Wanted, request: PlanReq
         division = _parts_or_refused_there(facts, devices, ranges, request, first)
     used = {part.name for part in division.parts}
     if idle := [device.name for device in found.workers if device.name not in used]:
-        why += f"; no layers are left for {', '.join(idle)}"
+        reason += f"; no layers are left for {', '.join(idle)}"
     planned = _planned(layout, division, found, wanted)
     if not wanted.wrapped:
         planned = planned.with_devices(
@@ -388,7 +388,7 @@ def _with_workers(layout: Layout, found: Found, wanted: Wanted, request: PlanReq
         )
     if on_cpu:
         planned = _with_cpu(planned, found, ranges[0])
-    return replace(planned, division=replace(planned.division, reasons=(why,)))
+    return replace(planned, division=replace(planned.division, reasons=(reason,)))
 
 
 def _by_memory(

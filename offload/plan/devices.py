@@ -135,7 +135,7 @@ def joined(parts: Sequence[DevicePlan], reasons: tuple[str, ...] = ()) -> Plan:
         reserve_bytes=sum(plan.reserve_bytes for plan in plans),
         min_batch=max((p.min_batch for p in plans if p.min_batch is not None), default=None),
         pass_experts=min((p.pass_experts for p in plans if p.pass_experts), default=0),
-        declined=tuple(f"{name}: {why}" for name, plan in named for why in plan.declined),
+        declined=tuple(f"{name}: {reason}" for name, plan in named for reason in plan.declined),
         n_resident=sum(plan.n_resident for plan in plans),
         working=sum((plan.working for plan in plans), WorkingMemory()),
     )
@@ -190,8 +190,8 @@ def divide(
         fits = sum(len(layers) > 0 for layers in order[0].ranges) == 1
         return replace(division, reasons=(_left_out(devices, division, gain or 1.0, fits=fits),))
     if gain is None:
-        why = "" if use_all else ": no device can hold it alone"
-        return replace(division, reasons=(f"{division.words}{why}",))
+        reason = "" if use_all else ": no device can hold it alone"
+        return replace(division, reasons=(f"{division.words}{reason}",))
     used = [part.name for part in division.parts]
     others = [device.name for device in devices if device.name not in used]
     on_one = next(d.name for d, r in zip(devices, alone.ranges, strict=True) if len(r))

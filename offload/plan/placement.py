@@ -179,11 +179,11 @@ class Plan:
             group = plural(n_group, "expert")
             how = f"{what}; batches that use more are computed in passes over {group}"
             return replace(plan, pass_experts=n_group).because(Note(NoteKind.PASSES, how))
-        why = (
+        declined = (
             f"{what}; the CPU computes batches that use more, which is faster than copying "
             "their experts"
         )
-        return replace(plan, declined=(why,))
+        return replace(plan, declined=(declined,))
 
     @property
     def computes_ubatches(self) -> bool:
@@ -612,7 +612,7 @@ def _reasons(
             reasons.append(f"Experts of {fitting} fit the GPU; those of {n} {stay}")
     if n_dense:
         fewer = "they do not fit --vram, or other uses of it save more; --n-gpu-layers"
-        why = "--n-gpu-layers" if request.n_gpu_layers is not None else fewer
+        reason = "--n-gpu-layers" if request.n_gpu_layers is not None else fewer
         n_layers = len(facts.layers)
-        reasons.append(f"Dense weights of {n_dense} of {n_layers} layers stay in RAM ({why})")
+        reasons.append(f"Dense weights of {n_dense} of {n_layers} layers stay in RAM ({reason})")
     return reasons

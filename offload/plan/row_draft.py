@@ -251,8 +251,8 @@ def _wrong_layers(target: ModelFacts, layers: Sequence[int], n_wanted: int = 0) 
 
 def no_eagle_reason(target: ModelFacts, facts: ModelFacts) -> str:
     """Return why the file cannot draft for the target, as a sentence; "" if it can."""
-    why = _reason(target, facts)
-    return f"{facts.path.name} {why}" if why else ""
+    reason = _reason(target, facts)
+    return f"{facts.path.name} {reason}" if reason else ""
 
 
 def _reason(target: ModelFacts, facts: ModelFacts) -> str:

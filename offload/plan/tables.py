@@ -164,13 +164,13 @@ def host_tables(
     tables = lookup_tables(facts)
     if not tables:
         return None
-    why = _why_on_disk(tables, plan, found, wanted, later)
+    reason = _why_on_disk(tables, plan, found, wanted, later)
     return HostTables(
         tuple(table.place.entry.name for table in tables),
         sum(table.size_bytes for table in tables),
         sum(table.bytes_per_token for table in tables),
-        on_disk=bool(why),
-        reason=why,
+        on_disk=bool(reason),
+        reason=reason,
     )
 
 

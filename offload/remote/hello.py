@@ -241,8 +241,8 @@ def look_for(worker: Address) -> None:
 
 def check(worker: Address, status: WorkerStatus, mine: WorkerFacts) -> None:
     """Raise DeviceUnavailable if the worker has another file or build."""
-    if why := mine.difference(status, worker):
-        raise DeviceUnavailable(why)
+    if reason := mine.difference(status, worker):
+        raise DeviceUnavailable(reason)
 
 
 class _LoadingWait:

@@ -70,9 +70,9 @@ def _connected(worker: Address, connect_s: float) -> DeadlineSocket:
     except OSError as e:
         if isinstance(e, ConnectionError) and not isinstance(e, ConnectionRefusedError):
             raise _closes(worker) from e  # the same servers, noticed a moment earlier
-        why = "no answer" if isinstance(e, TimeoutError) else e.strerror or str(e)
+        reason = "no answer" if isinstance(e, TimeoutError) else e.strerror or str(e)
         raise WorkerUnavailable(
-            f"the worker at {worker} cannot be reached within {connect_s:g} s ({why}): start "
+            f"the worker at {worker} cannot be reached within {connect_s:g} s ({reason}): start "
             "`specoffload worker` or rpc-server there, or correct --rpc"
         ) from e
 
@@ -127,7 +127,7 @@ def silent(worker: Address, answer_s: float) -> WorkerUnavailable:
     )
 
 
-def _not_rpc(worker: Address, why: str) -> WorkerUnavailable:
+def _not_rpc(worker: Address, reason: str) -> WorkerUnavailable:
     return WorkerUnavailable(
-        f"{worker} (--rpc) is not an RPC server of ggml: it answers a greeting wrongly ({why})"
+        f"{worker} (--rpc) is not an RPC server of ggml: it answers a greeting wrongly ({reason})"
     )

@@ -88,10 +88,10 @@ class Secret:
         status, proof = _answer(connection, _PROOF_BYTES)
         if status == _GO_ON and hmac.compare_digest(proof, self._proof(b"worker", mine + theirs)):
             return
-        why = "did not prove that it knows the secret"
+        reason = "did not prove that it knows the secret"
         if status == _WRONG:
-            why = "has another secret"
-        raise WorkerUnavailable(f"the worker at {worker} {why}: give both the same {FLAG}")
+            reason = "has another secret"
+        raise WorkerUnavailable(f"the worker at {worker} {reason}: give both the same {FLAG}")
 
 
 def _answer(connection: TimedConnection, n_bytes: int) -> tuple[bytes, bytes]:

@@ -316,8 +316,8 @@ class PoolPlanner:
 
     def forget(self, slot: int, piece: Piece) -> None:
         """Clear the records of a piece that has left its slot: its copy's reason and its guess."""
-        if why := self.copy_reason[slot]:
-            self._counters.prefetched_wasted += REASONS[why] != NEEDED
+        if number := self.copy_reason[slot]:
+            self._counters.prefetched_wasted += REASONS[number] != NEEDED
             self.copy_reason[slot] = 0
         self.guessed_for.pop(piece, None)
         self._in_flight.discard(piece)
@@ -408,12 +408,12 @@ class PoolPlanner:
         passing: bool = False,
     ) -> None:
         slots, copy_reason, renew = self.slots, self.copy_reason, self.queue.renew
-        why = REASONS.index(reason)
+        number = REASONS.index(reason)
         for piece, slot in pairs:
             slots.load(slot, piece)
             if not passing:
                 self.ring.pop(slot, None)
-            copy_reason[slot] = why
+            copy_reason[slot] = number
             renew(slot)
             out.append(Copy(self.pool, slot, piece, cut, reason, slots.last_use[slot] or None))
             self._counters.n_lent_copies += slot >= slots.n_own

@@ -433,9 +433,9 @@ class Schedule:
                 self._in_flight.discard(piece)
                 waits.append(piece)
             if number := copy_reason[slot]:
-                copy_reason[slot], why = 0, REASONS[number]
-                misses += why not in (PREDICTED, PROMOTED, FILLED)
-                self.counters.prefetched_used += why != NEEDED
+                copy_reason[slot], reason = 0, REASONS[number]
+                misses += reason not in (PREDICTED, PROMOTED, FILLED)
+                self.counters.prefetched_used += reason != NEEDED
             cuts = wanted[piece]
             if len(cuts) == 1:
                 del wanted[piece]

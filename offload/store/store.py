@@ -449,14 +449,14 @@ class Store:
     def _reported(self, why_not_pinned: str) -> StoreReport:
         held, spots = self._held, self.layout.spots
         streamed = {run.file for run in self.layout.runs}
-        why = [held.files[f].why_not_direct for f in streamed if not held.files[f].is_direct]
+        reasons = [held.files[f].why_not_direct for f in streamed if not held.files[f].is_direct]
         return StoreReport(
             kept_in="page cache" if self.options.keep_page_cache else "memory",
             n_tensors=len(self._placed),
             weight_bytes=sum(spots[name].size_bytes for name in self._placed),
             seconds=time.perf_counter() - self._began_s if self._began_s else 0.0,
             counters=held.readers.counters if held.readers else ReadCounters(),
-            why_not_direct="; ".join(dict.fromkeys(why)),
+            why_not_direct="; ".join(dict.fromkeys(reasons)),
             huge=self.huge_pages(),
             why_not_pinned=why_not_pinned,
             n_mapped_unread=self._n_mapped_unread,

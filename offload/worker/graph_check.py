@@ -105,12 +105,12 @@ def check_graph(
     return named, ids
 
 
-def _refuse(table: NodeTable, bad: Bools, why: str) -> None:
+def _refuse(table: NodeTable, bad: Bools, reason: str) -> None:
     if bad.any():
         row = int(np.flatnonzero(bad)[0])
         number = int(table.op[row])
         op = operations()[number] if 0 <= number < len(operations()) else f"operation {number}"
-        raise GraphRefused(f"{_shown(table, row) or 'a tensor'} ({op}) {why}")
+        raise GraphRefused(f"{_shown(table, row) or 'a tensor'} ({op}) {reason}")
 
 
 def _shown(table: NodeTable, row: int) -> str:
@@ -235,10 +235,10 @@ def _check_order(table: NodeTable) -> None:
     place[table.order] = np.arange(n_nodes)
     again = place[table.order] != np.arange(n_nodes)
     late = (place[table.sources[table.order]] >= np.arange(n_nodes)[:, None]).any(axis=1)
-    for are_bad, why in ((again, "is computed twice"), (late, "is computed before its source")):
+    for are_bad, reason in ((again, "is computed twice"), (late, "is computed before its source")):
         bad = np.zeros(len(table), np.bool_)
         bad[table.order[are_bad]] = True
-        _refuse(table, bad, why)
+        _refuse(table, bad, reason)
 
 
 def _check_copies(table: NodeTable, span: Ints, packed: Bools) -> None:

@@ -101,7 +101,7 @@ def serve_layers(line: Connection, options: WorkerOptions, no_doorbell: str = ""
     if options.on.cpus:  # threads that the library starts inherit the processors
         os.sched_setaffinity(0, options.on.cpus)
     BELLS.refuse(no_doorbell)
-    BELLS.listeners.append(lambda why: send(NoDoorbell(why)))
+    BELLS.listeners.append(lambda reason: send(NoDoorbell(reason)))
 
     def end(e: BaseException) -> NoReturn:
         send(WorkerState(error=str(e) or type(e).__name__))
@@ -199,17 +199,17 @@ class _SplitChoice:
         What was measured keeps its memory: Vulkan's backend corrupts memory when it computes after
         buffers were freed.
         """
-        why = "the device takes no layer of experts as a whole"
+        reason = "the device takes no layer of experts as a whole"
         try:
             costs = measure_split_layer(
                 weights.tensors, streamed, self._n_used, device.inner, self._ways,
                 partial(device.split_sides, stream), self._measured,
             )  # fmt: skip
         except (DoesNotFit, DeviceFailed, NotSupported) as e:
-            costs, why = None, str(e)
+            costs, reason = None, str(e)
         if costs is None:
             self._ways.change(may_split=False)
-            self._notes.append(f"no layer is split: its costs could not be measured ({why})")
+            self._notes.append(f"no layer is split: its costs could not be measured ({reason})")
             return
         words, n_threads = self._choice.words, self._options.n_threads
         measured = DeviceCosts(words, n_threads, library_build(), costs)

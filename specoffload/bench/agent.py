@@ -196,7 +196,7 @@ def verdict(ways: Sequence[PlayedWay], failed: Mapping[str, str]) -> AgentVerdic
     """
     baseline, *others = ways
     differ = False
-    sentences = [f"{name} was not played: {why}" for name, why in failed.items()]
+    sentences = [f"{name} was not played: {reason}" for name, reason in failed.items()]
     for way in others:
         for what, theirs, ours in (
             ("tasks solved", baseline.n_solved, way.n_solved),

@@ -137,7 +137,7 @@ def why_off(stats: GenerationStats, costs: CostProfile) -> str:
     rounds = "any round" if n_off == stats.n_rounds else f"{n_off} of {stats.n_rounds} rounds"
     words = f"nothing was drafted in {rounds}: {_price_words(costs)}"
     # In reasons that were counted together, # replaces the numbers.
-    reason = next((why for why, _ in stats.decisions if why and "#" not in why), "")
+    reason = next((text for text, _ in stats.decisions if text and "#" not in text), "")
     return f"{words} (the policy: {reason})" if reason else words
 
 

@@ -142,8 +142,8 @@ def _measure_all(
     report.line(f"drafts by {', '.join(measured.drafters)}; {_about_device(session)}")
     asked = settings_for(session.choices.spec.options, own.only_policies, own.blocks)
     settings, measured.left_out = buildable(speculation, asked)
-    for name, why in measured.left_out.items():
-        report.note(f"{name} is left out: {why}")
+    for name, reason in measured.left_out.items():
+        report.note(f"{name} is left out: {reason}")
     with session.target.opened.routing.paused():
         measured.sizes.extend(sizes_seen(session.target))
     measured.priced_s = speculation.costs.step_s
@@ -302,9 +302,9 @@ def crossover_words(rows: Sequence[PolicyRow]) -> str:
     if not n:
         return "every measured block is slower than no drafts"
     longest = max(row.n_block or 0 for row in rows)
-    why = ", the longest that was measured" if n == longest else ""
+    reason = ", the longest that was measured" if n == longest else ""
     tokens = report.plural(n, "token")
-    return f"largest block that is at least as fast as no drafts: {tokens}{why}"
+    return f"largest block that is at least as fast as no drafts: {tokens}{reason}"
 
 
 def _show_sizes(sizes: Sequence[SizeSeen], priced_s: Sequence[float]) -> None:

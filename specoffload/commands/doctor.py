@@ -296,8 +296,8 @@ def _against(name: str, kept: Kept, now: MachineNow) -> tuple[KeptModel, KeptRun
     If no run is valid, the summary is of the newest run, and says why that run is not valid.
     """
     if not kept.runs:
-        why = "uses of experts are counted, no speed is measured yet"
-        return KeptModel(name, why_not=why), None
+        reason = "uses of experts are counted, no speed is measured yet"
+        return KeptModel(name, why_not=reason), None
     reasons = [(run, _difference(kept.machine, run, now)) for run in reversed(kept.runs)]
     run, why_not = next((pair for pair in reasons if not pair[1]), reasons[0])
     n_sizes = sum(len(run.table.measured(way)) for way in run.table.ways)

@@ -103,11 +103,11 @@ def _checked(config: Config, own: DistilOptions) -> _DistilJob:
         raise UsageError("draft distil needs -o NEW.gguf, the file to write")
     facts = read_facts(own.draft)
     read_shape(facts)
-    if why := vocabulary_difference(config.model, own.draft, MOST_APART):
-        raise UsageError(f"draft distil needs a draft with the target's vocabulary: {why}")
+    if reason := vocabulary_difference(config.model, own.draft, MOST_APART):
+        raise UsageError(f"draft distil needs a draft with the target's vocabulary: {reason}")
     check_output(own.output, (config.model, own.draft, *own.texts))
-    if why := missing_torch("train"):
-        raise UsageError(f"draft distil cannot train: {why}")
+    if reason := missing_torch("train"):
+        raise UsageError(f"draft distil cannot train: {reason}")
     work = own.output.with_name(f"{own.output.name}.distil")
     return _DistilJob(facts, texts_of(own.texts), own.output, work)
 

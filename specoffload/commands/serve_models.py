@@ -179,7 +179,8 @@ class _Catalogue:
         if serving.models_dir is not None:
             listed = models_of(serving.models_dir)
             self.idle += [
-                f"--models-dir leaves out {file}: {why}" for file, why in listed.left_out.items()
+                f"--models-dir leaves out {file}: {reason}"
+                for file, reason in listed.left_out.items()
             ]
             for model in listed.models:
                 if model.name in places:

@@ -11,16 +11,16 @@ from specoffload import report
 def _nothing_copied(summary: TraceReport) -> str:
     """A sentence on why nothing was copied and what to try."""
     if summary.compute_s:
-        why = (
+        reason = (
             "all that the device computed lay in its memory, or the CPU computed the other batches "
             "in place; a smaller --vram and --min-batch 1 make weights stream"
         )
     else:
-        why = (
+        reason = (
             "the model ran on the plain CPU, whose computation is not traced; --device "
             "sim:vram=8MiB,bw=1GB/s --min-batch 1 streams without a GPU, with the embedded model"
         )
-    return f"nothing was copied: {why}"
+    return f"nothing was copied: {reason}"
 
 
 def show_trace(path: Path) -> None:

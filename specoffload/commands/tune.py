@@ -91,7 +91,7 @@ def tune_all(config: Config, minutes: float, *, asked: Collection[str] = ()) -> 
             {
                 "stored": kept_in and str(kept_in),
                 "why_not_stored": refused,
-                "found": {name: {"chosen": chosen, "why": why} for name, chosen, why in rows},
+                "found": {name: {"chosen": chosen, "why": reason} for name, chosen, reason in rows},
             }
         )
 
@@ -115,9 +115,9 @@ def _with_threads(
         if searched.disturbed:
             return config, (name, here, f"not kept: {searched.disturbed}")
         kept = searched.result
-        why = "measured now" + (f" ({searched.not_written})" if searched.not_written else "")
+        reason = "measured now" + (f" ({searched.not_written})" if searched.not_written else "")
     else:
-        why = "measured today"
+        reason = "measured today"
     trial = next(trial for trial in kept.trials if trial.candidate == kept.best)
     chosen = config_for(config, topology, kept.best)
     config = replace(
@@ -128,7 +128,7 @@ def _with_threads(
         decode_on=chosen.decode_on,
         batch_on=chosen.batch_on,
     )
-    return config, (name, str(kept.best), f"{why}: {trial.times}, of {len(kept.trials)} tried")
+    return config, (name, str(kept.best), f"{reason}: {trial.times}, of {len(kept.trials)} tried")
 
 
 def chosen_rows(session: Session) -> list[UbatchRow]:
@@ -146,9 +146,9 @@ def chosen_rows(session: Session) -> list[UbatchRow]:
     for device in target.opened.devices:
         if crossover := device.mla.crossover:
             gpu = device.inner.kind == "gpu"
-            why = "measured at each start" if gpu else "by kind of weight (docs/mla.md)"
+            reason = "measured at each start" if gpu else "by kind of weight (docs/mla.md)"
             tokens = f"{crossover} token{'s' * (crossover > 1)}"
-            rows.append(("MLA", f"broadcast form for up to {tokens}", why))
+            rows.append(("MLA", f"broadcast form for up to {tokens}", reason))
     if (engine := session.engine_choice) is not None:
         rows.append(("draft engine", engine.name, engine.why))
     return rows

@@ -40,8 +40,8 @@ def tuned_ubatch(config: Config, *, time_limit_s: float) -> tuple[Config, Ubatch
     if config.ubatch_size is not None:
         return config, (_NAME, str(config.ubatch_size), "not searched: it was given")
     if config.spec.kept_folder is None:
-        why = "not searched: nothing is kept (SPECOFFLOAD_WITHOUT=profile)"
-        return config, (_NAME, "planned", why)
+        reason = "not searched: nothing is kept (SPECOFFLOAD_WITHOUT=profile)"
+        return config, (_NAME, "planned", reason)
     if not choose_device(config.device).wrapped and not config.remote.is_used:
         return config, (_NAME, "planned", "not searched: the CPU computes alone")
     work = _workload(config)

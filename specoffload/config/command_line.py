@@ -111,7 +111,7 @@ class CommandLine:
             of_draft=self.of(DraftOptions),
             given=self._names(Options)
             | {of_draft(name): used for name, used in self._names(DraftOptions).items()},
-            notes=(*self.notes, *(ignored(name, why) for name, why in self.ignored)),
+            notes=(*self.notes, *(ignored(name, reason) for name, reason in self.ignored)),
         )
 
 
@@ -355,10 +355,10 @@ class _ValueReader:
     def _take(self, answer: FlagEffect, name: str, value: str) -> None:
         said = f"{name} {value}".strip()
         match answer:
-            case NoEffect(why):
-                self.ignored.append((said, why))
-            case Refused(why):
-                raise UsageError(f"{said}: {why}")
+            case NoEffect(reason):
+                self.ignored.append((said, reason))
+            case Refused(reason):
+                raise UsageError(f"{said}: {reason}")
             case Becomes(words):
                 self.notes.append(f"{said} is read as {' '.join(words)}")
                 self.read(words, name)
@@ -528,9 +528,9 @@ class _ValueReader:
                 self.given.setdefault(place, Given(inside.value, name))
             else:
                 whole = place == (Options, "n_gpu_layers")
-                why = "the whole draft model stays on its device" if whole else "not for drafts"
-                self.ignored.append((name, why))
-        self.ignored += [(f"{given.name}: {name}", why) for name, why in inner.ignored]
+                reason = "the whole draft model stays on its device" if whole else "not for drafts"
+                self.ignored.append((name, reason))
+        self.ignored += [(f"{given.name}: {name}", reason) for name, reason in inner.ignored]
 
     def _unknown(self, name: str) -> str:
         elsewhere = sorted(

@@ -97,14 +97,14 @@ def hardware_of(name: str) -> Hardware:
     except OSError as e:
         begun = [known for known in PRESETS if known.startswith(name.lower())]
         near = " or ".join(begun or get_close_matches(name.lower(), PRESETS, 1))
-        why = (
+        reason = (
             f"neither a machine that is known ({', '.join(PRESETS)}) nor a readable file"
             f" ({e.strerror}){f'; did you mean {near}?' if near else ''}"
         )
     except ValidationError as e:
         first = e.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the file"
-        why = f"{where}: {first['msg']:.200}"
+        reason = f"{where}: {first['msg']:.200}"
     except (ValueError, RecursionError) as e:
-        why = f"neither JSON nor, with the ending .toml, TOML: {e}"
-    raise UsageError(f"--hardware {name}: {why}")
+        reason = f"neither JSON nor, with the ending .toml, TOML: {e}"
+    raise UsageError(f"--hardware {name}: {reason}")

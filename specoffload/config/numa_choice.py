@@ -327,14 +327,14 @@ def _candidate(
         reasons.append(tuned.why_not)
     if options.numa == "auto":
         strategy = Strategy.ROWS if topology.ggml_is_numa else Strategy.INTERLEAVE
-        why = f"numa {strategy}: nothing was measured on this machine yet, {TUNE} does"
+        reason = f"numa {strategy}: nothing was measured on this machine yet, {TUNE} does"
     else:
-        strategy, why = Strategy(options.numa), f"numa {options.numa}: as asked"
+        strategy, reason = Strategy(options.numa), f"numa {options.numa}: as asked"
     node = None
     if strategy is Strategy.SINGLE:
         node = _home(topology)
-        why += f", on node {node}"
-    reasons.append(why)
+        reason += f", on node {node}"
+    reasons.append(reason)
     if not topology.ggml_is_numa and strategy in (Strategy.ROWS, Strategy.DISTRIBUTE):
         reasons.append(
             f"numa {strategy}: node numbers have a gap, so ggml counts one node and lets threads "

@@ -94,8 +94,8 @@ def read_preset_file(file: Path) -> dict[str, Preset]:
     try:
         text = read_text(file)
     except (OSError, UnicodeDecodeError) as e:
-        why = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
-        raise UsageError(f"--models-preset {file}: {why}") from e
+        reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
+        raise UsageError(f"--models-preset {file}: {reason}") from e
     return read_presets(text, f"--models-preset {file}")
 
 

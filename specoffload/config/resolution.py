@@ -250,8 +250,8 @@ def _models(options: Options, reasons: list[str]) -> tuple[Path, Path | None]:
     if draft is not None and not uses_draft_model(spec) and spec.from_file is None:
         by = spec.name("drafters")
         nothing = spec.drafters == (DrafterName.NONE,)
-        why = f"nothing drafts with {by}" if nothing else f"{by} does not name draft"
-        reasons.append(ignored(options.name("draft"), why))
+        reason = f"nothing drafts with {by}" if nothing else f"{by} does not name draft"
+        reasons.append(ignored(options.name("draft"), reason))
         draft = None
     return model, draft
 
@@ -275,8 +275,8 @@ def _on_one_gpu(options: Options, reasons: list[str]) -> Options:
     """The options, with a single device if --split-mode is none. Raises UsageError."""
     if options.split_mode == "layer":
         if options.main_gpu:
-            why = "--split-mode layer uses all devices; none uses one"
-            reasons.append(ignored(options.name("main_gpu"), why))
+            reason = "--split-mode layer uses all devices; none uses one"
+            reasons.append(ignored(options.name("main_gpu"), reason))
         return options
     names, nth = device_names(options.device), options.main_gpu
     sizes = options.vram_bytes

@@ -170,13 +170,13 @@ def _check_row_drafters(
     own = asked[0]
     if not draft:
         raise UsageError(f"{flag} {own} needs {_FILE_WORDS[own]}: add --draft FILE.gguf")
-    for other, why in (
+    for other, reason in (
         (DrafterName.DRAFT, "there is one file for both"),
         (DrafterName.MTP, "one of them can follow the target's rows"),
         *((name, "there is one file for both") for name in asked[1:]),
     ):
         if other in named:
-            raise UsageError(f"{flag}: {other} and {own} exclude each other, as {why}")
+            raise UsageError(f"{flag}: {other} and {own} exclude each other, as {reason}")
 
 
 def may_use_own_layers(spec: SpecOptions) -> bool:
@@ -210,9 +210,9 @@ class Ignored(str):
     __slots__ = ()
 
 
-def ignored(name: str, why: str) -> Ignored:
+def ignored(name: str, reason: str) -> Ignored:
     """The sentence that reports a flag or variable without effect."""
-    return Ignored(f"{name} ignored: {why}")
+    return Ignored(f"{name} ignored: {reason}")
 
 
 def inactive(sentences: Iterable[str]) -> tuple[str, ...]:
@@ -220,8 +220,8 @@ def inactive(sentences: Iterable[str]) -> tuple[str, ...]:
     return tuple(words for words in sentences if isinstance(words, Ignored))
 
 
-def measuring_only(options: Options, variables: Iterable[str] = (), *, why: str) -> Options:
-    """Returns `options` for a command that verifies no drafts, because of `why`.
+def measuring_only(options: Options, variables: Iterable[str] = (), *, reason: str) -> Options:
+    """Returns `options` for a command that verifies no drafts, because of `reason`.
 
     Flags of speculation without effect there, and the environment's `variables` on drafts, become
     notes.
@@ -234,12 +234,12 @@ def measuring_only(options: Options, variables: Iterable[str] = (), *, why: str)
         given={field: name for field, name in spec.given.items() if field in kept},
     )
     idle = [name for field, name in spec.given.items() if field not in kept]
-    return noted(replace(options, spec=quiet), (*idle, *variables), why)
+    return noted(replace(options, spec=quiet), (*idle, *variables), reason)
 
 
-def noted(options: Options, names: Iterable[str], why: str) -> Options:
-    """Returns `options` with the note that the flags `names` change nothing, because of `why`."""
-    return replace(options, notes=(*options.notes, *(ignored(name, why) for name in names)))
+def noted(options: Options, names: Iterable[str], reason: str) -> Options:
+    """Returns `options` with notes that the flags `names` change nothing, because of `reason`."""
+    return replace(options, notes=(*options.notes, *(ignored(name, reason) for name in names)))
 
 
 def resolve_speculation(
@@ -346,12 +346,12 @@ def _costs_given(spec: SpecOptions, environment: Environment, reasons: list[str]
     if environment.batch_costs is None:
         return None
     if not spec.is_on:
-        why = "nothing drafts"
+        reason = "nothing drafts"
     elif spec.policy not in PRICED:
-        why = f"{spec.name('policy')} {spec.policy} does not read it"
+        reason = f"{spec.name('policy')} {spec.policy} does not read it"
     else:
         return environment.batch_costs
-    reasons.append(ignored("GGML_BATCH_COSTS", why))
+    reasons.append(ignored("GGML_BATCH_COSTS", reason))
     return None
 
 
@@ -376,8 +376,8 @@ def _effective(
             name = options.given.get(of_draft(flag.field) if is_draft else flag.field)
         if not flag.needs or name is None:
             continue
-        if why := _why_idle(flag, spec, active) or _other_engine(flag, options):
-            reasons.append(ignored(name, why))
+        if reason := _why_idle(flag, spec, active) or _other_engine(flag, options):
+            reasons.append(ignored(name, reason))
             idle[flag.section][flag.field] = flag.default
     left = {name: used for name, used in spec.given.items() if name not in idle[SpecOptions]}
     return (

@@ -312,8 +312,8 @@ def contents(name: str) -> str:
     try:
         return read_text(user_path(name))
     except (OSError, UnicodeDecodeError) as e:
-        why = e.strerror if isinstance(e, OSError) else e
-        raise ValueError(f"cannot be read as UTF-8 text ({why})") from None
+        reason = e.strerror if isinstance(e, OSError) else e
+        raise ValueError(f"cannot be read as UTF-8 text ({reason})") from None
 
 
 def cpu_mask(text: str) -> tuple[int, ...]:

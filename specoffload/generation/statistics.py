@@ -264,8 +264,10 @@ class StepTrace:
         for name, duration_s in parts:
             until_s = min(end_s, start_s + duration_s)
             if duration_s > 0:
-                why = {"drafter": round_.draft.source, "decision": round_.draft.decision.reason}
-                self._trace.add(ROUND, name, start_s, until_s, **(why if name == "draft" else {}))
+                details = {"drafter": round_.draft.source, "decision": round_.draft.decision.reason}
+                self._trace.add(
+                    ROUND, name, start_s, until_s, **(details if name == "draft" else {})
+                )
             start_s = until_s
 
     def _add_tokens(self, start_s: float, end_s: float, slot: int, round_: Round) -> None:

@@ -40,10 +40,10 @@ def check_before_fetch(name: HubName, token: str | None, *, is_draft: bool) -> N
     except ValueError:
         said = done.stderr.strip().rpartition("\n")[2] or f"status {done.returncode}"
         answer = {"failed": said}
-    if why := answer.get("failed"):
-        report.note(f"{name} is fetched without a look at its header before ({why})")
-    if why := answer.get("refused"):
-        raise BadModel(f"{name} was not fetched, because a start would refuse it: {why}")
+    if reason := answer.get("failed"):
+        report.note(f"{name} is fetched without a look at its header before ({reason})")
+    if reason := answer.get("refused"):
+        raise BadModel(f"{name} was not fetched, because a start would refuse it: {reason}")
 
 
 _TO_ASKER = 1  # standard output of the other process

@@ -70,15 +70,15 @@ def models_of(folder: Path) -> FolderModels:
 def _in_folder(folder: Path, within: str, left_out: dict[str, str]) -> list[FolderModel]:
     """Return the models of one folder. `within` is its name, "" for the folder of --models-dir."""
     files = sorted(path for path in folder.glob("*.gguf"))
-    why = {path: why_no_model(path) or _why_by_name(path) for path in files}
-    models = [path.name for path in files if not why[path]]
+    reasons = {path: why_no_model(path) or _why_by_name(path) for path in files}
+    models = [path.name for path in files if not reasons[path]]
     firsts = [name for name in models if is_first_part(name)]
-    companions = [path for path in files if why[path] and path.is_file()]
+    companions = [path for path in files if reasons[path] and path.is_file()]
     drafts = [path for path in companions if path.name.startswith(_DRAFT_STARTS)] if within else []
     for path in files:
         is_rest = any(same_model(first, path.name) for first in firsts)
-        if why[path] and path not in drafts and not is_rest:
-            left_out[f"{within}/{path.name}".removeprefix("/")] = why[path]
+        if reasons[path] and path not in drafts and not is_rest:
+            left_out[f"{within}/{path.name}".removeprefix("/")] = reasons[path]
     names = [path.name for path in companions]
     entries = []
     for name, own in zip(firsts, _names(firsts, within), strict=True):

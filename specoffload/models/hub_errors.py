@@ -90,10 +90,10 @@ def in_one_sentence(name: HubName, token: str | None, *, suggests: bool) -> Iter
         if isinstance(e, client.LocalProtocolError):  # its words show the token
             source = token_source(token) or "the token"
             raise FetchFailed(f"{source} has letters that no token has: copy it again") from None
-        why = str(e) or type(e).__name__
-        if "CERTIFICATE_VERIFY_FAILED" in why:
-            why += "; SSL_CERT_FILE can name your network's certificates"
-        raise FetchFailed(f"{hub} cannot be reached ({why})") from e
+        reason = str(e) or type(e).__name__
+        if "CERTIFICATE_VERIFY_FAILED" in reason:
+            reason += "; SSL_CERT_FILE can name your network's certificates"
+        raise FetchFailed(f"{hub} cannot be reached ({reason})") from e
     except XetDownloadError as e:
         raise FetchFailed(f"the download of {name} broke off ({e}): start it again") from e
     except LocalEntryNotFoundError as e:
@@ -152,7 +152,7 @@ def token_source(token: str | None) -> str:
 
 
 def _disk_words(name: HubName, error: OSError, folder: Path) -> str:
-    why = error.strerror or str(error)
+    reason = error.strerror or str(error)
     if error.errno in _NO_ROOM:
         return (
             f"{_NO_ROOM[error.errno]} {folder}: make room and start again, or "
@@ -160,13 +160,13 @@ def _disk_words(name: HubName, error: OSError, folder: Path) -> str:
         )
     if error.errno in _NO_LOCKS:
         return (
-            f"{folder}, where models are kept, lies on a file system without locks ({why}): have "
-            "HF_HOME name a folder on another"
+            f"{folder}, where models are kept, lies on a file system without locks ({reason}): "
+            "have HF_HOME name a folder on another"
         )
     is_there = error.filename is not None and Path(str(error.filename)).is_relative_to(folder)
     if error.errno in _NOT_WRITABLE or (error.errno in _NO_FOLDER and is_there):
         return (
-            f"{folder}, where models are kept, cannot be written ({why}): have HF_HOME name a "
+            f"{folder}, where models are kept, cannot be written ({reason}): have HF_HOME name a "
             "folder that you may write to"
         )
     return f"the download of {name} broke off ({error}): start it again"

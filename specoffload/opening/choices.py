@@ -55,13 +55,13 @@ def shared_ram_notes(choice: DeviceChoice, config: Config) -> tuple[str, ...]:
     """
     if not choice.shares_ram:
         return ()
-    why = _why_nothing_streams(choice)
+    reason = _why_nothing_streams(choice)
     asks_batch = config.min_batch not in (None, _NOTHING_STREAMS)
     given = {"--min-batch": asks_batch, "--hybrid": config.hybrid.asked}
-    unused = [ignored(flag, why) for flag, is_given in given.items() if is_given]
+    unused = [ignored(flag, reason) for flag, is_given in given.items() if is_given]
     for words in unused:
         log.warning("%s", words)
-    where = f"{why}: the CPU computes the weights that it has no room for"
+    where = f"{reason}: the CPU computes the weights that it has no room for"
     return (*unused, Note(NoteKind.MIN_BATCH, where))
 
 

@@ -200,9 +200,9 @@ def _opened(config: Config, spec: SpecConfig, path: Path, target: Engine) -> Ope
 
 
 def _llama_because(
-    why: str, config: Config, spec: SpecConfig, path: Path, target: Engine
+    reason: str, config: Config, spec: SpecConfig, path: Path, target: Engine
 ) -> OpenedDraft:
-    return OpenedDraft(_open_llama(config, spec, path, target), EngineChoice("libllama", why))
+    return OpenedDraft(_open_llama(config, spec, path, target), EngineChoice("libllama", reason))
 
 
 def _open_llama(config: Config, spec: SpecConfig, path: Path, target: Engine) -> Engine:
@@ -288,8 +288,10 @@ def faster_engine(
     A kept measurement that is old is made again.
     """
     if spec.kept_folder is None:
-        why = "nothing is measured without a profile; --draft-engine torch takes torch unmeasured"
-        return _llama_because(why, config, spec, path, target)
+        reason = (
+            "nothing is measured without a profile; --draft-engine torch takes torch unmeasured"
+        )
+        return _llama_because(reason, config, spec, path, target)
     file = KeptFile(spec.kept_folder, target.facts)
     key = f"{model_hash(read_facts(path))} {options.device}: {_settings(options, target)}"
     engines = file.load()[0].engines.get(key, KeptEngines())
@@ -353,8 +355,8 @@ def torch_name(ggml_device: str, *, on_gpu: bool) -> str:
 
     Raises DeviceUnavailable if torch is not installed, or has no devices of that kind.
     """
-    if why := missing_torch("gpu-draft"):
-        raise DeviceUnavailable(f"the draft cannot be computed in torch: {why}")
+    if reason := missing_torch("gpu-draft"):
+        raise DeviceUnavailable(f"the draft cannot be computed in torch: {reason}")
     if not on_gpu:
         return "cpu"
     name, number = backend_of(ggml_device).torch, number_of(ggml_device)

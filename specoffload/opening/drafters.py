@@ -26,8 +26,8 @@ def usable_drafters(target: ModelFacts, spec: SpecConfig) -> SpecConfig:
         check_writes(read_facts(spec.draft_model))
     spec = _with_usable_layers(target, with_translation(target.path, spec))
     if drafts_by_text_alone(spec.options) and target.recurrent_layers:
-        why = "a recurrent model needs memory for snapshots of its state to verify them"
-        return _without_text(spec, why)
+        reason = "a recurrent model needs memory for snapshots of its state to verify them"
+        return _without_text(spec, reason)
     return spec
 
 
@@ -46,14 +46,16 @@ def without_text(spec: SpecConfig) -> SpecConfig:
     """
     if not drafts_by_text_alone(spec.options):
         return spec
-    why = "on a CPU alone, measuring what they cost would make the first start some seconds longer"
-    return _without_text(spec, why)
+    reason = (
+        "on a CPU alone, measuring what they cost would make the first start some seconds longer"
+    )
+    return _without_text(spec, reason)
 
 
-def _without_text(spec: SpecConfig, why: str) -> SpecConfig:
+def _without_text(spec: SpecConfig, reason: str) -> SpecConfig:
     """Return `spec` without the drafters of the text, which are on by default."""
     names = ",".join(spec.options.drafters)
-    words = f"drafts: off, because {why} (--spec-type {names} turns them on)"
+    words = f"drafts: off, because {reason} (--spec-type {names} turns them on)"
     options = replace(spec.options, drafters=())
     return replace(spec, options=options, reasons=(*spec.reasons, words))
 

@@ -85,7 +85,7 @@ def target_of(
             return PlanTarget(here, machine, "no GPU here")
         if n in (0, 1, len(here.devices)):
             return _here(here, config, link)
-    size, why = _vram_there(config, hardware)
+    size, reason = _vram_there(config, hardware)
     n = max(1, n)
     vram = vram if len(vram) > 1 else (size,) * n
     links = link * n if len(link) == 1 else link or (machine.link_bytes_per_s,) * n
@@ -105,7 +105,7 @@ def target_of(
     )
     workers = workers_of(facts, options)
     takes_all = config.device.lower() != "auto"
-    return PlanTarget(Found(devices, takes_all=takes_all, workers=workers), machine, why, vram)
+    return PlanTarget(Found(devices, takes_all=takes_all, workers=workers), machine, reason, vram)
 
 
 def _here(found: Found, config: Config, link: tuple[float, ...]) -> PlanTarget:
@@ -119,10 +119,10 @@ def _here(found: Found, config: Config, link: tuple[float, ...]) -> PlanTarget:
         )
     is_asked = config.device_bytes is not None or config.each_device_bytes
     what = f"what {devices[0].name} has free" if len(devices) == 1 else "what is free"
-    why = "as asked for" if is_asked or devices[0].sim_bytes else f"{what}, less 1 GiB"
-    if devices[0].kind is Kind.SIM and why != "as asked for":
-        why = "sim:vram=SIZE sets one"
-    return PlanTarget(replace(found, devices=devices), devices[0].machine, why)
+    reason = "as asked for" if is_asked or devices[0].sim_bytes else f"{what}, less 1 GiB"
+    if devices[0].kind is Kind.SIM and reason != "as asked for":
+        reason = "sim:vram=SIZE sets one"
+    return PlanTarget(replace(found, devices=devices), devices[0].machine, reason)
 
 
 def _vram_there(config: Config, hardware: Hardware | None) -> tuple[int, str]:
@@ -263,7 +263,7 @@ class Planner:
 
     def _shown(self, layout: Layout) -> Planned:
         room = self._room
-        machine, why = self._machine.machine, self._machine.why_vram
+        machine, reason = self._machine.machine, self._machine.why_vram
         if layout.devices[0].kind is Kind.CPU and not layout.remote:
             machine = replace(machine, cpu_flops=self._config.threads_batch * CORE_FLOPS)
             return _on_cpu(layout, machine, self._reasons, room)
@@ -271,7 +271,7 @@ class Planner:
             taken_bytes = context_memory(layout.facts, layout.context).host_bytes
             taken_bytes += layout.devices[0].request.host_projector_bytes
             room = replace(room, available_bytes=max(0, room.available_bytes - taken_bytes))
-        return Planned(layout, why, self._reasons, room, self._own.hardware)
+        return Planned(layout, reason, self._reasons, room, self._own.hardware)
 
     def _there(self, target: PlanTarget) -> There:
         """The machine that `own` describes."""

@@ -84,8 +84,8 @@ def _unused_on_cpu(config: Config, reason: str) -> tuple[str, ...]:
 
     `reason` says why the model is opened on the CPU alone.
     """
-    why = f"the CPU computes alone ({reason}), and nothing is copied to a GPU"
-    unused = tuple(ignored(name, why) for name in config.gpu_flags)
+    unused_reason = f"the CPU computes alone ({reason}), and nothing is copied to a GPU"
+    unused = tuple(ignored(name, unused_reason) for name in config.gpu_flags)
     for words in unused:
         log.warning("%s", words)
     return unused

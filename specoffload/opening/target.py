@@ -84,10 +84,10 @@ def projector_of(config: Config) -> ProjectorOptions | None:
     if choices[0].on_gpu:
         asked_bytes = config.device_bytes
         device_bytes = choices[0].device.memory_bytes()[1] if asked_bytes is None else asked_bytes
-    why = why_on_cpu(
+    reason = why_on_cpu(
         file_bytes, device_bytes, n_devices=len(choices), offload=config.mmproj_offload
     )
-    return ProjectorOptions(config.mmproj, why, config.image_min_tokens, config.image_max_tokens)
+    return ProjectorOptions(config.mmproj, reason, config.image_min_tokens, config.image_max_tokens)
 
 
 @dataclass(frozen=True)
@@ -138,15 +138,15 @@ def _projector_bytes(
     if projector is None:
         return 0, 0
     file_bytes = projector.path.stat().st_size
-    n_bytes, why, wrapped = projector_bytes(file_bytes), projector.why_on_cpu, True
+    n_bytes, reason, wrapped = projector_bytes(file_bytes), projector.why_on_cpu, True
     if there is not None and there.each_device_bytes:
-        why = why_on_cpu(
+        reason = why_on_cpu(
             file_bytes, there.gpu_bytes, n_devices=len(there.each_device_bytes),
             offload=config.mmproj_offload,
         )  # fmt: skip
     else:
         wrapped = choose_device(config.device).wrapped  # else the CPU's memory is the device's
-    return (0, n_bytes) if why and wrapped else (n_bytes, 0)
+    return (0, n_bytes) if reason and wrapped else (n_bytes, 0)
 
 
 def wanted_of(

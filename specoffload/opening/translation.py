@@ -34,21 +34,21 @@ def with_translation(model: Path, spec: SpecConfig) -> SpecConfig:
         return spec
     is_asked = bool(spec.options.replacements) or "replacements" in spec.options.given
     target, draft = read_facts(model).path, read_facts(spec.draft_model).path
-    why = vocabulary_difference(target, draft, MOST_APART)
+    reason = vocabulary_difference(target, draft, MOST_APART)
     if not is_asked:
-        pairs = () if why else None
+        pairs = () if reason else None
         spec = replace(spec, options=replace(spec.options, replacements=pairs))
-    if not (is_asked or why):
+    if not (is_asked or reason):
         return spec
     kept = _measured(target, stamps_of(target), draft, stamps_of(draft))
     if kept is None or not kept.kept:
-        raise VocabularyMismatch(_refusal(draft, why, has_tokenizers=kept is not None))
-    note = Note(NoteKind.FLAGS, _cost_words(draft, why, kept))
+        raise VocabularyMismatch(_refusal(draft, reason, has_tokenizers=kept is not None))
+    note = Note(NoteKind.FLAGS, _cost_words(draft, reason, kept))
     return replace(spec, reasons=tuple(dict.fromkeys((*spec.reasons, note))))
 
 
-def _cost_words(draft: Path, why: str, kept: Survival) -> str:
-    because = f", because {why}" if why else ""
+def _cost_words(draft: Path, reason: str, kept: Survival) -> str:
+    because = f", because {reason}" if reason else ""
     return (
         f"drafts of {draft.name} are translated through text{because}. In a sample, "
         f"{100 * kept.kept:.0f} % of the target's tokens survive translation and back, "
@@ -57,14 +57,14 @@ def _cost_words(draft: Path, why: str, kept: Survival) -> str:
     )
 
 
-def _refusal(draft: Path, why: str, *, has_tokenizers: bool) -> str:
+def _refusal(draft: Path, difference: str, *, has_tokenizers: bool) -> str:
     reason = "no text of the target survives in its vocabulary"
     if not has_tokenizers:
         reason = "that needs a tokenizer in both files"
     return (
-        f"--draft {draft}: {why or 'the vocabularies agree'}. Its drafts cannot be translated "
-        f"through text (--spec-replace), because {reason}. Name another file with --draft, or "
-        "leave the flag out"
+        f"--draft {draft}: {difference or 'the vocabularies agree'}. Its drafts cannot be "
+        f"translated through text (--spec-replace), because {reason}. Name another file with "
+        "--draft, or leave the flag out"
     )
 
 

@@ -342,7 +342,7 @@ class Gate:
         headers, rules = Headers(scope=scope), self._rules
         is_page = scope["path"] == "/" or scope["path"].startswith(_PUBLIC_FOLDER)
         if not (is_page and scope["method"] in ("GET", "HEAD")):
-            why = refusal(
+            reason = refusal(
                 headers.getlist("host"),
                 headers.getlist("origin"),
                 scheme=scope["scheme"],
@@ -351,8 +351,8 @@ class Gate:
                 public_host=forwarded_host(scope),
                 fetch_sites=headers.getlist("sec-fetch-site"),
             )
-            if why is not None:
-                return Problem("Forbidden", why, 403, "permission_error", can_retry=False)
+            if reason is not None:
+                return Problem("Forbidden", reason, 403, "permission_error", can_retry=False)
         is_public = is_page or scope["path"] in _PUBLIC
         key = held_key(rules.keys, headers.get("authorization"), headers.get("x-api-key"))
         if not is_public and rules.keys and key is None:

@@ -130,15 +130,15 @@ async def _connected(
             )
     secure = ssl.create_default_context() if place.scheme == "https" else None
     name = place.host if secure is not None else None
-    why: Exception = OSError("no address")
+    error: Exception = OSError("no address")
     for address in addresses:
         try:
             return await asyncio.open_connection(
                 address, place.port, ssl=secure, server_hostname=name, limit=_READ_BYTES
             )
         except (OSError, ssl.SSLError) as e:
-            why = e
-    raise BadRequest(f"{place.host[:200]!r} cannot be connected to ({why})") from why
+            error = e
+    raise BadRequest(f"{place.host[:200]!r} cannot be connected to ({error})") from error
 
 
 async def _exchanged(

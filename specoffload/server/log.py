@@ -118,8 +118,8 @@ class ServerLog:
         except OSError as e:
             self._close()
             if not self._is_failing:
-                why = f"{e.strerror}; lines are missing from it until it can be written again"
-                words = f"--log-file {self._settings.file}: {why}"
+                reason = f"{e.strerror}; lines are missing from it until it can be written again"
+                words = f"--log-file {self._settings.file}: {reason}"
                 report.note(self._settings.marked(words, "W"))
             self._is_failing = True
         else:
@@ -222,8 +222,8 @@ class RequestLog:
             if _REFUSED not in scope and not is_poll:
                 took_s = time.monotonic() - began_s
                 said = [] if is_whole else ["cut off, since the client left"]
-                why = " · ".join([*said, *words])
-                self._say(request_line(scope, scope.get("client"), status, took_s, why))
+                reason = " · ".join([*said, *words])
+                self._say(request_line(scope, scope.get("client"), status, took_s, reason))
 
 
 def add_words(scope: Scope, words: str) -> None:
@@ -238,11 +238,11 @@ def mark_refused(scope: Scope) -> None:
 
 
 def request_line(
-    scope: Scope | None, client: Any, status: int | None, took_s: float, why: str = ""
+    scope: Scope | None, client: Any, status: int | None, took_s: float, reason: str = ""
 ) -> str:
     """Return the line of a request. `scope` is None for a request whose header is not complete.
 
-    `client` is the pair of address and port. `why` says what became of the request.
+    `client` is the pair of address and port. `reason` says what became of the request.
     """
     host = client[0] if client else "-"
     method, path = "-", "-"
@@ -250,4 +250,4 @@ def request_line(
         raw = scope.get("raw_path") or scope["path"].encode()
         method, path = scope["method"], raw.decode("ascii", errors="backslashreplace")
     line = f"{host} {method} {path} {status or '-'} {took_s:.3f} s"
-    return f"{line}: {why}" if why else line
+    return f"{line}: {reason}" if reason else line

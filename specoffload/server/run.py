@@ -203,8 +203,8 @@ def read_tls(options: ServeOptions) -> TlsFiles | None:
         try:
             check_regular(file)
         except OSError as e:
-            why = "no such file" if isinstance(e, FileNotFoundError) else e.strerror
-            raise UsageError(f"--ssl-{name}-file {file}: {why}") from e
+            reason = "no such file" if isinstance(e, FileNotFoundError) else e.strerror
+            raise UsageError(f"--ssl-{name}-file {file}: {reason}") from e
     try:
         # An empty password, because otherwise the library would ask for one at the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")

@@ -37,8 +37,8 @@ def listen_at(path: Path, backlog: int) -> socket.socket:
         listener.listen(backlog)
     except (OSError, ValueError) as e:
         listener.close()
-        why = e.strerror or str(e) if isinstance(e, OSError) else str(e)
-        raise UsageError(f"--host {path}: cannot listen there ({why})") from e
+        reason = e.strerror or str(e) if isinstance(e, OSError) else str(e)
+        raise UsageError(f"--host {path}: cannot listen there ({reason})") from e
     finally:
         os.umask(umask)
     return listener

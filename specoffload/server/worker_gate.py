@@ -164,8 +164,8 @@ class _GateConnection(BaseHTTPRequestHandler):
         connection: DeadlineSocket = self.request
         connection.end_in(FIRST_BYTES_S)
         if connection.recv(1, socket.MSG_PEEK) == MAGIC[:1]:
-            if why := reason_of(connection, self.server.secret):
-                self.server.worker.say(f"{self._client} was refused: {why}")
+            if reason := reason_of(connection, self.server.secret):
+                self.server.worker.say(f"{self._client} was refused: {reason}")
                 return
             self._is_proven = True
             if not self.server.stays(connection):
@@ -224,11 +224,11 @@ class _GateConnection(BaseHTTPRequestHandler):
 
     def _is_refused(self) -> bool:
         """Answer 403 to requests of pages in browsers. Returns True if it did."""
-        why = refusal(self.headers)
-        if why:
+        reason = refusal(self.headers)
+        if reason:
             self._begin(403)
-            self._write({"error": why})
-        return bool(why)
+            self._write({"error": reason})
+        return bool(reason)
 
     def _lacks_proof(self) -> bool:
         """Return True, and say so, if the client had to prove that it knows the secret."""

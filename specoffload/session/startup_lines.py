@@ -36,7 +36,7 @@ def startup_lines(
         *_draft_lines(target, draft),
         *(alone if speculation is None else speculation.notes),
         *(() if speculation is None else _rewinding_lines(target)),
-        *(why for device in target.opened.devices for why in device.declined),
+        *(reason for device in target.opened.devices for reason in device.declined),
         *target.numa_notes,
         *chosen,
     )

@@ -159,17 +159,17 @@ class SessionCosts:
         if not (self._needs_table or self._splits):
             self._say_not_split()
             return
-        why = "nothing is kept"
+        reason = "nothing is kept"
         if self._file is not None:
             kept, self.reason = self._file.load()
-            run, why = kept.run(self.run.settings, self.run.sharing)
-            why = self.reason or why
+            run, reason = kept.run(self.run.settings, self.run.sharing)
+            reason = self.reason or reason
             if run is not None:
                 self.run = run
                 if self._splits and self._doubts_split:
-                    why = "kept times of split layers contradict each other"
+                    reason = "kept times of split layers contradict each other"
                 elif self._splits and not self._split_costs:
-                    why = "no times of split layers are kept"
+                    reason = "no times of split layers are kept"
         before = copy.deepcopy(self.run) if self.run.table.is_measured else None
         is_new = self._measure_if_needed()
         if self.refused:
@@ -181,10 +181,10 @@ class SessionCosts:
         if is_new:
             took_s = perf_counter() - began
             not_kept = f"not kept{self.refused and ', because '}{self.refused}"
-            how = f"measured in {took_s:.1f} s, {f'since {why}' if self._file else not_kept}"
+            how = f"measured in {took_s:.1f} s, {f'since {reason}' if self._file else not_kept}"
         else:
             again = f"; {self._n_again} that contradicted others timed again" * bool(self._n_again)
-            how = f"{why}{again}, kept in {self._file.path}" if self._file else why
+            how = f"{reason}{again}, kept in {self._file.path}" if self._file else reason
         target.set_min_batch(self._choose(), is_measured=self._fixed is None)
         if not self._learns():
             target.build_anew()

@@ -218,7 +218,7 @@ def test_the_environment_gives_the_costs(
 
 def test_a_flag_that_changes_nothing_about_a_measurement_is_said() -> None:
     options = measuring_only(
-        line_of("--spec-policy", "fixed", command="profile").options, why="profile only measures"
+        line_of("--spec-policy", "fixed", command="profile").options, reason="profile only measures"
     )
     assert "--spec-policy ignored: profile only measures" in options.notes
 

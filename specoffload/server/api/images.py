@@ -241,24 +241,24 @@ async def _all_fetched(
     async def get(remote: _Remote) -> None:
         async with places:
             if sum(len(file) for file in got.values() if isinstance(file, bytes)) > MOST_BYTES:
-                why = BadRequest(f"the images of a request may have {MOST_BYTES} bytes together")
+                error = BadRequest(f"the images of a request may have {MOST_BYTES} bytes together")
             else:
                 try:
                     got[remote.url] = await fetched(remote.url, limits)
                     return
                 except BadRequest as e:
-                    why = BadRequest(f"{remote.where}: the image cannot be fetched: {e}")
+                    error = BadRequest(f"{remote.where}: the image cannot be fetched: {e}")
         if remote.url in needed:
-            raise why
-        got[remote.url] = why
+            raise error
+        got[remote.url] = error
 
     try:
         async with asyncio.timeout(_FETCHING_S), asyncio.TaskGroup() as group:
             for remote in sorted(wanted, key=lambda remote: remote.url not in needed):
                 group.create_task(get(remote))
     except* BadRequest as e:
-        why = e.exceptions[0]
-        raise BadRequest(str(why)) from why
+        error = e.exceptions[0]
+        raise BadRequest(str(error)) from error
     except* TimeoutError as e:
         if any(got[url] is late for url in needed):
             raise late from e

@@ -133,7 +133,7 @@ def engine_main(
     line = _Line(channel)
     interrupt.allow_stops()
     BELLS.refuse(no_doorbell)
-    BELLS.listeners.append(lambda why: line.send(NoDoorbell(why)))
+    BELLS.listeners.append(lambda reason: line.send(NoDoorbell(reason)))
     native_log.listeners.append(lambda reason, cause: line.send(_last_words(reason, cause)))
     try:
         session = factory(_in_percent(line.send))

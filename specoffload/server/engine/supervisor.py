@@ -292,11 +292,11 @@ class Supervisor:
         else:
             self.on_outputs(message)
 
-    def _on_no_doorbell(self, why: str) -> None:
+    def _on_no_doorbell(self, reason: str) -> None:
         """Start all later engine processes of this server without doorbells."""
-        BELLS.refuse(why)
+        BELLS.refuse(reason)
         if self.state is State.READY:  # otherwise a note of the engine says it
-            self._say(f"{why}; until this server ends, the host waits in each split layer")
+            self._say(f"{reason}; until this server ends, the host waits in each split layer")
 
     def _on_loading(self, loading: Loading) -> None:
         is_first, self.loading = self.loading is None, loading
@@ -375,8 +375,8 @@ class Supervisor:
             return
         self.state = State.RESTARTING
         self.metrics.n_restarts += 1
-        why = "" if self.load_problem is None else f" ({self.load_problem.message})"
-        self._say(f"the engine process {end}{why}; restarting it in {delay_s:g} s")
+        reason = "" if self.load_problem is None else f" ({self.load_problem.message})"
+        self._say(f"the engine process {end}{reason}; restarting it in {delay_s:g} s")
         loop = asyncio.get_running_loop()
         self._restart_timer = loop.call_later(delay_s, self._spawn)
 

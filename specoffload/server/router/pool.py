@@ -359,22 +359,22 @@ class ModelPool:
             self._end(model, e)
         self.change()
 
-    def _end(self, model: PoolModel, why: Exception) -> None:
+    def _end(self, model: PoolModel, error: Exception) -> None:
         """Record that a model was not opened, or has ended for good."""
         others = [m.name for m in self._all if m.is_running and m.name != model.name]
-        if model.phase is Phase.OPENING and others and _is_lack_of_memory(model, why):
+        if model.phase is Phase.OPENING and others and _is_lack_of_memory(model, error):
             # The start plans with the memory that is free. Alone, the model may fit.
             self._apart |= {frozenset({model.name, other}) for other in others}
-            self._say(f"{model.name} does not fit beside {', '.join(others)}: {why}")
+            self._say(f"{model.name} does not fit beside {', '.join(others)}: {error}")
         else:
-            self._fail(model, why)
+            self._fail(model, error)
         self._close(model, 0.0)
 
-    def _fail(self, model: PoolModel, why: Exception) -> None:
+    def _fail(self, model: PoolModel, error: Exception) -> None:
         """Refuse the requests for a model, and open again what was closed for its start."""
-        self._say(f"{model.name} failed: {why}")
-        model.failure, model.load_asked_s = why, None
-        problem = problem_of(why)
+        self._say(f"{model.name} failed: {error}")
+        model.failure, model.load_asked_s = error, None
+        problem = problem_of(error)
         words = f"model name={model.name} failed to load: {problem.message}"
         kind = "server_error"  # as llama-server says
         self._refuse_all(model, Problem(problem.name, words, 500, kind, can_retry=False))
@@ -418,8 +418,8 @@ class ModelPool:
         model.doing = asyncio.get_running_loop().create_task(work)
 
 
-def _is_lack_of_memory(model: PoolModel, why: Exception) -> bool:
+def _is_lack_of_memory(model: PoolModel, error: Exception) -> bool:
     refused = None if model.served is None else model.served.engine.load_problem
-    return isinstance(why, DoesNotFit) or (
+    return isinstance(error, DoesNotFit) or (
         refused is not None and refused.name == DoesNotFit.__name__
     )
