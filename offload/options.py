@@ -20,7 +20,7 @@ class ProjectorOptions:
     """A projector for images, and where it computes. None: the file's own limits of tokens."""
 
     path: Path
-    why_on_cpu: str = ""  # "": the model's device computes it
+    on_cpu_reason: str = ""  # "": the model's device computes it
     least_tokens: int | None = None  # of an image
     most_tokens: int | None = None
 

@@ -34,7 +34,7 @@ class Tuned:
     """The NUMA choice measured on this machine, or None and the reason, which may be empty."""
 
     result: TuneResult | None = None
-    why_not: str = ""
+    reason: str = ""
 
 
 def load_tuned(folder: Path, topology: Topology) -> Tuned:

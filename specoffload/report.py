@@ -346,7 +346,7 @@ def summary(stats: GenerationStats) -> list[str]:
         f"prompt {plural(stats.n_prompt_tokens, 'token')}{cached} in {stats.prefill_s:.2f} s"
     )
     if stats.acceptance_rate is None:
-        drafts = f"no drafts: {_why_no_drafts(stats)}"
+        drafts = f"no drafts: {_no_drafts_reason(stats)}"
     else:
         drafts = (
             f"drafts {stats.acceptance_rate:.0%} accepted ({stats.n_accepted} of "
@@ -375,7 +375,7 @@ def _trees(stats: GenerationStats) -> str:
     return f", {plural(stats.n_trees, 'tree')}" if stats.n_trees else ""
 
 
-def _why_no_drafts(stats: GenerationStats) -> str:
+def _no_drafts_reason(stats: GenerationStats) -> str:
     if stats.n_tokens < 2:
         return "the answer is too short"
     return next(filter(None, stats.last_reasons), "nothing drafts (--draft, --spec-type)")

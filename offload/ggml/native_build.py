@@ -122,12 +122,12 @@ def _kept(path: Path | None) -> str | None:
     return reason if isinstance(reason, str) else None
 
 
-def _keep(path: Path | None, why_not: str) -> None:
+def _keep(path: Path | None, reason: str) -> None:
     if path is None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"why_not": why_not}) + "\n", encoding="utf-8")
+        path.write_text(json.dumps({"why_not": reason}) + "\n", encoding="utf-8")
     except OSError:
         return  # without a writable folder, each start runs the trial again
 

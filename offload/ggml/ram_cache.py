@@ -72,7 +72,7 @@ class RamCache:
         self._layer_bytes = Counter[int]()  # keys and values of each layer
         self.cache_bytes = 0  # all caches in RAM together
         self.state_bytes = 0  # all recurrent states on devices together
-        self.why_not_pinned = ""  # why copies of caches are slow; "": they are pinned
+        self.not_pinned_reason = ""  # why copies of caches are slow; "": they are pinned
 
     @property
     def largest_layer_bytes(self) -> int:
@@ -82,7 +82,7 @@ class RamCache:
     @property
     def is_pinned(self) -> bool:
         """True if all caches are pinned, so that copies to a GPU need not wait."""
-        return bool(self._pinned) and not self.why_not_pinned
+        return bool(self._pinned) and not self.not_pinned_reason
 
     @contextmanager
     def placing(self) -> Iterator[None]:
@@ -154,7 +154,7 @@ class RamCache:
             if result.ok:
                 self._pinned.append(memory)
             else:
-                self.why_not_pinned = result.reason
+                self.not_pinned_reason = result.reason
 
     def close_before(self) -> None:
         """Unpin the caches. Call it before the context is freed."""

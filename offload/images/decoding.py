@@ -98,7 +98,7 @@ DecodedImage = Bitmap | BadRequest
 """A decoded image, or the end of the sentence "the image cannot be read:"."""
 
 
-def why_not(file: bytes) -> str:
+def refusal_reason(file: bytes) -> str:
     """Return why a file is not given to the decoder, "" if it is."""
     if not file:
         return "it is empty"
@@ -123,7 +123,7 @@ def decoder_input(files: Iterable[bytes]) -> list[bytes]:
     """Return what the decoder reads for the files that it gets, in parts."""
     parts = []
     for file in files:
-        if not why_not(file):
+        if not refusal_reason(file):
             parts += [_LENGTH.pack(len(file)), file]
     return parts
 
@@ -140,9 +140,9 @@ def found_in(
     images: list[DecodedImage] = []
     start = 0
     for file in files:
-        words = why_not(file)
-        if words:
-            images.append(BadRequest(words))
+        reason = refusal_reason(file)
+        if reason:
+            images.append(BadRequest(reason))
             continue
         line = next(lines, "! its decoder failed")
         if line.startswith("! "):

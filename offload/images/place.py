@@ -11,7 +11,7 @@ def projector_bytes(file_bytes: int) -> int:
     return file_bytes + _BUFFER_BYTES
 
 
-def why_on_cpu(file_bytes: int, device_bytes: int, *, n_devices: int, offload: bool) -> str:
+def on_cpu_reason(file_bytes: int, device_bytes: int, *, n_devices: int, offload: bool) -> str:
     """Return why the CPU has to compute the projector, or "" if the GPU computes it.
 
     `device_bytes`: memory of the GPU for the model, 0 without a GPU. `offload`: --mmproj-offload.

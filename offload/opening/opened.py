@@ -253,14 +253,15 @@ class Opening:
                 mtmd_binding(library.folder),
                 self.model,
                 self.pending,
-                device=None if asked.why_on_cpu else self.choice.device,
+                device=None if asked.on_cpu_reason else self.choice.device,
                 n_threads=self.shape.n_threads_batch,
                 least_tokens=asked.least_tokens,
                 most_tokens=asked.most_tokens,
                 on_progress=partial(on_progress, _READING_PROJECTOR),
             )
         self.closing.callback(self.projector.close)
-        place = f"the CPU, because {asked.why_on_cpu}" if asked.why_on_cpu else self.choice.name
+        reason = asked.on_cpu_reason
+        place = f"the CPU, because {reason}" if reason else self.choice.name
         words = f"images: read with {asked.path.name}, computed by {place}"
         self.notes.append(Note(NoteKind.DEVICE, words))
 
@@ -304,7 +305,7 @@ class Opening:
         def device_of(layer: int) -> StreamingDevice | None:
             return next((device for layers, device in ranges if layer in layers), None)
 
-        is_copied = self.choice.on_gpu and not self.layout.why_cpu_attends
+        is_copied = self.choice.on_gpu and not self.layout.cpu_attention_reason
         pin_for = self.choice.device if is_copied else None
         return RamCache(device_of, pin_for, self.pending)
 

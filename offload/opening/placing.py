@@ -142,7 +142,7 @@ class PlacedWeights:
         host = self._host_buffers(f"{_HOST_NAME}{nth or ''}")
         if hybrid is not None and several:
             hybrid = replace(hybrid, nth=nth)
-        plan, why_not = planned.plan.lending()
+        plan, reason = planned.plan.lending()
         builder = ExecutorBuilder(
             choice, streaming, self._notes, self.store, hybrid, self._routing,
             trace=streaming.trace.of_device(choice.name) if several else streaming.trace,
@@ -164,10 +164,10 @@ class PlacedWeights:
         if (several or not context.kv_offload) and choice.sim is not None:
             device.keep_apart()
         if not context.kv_offload:
-            batch, on_cpu = plan.attention_batch or NEVER, bool(self._layout.why_cpu_attends)
+            batch, on_cpu = plan.attention_batch or NEVER, bool(self._layout.cpu_attention_reason)
             device.attend_from(batch, only_cpu=on_cpu)
-        if why_not:
-            self._notes.append(f"{choice.name}: no experts in the compute buffer: {why_not}")
+        if reason:
+            self._notes.append(f"{choice.name}: no experts in the compute buffer: {reason}")
         else:
             device.share_buffer()
         return Part(choice, replace(planned, plan=plan), host, builder, device)

@@ -88,14 +88,14 @@ def _decided(facts: ModelFacts, found: Found, wanted: Wanted) -> Layout:
         _request(found, wanted),
         context=context,
         mtp=loads_mtp,
-        why_not_lent="" if found.plans_graphs else _NO_PLANNING,
+        not_lent_reason="" if found.plans_graphs else _NO_PLANNING,
     )
     layout = Layout(
         facts, Division(()), context, wanted.min_batch, loads_mtp,
         splits=wanted.hybrid, repack=wanted.repack, no_rows_reason=no_rows_reason,
     )  # fmt: skip
     if found.workers:
-        layout = replace(layout, cache_why=_why_asked(facts, context))
+        layout = replace(layout, cache_reason=_asked_reason(facts, context))
         layout = _with_workers(layout, found, wanted, _beside_cache(facts, request, context))
     elif not found.devices[0].kind.streams:
         layout = _on_cpu(layout, found, wanted)
@@ -151,7 +151,8 @@ def _with_cache_place(layout: Layout, found: Found, wanted: Wanted, request: Pla
     facts, context = layout.facts, layout.context
     if not context.kv_offload:
         asked = _divided(facts, found, wanted, _beside_cache(facts, request, context))
-        return _planned(replace(layout, cache_why=_why_asked(facts, context)), asked, found, wanted)
+        layout = replace(layout, cache_reason=_asked_reason(facts, context))
+        return _planned(layout, asked, found, wanted)
     divided: Division | None = None
     error: DoesNotFit | None = None
     try:
@@ -170,7 +171,7 @@ def _with_cache_place(layout: Layout, found: Found, wanted: Wanted, request: Pla
             on_device = None if divided is None else CachePlace(divided, context)
             best = faster_place(facts, on_device, CachePlace(there, ram))
             if best.reason:
-                layout = replace(layout, context=ram, cache_why=best.reason)
+                layout = replace(layout, context=ram, cache_reason=best.reason)
                 divided = there
     if divided is None:
         assert error is not None
@@ -186,7 +187,7 @@ def _least_needed(error: DoesNotFit | None, other: DoesNotFit) -> DoesNotFit:
     return other if sizes[1] < sizes[0] else error
 
 
-def _why_asked(facts: ModelFacts, context: ContextOptions) -> str:
+def _asked_reason(facts: ModelFacts, context: ContextOptions) -> str:
     """Return why a KV cache is in RAM that was asked for there; "" if it is on the device."""
     if context.kv_offload:
         return ""

@@ -301,7 +301,7 @@ def _fastest_parts(
                     shares_prompts=False,
                 )  # fmt: skip
             if sum(device.is_here for _, device, _ in used) > 1:
-                asked = replace(asked, why_not_lent="several devices compute a graph")
+                asked = replace(asked, not_lent_reason="several devices compute a graph")
             part = facts.part(layers.first, layers.end)
             try:
                 plan = make_plan(part, asked)
@@ -377,7 +377,7 @@ def _request_of(
         projector_bytes=request.projector_bytes if has_draft and device.is_counted else 0,
         context=context,
         uncounted=None if device.is_counted else request.context,
-        why_not_lent=request.why_not_lent or device.why_not_lent,
+        not_lent_reason=request.not_lent_reason or device.not_lent_reason,
         most_ubatch=request.most_ubatch if n_ubatch is None else None,
         n_gpu_layers=n_gpu_layers,
         n_cpu_moe=n_cpu_moe,

@@ -114,7 +114,7 @@ class DeviceRoom:
         return not self.device.kind.is_remote
 
     @property
-    def why_not_lent(self) -> str:
+    def not_lent_reason(self) -> str:
         """Why the device's compute buffer cannot hold experts between prompts; "" if it can."""
         if not self.is_here:
             return "a worker computes these layers"

@@ -34,7 +34,7 @@ class Layout:
     repack: bool | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)  # sentences on flags without effect
     # Why the KV cache is in RAM; "": it is not.
-    cache_why: str = field(default="", compare=False)
+    cache_reason: str = field(default="", compare=False)
     no_rows_reason: str = ""  # why own layers cannot draft although that was asked for
 
     @property
@@ -95,28 +95,28 @@ class Layout:
         return joined(self.division.used, reasons)
 
     @property
-    def why_cpu_attends(self) -> str:
+    def cpu_attention_reason(self) -> str:
         """Why only the CPU attends to the KV cache in RAM; "" if it is elsewhere, or a GPU may."""
         return "" if self.context.kv_offload else cpu_attention(self.facts, self.context)
 
     @property
     def cache_words(self) -> str:
         """A sentence on a KV cache in RAM: why it is there, and who reads it; "" if it is not."""
-        if not self.cache_why:
+        if not self.cache_reason:
             return ""
         if self.remote and self.context.flash_attn != "off":
             names = ", ".join(device.name for device in self.remote)
-            return f"{self.cache_why}; each batch sends the caches of their layers to {names}"
-        if reason := self.why_cpu_attends:
-            return f"{self.cache_why}; the CPU computes attention, because {reason}"
+            return f"{self.cache_reason}; each batch sends the caches of their layers to {names}"
+        if reason := self.cpu_attention_reason:
+            return f"{self.cache_reason}; the CPU computes attention, because {reason}"
         sizes = [device.plan.attention_batch for device in self.devices]
         known = [n for n in sizes if n is not None]
         if not known:
-            return f"{self.cache_why}; the CPU computes attention"
+            return f"{self.cache_reason}; the CPU computes attention"
         if max(known) == 1 and len(known) == len(sizes):
-            return f"{self.cache_why}; each batch copies it to the GPU, which computes attention"
+            return f"{self.cache_reason}; each batch copies it to the GPU, which computes attention"
         least = f"{min(known):,}"
         return (
-            f"{self.cache_why}; the CPU computes attention in batches of less than {least} tokens, "
-            "and larger ones copy it to the GPU"
+            f"{self.cache_reason}; the CPU computes attention in batches of less than {least} "
+            "tokens, and larger ones copy it to the GPU"
         )

@@ -65,7 +65,7 @@ class Lending:
 
     at: int = 0  # the pool's number
     pool: SlotPool | None = None  # joined; None: no pool is
-    why_not: str = ""
+    reason: str = ""
 
 
 def lending_of(pools: Iterable[SlotPool], least_slots: Iterable[int], n_tokens: int) -> Lending:
@@ -76,16 +76,16 @@ def lending_of(pools: Iterable[SlotPool], least_slots: Iterable[int], n_tokens: 
     pools = tuple(pools)
     missing = [pool.n_pieces - pool.n_slots if pool.n_experts else 0 for pool in pools]
     if not any(missing):
-        return Lending(why_not="each streamed expert has a slot of its own")
+        return Lending(reason="each streamed expert has a slot of its own")
     if n_tokens <= SMALL_BATCH:
-        return Lending(why_not=f"buffers of {plural(n_tokens, 'token')} are too small")
+        return Lending(reason=f"buffers of {plural(n_tokens, 'token')} are too small")
     at = missing.index(max(missing))
     joined = pools[at].joined()
     if not joined.joined_bytes:
-        return Lending(why_not="the matrices of an expert cannot lie one after another")
+        return Lending(reason="the matrices of an expert cannot lie one after another")
     joined = replace(joined, n_slots=pools[at].size_bytes // joined.joined_bytes)
     if joined.n_slots < tuple(least_slots)[at]:
-        return Lending(why_not="the slots have no room for padding")
+        return Lending(reason="the slots have no room for padding")
     return Lending(at, joined)
 
 

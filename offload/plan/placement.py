@@ -89,7 +89,7 @@ class Plan:
     attention_batch: int | None = None
     decode_end: Speeds | None = None  # speeds with --plan-for decode, if answers would be faster
     buffer: BufferSizes | None = None  # the context's compute buffer; None: there is no context
-    why_not_lent: str = ""  # why the buffer cannot hold experts between prompts; "": it may
+    not_lent_reason: str = ""  # why the buffer cannot hold experts between prompts; "": it may
 
     @property
     def sharing(self) -> Sharing:
@@ -108,8 +108,8 @@ class Plan:
     @property
     def _lending(self) -> Lending:
         """The one decision whether slots are lent, of plans and of runs."""
-        if self.buffer is None or self.why_not_lent:
-            return Lending(why_not=self.why_not_lent or "no context is planned")
+        if self.buffer is None or self.not_lent_reason:
+            return Lending(reason=self.not_lent_reason or "no context is planned")
         return lending_of(self.layout.pools, least_slots(self.layout), self.buffer.n_tokens)
 
     @property
@@ -152,7 +152,7 @@ class Plan:
         """
         lending = self._lending
         if lending.pool is None:
-            return self, lending.why_not
+            return self, lending.reason
         pools = list(self.layout.pools)
         pools[lending.at] = lending.pool
         return self._through(replace(self.layout, pools=tuple(pools))), ""
@@ -223,7 +223,7 @@ class PlanRequest:
     mtp: bool = False  # load the layers for multi-token prediction, which must be usable
     tuned_ubatch: int | None = None  # the ubatch that was fastest when prompts were measured
     lend: bool = True  # cache experts in the compute buffer between prompts
-    why_not_lent: str = ""  # why the devices cannot do that
+    not_lent_reason: str = ""  # why the devices cannot do that
     # The context, if its memory is not part of the budget. None: it is, or there is none.
     uncounted: ContextOptions | None = None
     machine: Machine = TYPICAL
@@ -269,9 +269,9 @@ class PlanRequest:
         spec = self.context or self.uncounted
         if not self.lend:
             return "it is turned off"
-        if not self.why_not_lent and spec is not None and not spec.kv_offload:
+        if not self.not_lent_reason and spec is not None and not spec.kv_offload:
             return "the KV cache is in RAM"
-        return self.why_not_lent
+        return self.not_lent_reason
 
     def lent_bytes(self, facts: ModelFacts, n_ubatch: int) -> int:
         """Return the bytes of the compute buffer that experts take between prompts."""
@@ -561,7 +561,7 @@ def _plan(
         n_resident=choice.sharing.n_resident,
         working=request.working_of(facts, choice.n_ubatch) if streams_experts else WorkingMemory(),
         buffer=request.buffer_of(facts, choice.n_ubatch),
-        why_not_lent=request.no_lending_reason,
+        not_lent_reason=request.no_lending_reason,
     )
     crossover = modelled_crossover(request.machine, work, plan.sharing) if streamed else None
     return replace(plan, min_batch=crossover).with_passes(request.passes)

@@ -162,7 +162,7 @@ class RangeTimes:
         if room is not None and device.is_counted:
             works_bytes = request.working_of(self._facts, n_ubatch).device_bytes
         lent_bytes = 0
-        if is_alone and room is not None and not device.why_not_lent:
+        if is_alone and room is not None and not device.not_lent_reason:
             lent_bytes = request.lent_bytes(self._facts, n_ubatch)
         choices = candidates(parts, limits, room_bytes, works_bytes, lent_bytes)
         sharing, fits = choices.sharing, choices.fits

@@ -164,7 +164,7 @@ def host_tables(
     tables = lookup_tables(facts)
     if not tables:
         return None
-    reason = _why_on_disk(tables, plan, found, wanted, later)
+    reason = _on_disk_reason(tables, plan, found, wanted, later)
     return HostTables(
         tuple(table.place.entry.name for table in tables),
         sum(table.size_bytes for table in tables),
@@ -174,7 +174,7 @@ def host_tables(
     )
 
 
-def _why_on_disk(
+def _on_disk_reason(
     tables: tuple[LookupTable, ...], plan: Plan, found: Found, wanted: Wanted, later: LaterBytes
 ) -> str:
     kind: Kind = found.devices[0].kind

@@ -49,7 +49,7 @@ class OpenFile:
     def __init__(self, path: Path) -> None:
         """Open the file. Raises BadModel if it cannot be read."""
         self.path = path
-        self.why_not_direct = ""
+        self.not_direct_reason = ""
         self.direct = -1
         try:
             self.buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -70,11 +70,13 @@ class OpenFile:
 
         The direct descriptor stays open, because other threads may still use it.
         """
-        self.why_not_direct = f"the file system of {self.path} refuses O_DIRECT ({error.strerror})"
+        self.not_direct_reason = (
+            f"the file system of {self.path} refuses O_DIRECT ({error.strerror})"
+        )
 
     @property
     def is_direct(self) -> bool:
-        return not self.why_not_direct
+        return not self.not_direct_reason
 
     def _stamp_now(self) -> tuple[int, int]:
         status = os.fstat(self.buffered)

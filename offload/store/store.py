@@ -130,7 +130,7 @@ class HugePages:
     """Bytes in huge pages, and the reason why there are not more."""
 
     size_bytes: int
-    why_not: str
+    reason: str
 
 
 class HugePageMaker(Workers):
@@ -138,17 +138,17 @@ class HugePageMaker(Workers):
 
     def __init__(self, memory: PlacedMemory) -> None:
         super().__init__("huge-pages", self._make)
-        self._memory, self._why_not = memory, ""
+        self._memory, self._reason = memory, ""
         self.done = 0.0  # share of the memory that was processed
         self.start()
 
     def so_far(self) -> HugePages:
-        why_not = "being made" if self.is_working else self._why_not
-        return HugePages(self._memory.huge_bytes(), why_not)
+        reason = "being made" if self.is_working else self._reason
+        return HugePages(self._memory.huge_bytes(), reason)
 
     def _make(self) -> None:
         if self._memory.placement is not None:
-            self._why_not = "; ".join(self._memory.collapse(self._goes_on))
+            self._reason = "; ".join(self._memory.collapse(self._goes_on))
             return
         total_bytes = self._memory.mapped_bytes
         try:
@@ -157,7 +157,7 @@ class HugePageMaker(Workers):
                     break
                 self._memory.make_huge(start, _HUGE_STEP_BYTES)
         except PlacementRefused as refusal:
-            self._why_not = str(refusal)
+            self._reason = str(refusal)
 
     def _goes_on(self, done_bytes: int, total_bytes: int) -> bool:
         self.done = done_bytes / total_bytes
@@ -173,9 +173,9 @@ class StoreReport:
     weight_bytes: int
     seconds: float  # from the first read to the last byte, pinning included
     counters: ReadCounters
-    why_not_direct: str
+    not_direct_reason: str
     huge: HugePages  # state at the end of loading; without pinning, more may be made later
-    why_not_pinned: str
+    not_pinned_reason: str
     n_mapped_unread: int  # files that libllama mapped without reading them
     in_memory_bytes: int | None = None  # most bytes of experts in memory; None: all of them
 
@@ -190,11 +190,12 @@ class StoreReport:
                 f"{self.in_memory_bytes / 2**30:.2f} GiB of experts are kept there, others are "
                 "read from the disk when they are needed"
             )
-        how = "directly" if not self.why_not_direct else f"not directly: {self.why_not_direct}"
+        reason = self.not_direct_reason
+        how = f"not directly: {reason}" if reason else "directly"
         if self.counters.cached_bytes:
             how += f", {size_words(self.counters.cached_bytes)} from the page cache"
-        pinned = "pinned" if not self.why_not_pinned else f"not pinned: {self.why_not_pinned}"
-        huge = f"huge pages: {self.huge.why_not or size_words(self.huge.size_bytes)}"
+        pinned = "pinned" if not self.not_pinned_reason else f"not pinned: {self.not_pinned_reason}"
+        huge = f"huge pages: {self.huge.reason or size_words(self.huge.size_bytes)}"
         rate = self.weight_bytes / self.seconds / 1e9 if self.seconds else 0.0
         return (
             f"{size_words(self.weight_bytes)} of streamed weights read at {rate:.1f} GB/s ({how}), "
@@ -407,12 +408,12 @@ class Store:
                 if held.pinner is not None and held.pinner.can_pin:
                     huge = held.huge  # pages of pinned memory cannot be made huge
                     huge.wait(lambda: on_progress("making huge pages", huge.done))
-            why_not_pinned = self._pin(partial(on_progress, "pinning memory"))
+            not_pinned_reason = self._pin(partial(on_progress, "pinning memory"))
         except BaseException:
             self.close()
             raise
         self._filling = False
-        self.report = self._reported(why_not_pinned)
+        self.report = self._reported(not_pinned_reason)
         if held.experts is None:
             self._close_files()
         return self.report
@@ -446,19 +447,19 @@ class Store:
         result = self._held.pinner.pin(whole, on_progress)
         return "" if result.ok else result.reason
 
-    def _reported(self, why_not_pinned: str) -> StoreReport:
+    def _reported(self, not_pinned_reason: str) -> StoreReport:
         held, spots = self._held, self.layout.spots
         streamed = {run.file for run in self.layout.runs}
-        reasons = [held.files[f].why_not_direct for f in streamed if not held.files[f].is_direct]
+        reasons = [held.files[f].not_direct_reason for f in streamed if not held.files[f].is_direct]
         return StoreReport(
             kept_in="page cache" if self.options.keep_page_cache else "memory",
             n_tensors=len(self._placed),
             weight_bytes=sum(spots[name].size_bytes for name in self._placed),
             seconds=time.perf_counter() - self._began_s if self._began_s else 0.0,
             counters=held.readers.counters if held.readers else ReadCounters(),
-            why_not_direct="; ".join(dict.fromkeys(reasons)),
+            not_direct_reason="; ".join(dict.fromkeys(reasons)),
             huge=self.huge_pages(),
-            why_not_pinned=why_not_pinned,
+            not_pinned_reason=not_pinned_reason,
             n_mapped_unread=self._n_mapped_unread,
             in_memory_bytes=None if held.experts is None else held.experts.capacity_bytes,
         )
@@ -505,7 +506,7 @@ class Store:
     @property
     def is_pinned(self) -> bool:
         """True if a device copies directly from the weights."""
-        return self.report is not None and not self.report.why_not_pinned
+        return self.report is not None and not self.report.not_pinned_reason
 
     @property
     def memory(self) -> PlacedMemory | None:

@@ -147,7 +147,7 @@ class Throughput(Policy):
         if limit > 0 and (known.onwards[0][0] <= known.block or self._budget < 0.0):
             if known.step + known.block > 0.0 and ahead > 0:
                 rest = (ahead - 1) % _IDLE_ROUNDS
-                known.not_asked = NotAsked(self._why_off(known), rest)
+                known.not_asked = NotAsked(self._off_reason(known), rest)
                 return known.not_asked
             is_probe = True
         walk = ThroughputWalk(
@@ -506,7 +506,7 @@ class Throughput(Policy):
         known.gap = min(longest, max(known.gap * 2, longest // 5))
         known.until = self._n_rounds + 1 + known.gap  # this round is not counted yet
 
-    def _why_off(self, known: DrafterOdds) -> str:
+    def _off_reason(self, known: DrafterOdds) -> str:
         times = self._costs.times
         return (
             f"drafts would cost more time than they save, since a decode of 2 tokens takes "

@@ -129,7 +129,7 @@ def speculative_text(session: Session, prompt: Sequence[int], n: int) -> list[in
         session.forget()
 
 
-def why_off(stats: GenerationStats, costs: CostProfile) -> str:
+def off_reason(stats: GenerationStats, costs: CostProfile) -> str:
     """A sentence on why nothing was drafted; "" if at least half of the rounds drafted."""
     n_off = sum(rounds for length, rounds in stats.draft_lengths if length == 0)
     if not stats.n_rounds or 2 * n_off < stats.n_rounds:

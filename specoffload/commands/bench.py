@@ -47,10 +47,10 @@ from specoffload.bench.drafts import (
     Equality,
     compared,
     length_words,
+    off_reason,
     plain_text,
     speculative_text,
     split_text,
-    why_off,
 )
 from specoffload.bench.llama_bench import row_of, written
 from specoffload.bench.llama_server import (
@@ -113,7 +113,7 @@ def bench_config(config: Config, own: BenchOptions) -> None:
         if rows:
             result["vs"]["llama-server"] = vs_server(result, max(row.decode_tps for row in rows))
     result["device"] = config.device
-    result["why_no_drafts"] = "" if "spec_tps" in result else why_no_drafts(config)
+    result["why_no_drafts"] = "" if "spec_tps" in result else no_drafts_reason(config)
     _show(result, equal, table)
     for line in chosen:
         report.paragraph(line)
@@ -275,7 +275,7 @@ def _side_by_side(
         result["card_rows"] = card_rows(by_way)
     result["rows"] = _rows_of(config, peers, by_way, work)
     if "spec" in seen:
-        result["why_off"] = why_off(by_way["spec"].median, seen["spec"])
+        result["why_off"] = off_reason(by_way["spec"].median, seen["spec"])
         result["pays"] = length_words(seen["spec"])
     result |= {key: seen[key] for key in ("profile", "counters") if key in seen}
     result["peers"] = {
@@ -398,7 +398,7 @@ def fit_together(config: Config, n_paths: int) -> bool:
     return on_cpu and 4 * size_bytes < psutil.virtual_memory().available
 
 
-def why_no_drafts(config: Config) -> str:
+def no_drafts_reason(config: Config) -> str:
     """The sentence on why no path drafts. Pure."""
     spec = config.spec.options
     if spec.drafters == (DrafterName.NONE,):

@@ -58,7 +58,7 @@ def doctor(folder: Path, *, threads_now: str, numa: bool) -> None:
     embedded = {model_hash(read_facts(demo_file("target.gguf"))): DEMO_NAME}
     kept = kept_models(folder, MachineNow(there, threads_now, library_build()), embedded)
     command = "tune numa" if topology.is_numa else "tune MODEL.gguf"
-    how = tuned.why_not or f"not tuned yet (`specoffload {command}`)"
+    how = tuned.reason or f"not tuned yet (`specoffload {command}`)"
     if tuned.result is not None:
         how = f"{tuned.result.best}, {tuned_sentence(tuned.result)}"
     disks = KeptFile(folder).load()[0].disks
@@ -79,7 +79,7 @@ def doctor(folder: Path, *, threads_now: str, numa: bool) -> None:
                 f"{finding.severity} {finding.code}: {finding.sentence} -> {finding.advice}"
             )
     is_tuned = not topology.is_numa or tuned.result is not None
-    last = last_line(not_used, findings, why_not_kept(folder), is_tuned=is_tuned)
+    last = last_line(not_used, findings, not_kept_reason(folder), is_tuned=is_tuned)
     report.paragraph(last)
     report.data(
         {
@@ -127,7 +127,7 @@ def last_line(
     return "ready: specoffload run -hf user/repo fetches a model and chats with it"
 
 
-def why_not_kept(folder: Path) -> str:
+def not_kept_reason(folder: Path) -> str:
     """A sentence if profiles cannot be written to `folder`, else ""."""
     there = next((f for f in (folder, *folder.parents) if os.path.lexists(f)), folder)
     if os.access(there, os.W_OK | os.X_OK) and is_folder(there):
@@ -247,24 +247,24 @@ class MachineNow:
 
 @dataclass(frozen=True)
 class KeptModel:
-    """A summary of a model's kept file. `why_not` says why a start would measure again, or ""."""
+    """A summary of a model's kept file. `reason` says why a start would measure again, or ""."""
 
     model: str
     measured_on: str = ""  # ISO date
     n_sizes: int = 0  # batch sizes that were timed, over all ways
-    why_not: str = ""
+    reason: str = ""
     measurements: Sequence[Measurement] = ()
 
     def words(self, today: date) -> str:
         """The summary as one sentence for a user."""
         if not (self.measured_on and self.n_sizes):
-            return f"speeds of {self.model}: {self.why_not or 'none measured yet'}"
+            return f"speeds of {self.model}: {self.reason or 'none measured yet'}"
         days = age(self.measured_on, today)
         ago = days if days == TODAY else f"{days} ago"
         times = plural(self.n_sizes, "decode time")
         words = f"speeds of {self.model}: {times} of {self.measured_on} ({ago})"
-        if self.why_not:
-            return f"{words}; the next start measures anew, since {self.why_not}"
+        if self.reason:
+            return f"{words}; the next start measures anew, since {self.reason}"
         return f"{words}, on this machine as it is now"
 
 
@@ -282,7 +282,7 @@ def kept_models(
         if (
             kept is None and reason and ": format: " not in reason
         ):  # no report on files of other versions
-            summaries.append(KeptModel(name, why_not=reason))
+            summaries.append(KeptModel(name, reason=reason))
         elif kept is not None and kept.model:
             not_used = refused(drop_absurd(kept))
             summary, run = _against(names.get(kept.model, name), kept, now)
@@ -297,11 +297,11 @@ def _against(name: str, kept: Kept, now: MachineNow) -> tuple[KeptModel, KeptRun
     """
     if not kept.runs:
         reason = "uses of experts are counted, no speed is measured yet"
-        return KeptModel(name, why_not=reason), None
+        return KeptModel(name, reason=reason), None
     reasons = [(run, _difference(kept.machine, run, now)) for run in reversed(kept.runs)]
-    run, why_not = next((pair for pair in reasons if not pair[1]), reasons[0])
+    run, reason = next((pair for pair in reasons if not pair[1]), reasons[0])
     n_sizes = sum(len(run.table.measured(way)) for way in run.table.ways)
-    return KeptModel(name, run.date, n_sizes, why_not), run
+    return KeptModel(name, run.date, n_sizes, reason), run
 
 
 def _difference(machine: str, run: KeptRun, now: MachineNow) -> str:

@@ -65,8 +65,8 @@ def prune(own: PruneOptions) -> None:
         write_text(own.output, f"# {about}\n" + "".join(f"{token}\n" for token in kept))
     report.line(f"{own.output}: {about}")
     report.line(f"use it with --draft-vocab {own.output} --draft-engine torch")
-    times, why_not = _step_times(own.draft, kept)
-    report.line(times.words if times else f"whether it pays here was not measured: {why_not}")
+    times, reason = _step_times(own.draft, kept)
+    report.line(times.words if times else f"whether it pays here was not measured: {reason}")
     report.data(
         {
             "n_kept": len(kept),
@@ -82,8 +82,8 @@ def prune(own: PruneOptions) -> None:
 
 def _step_times(draft: Path, kept: tuple[int, ...]) -> tuple[StepTimes | None, str]:
     """The times of a draft step, or None and the reason why there are none."""
-    if why_not := missing_torch("gpu-draft"):
-        return None, f"only a draft in torch uses the list, and {why_not}"
+    if reason := missing_torch("gpu-draft"):
+        return None, f"only a draft in torch uses the list, and {reason}"
     import torch
 
     from offload.torch_draft.draft import TorchDraft

@@ -254,13 +254,13 @@ def _cache(planned: Planned) -> dict[str, Any] | None:
     computes all. Several devices have a number each, of which this is the least.
     """
     layout = planned.layout
-    if not layout.cache_why:
+    if not layout.cache_reason:
         return None
     batches = [part.plan.attention_batch for part in planned.parts]
     return {
         "size_bytes": planned.memory.host_kv_bytes,
         "attention_batch": min((n for n in batches if n is not None), default=None),
-        "why": layout.cache_why,
+        "why": layout.cache_reason,
     }
 
 

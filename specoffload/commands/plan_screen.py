@@ -153,7 +153,7 @@ def _show_memory(planned: Planned, *, details: bool) -> None:
         ]
         has_limit = planned.request.budget_bytes is not None
         total = size_words(planned.vram_bytes) if has_limit else "no limit"
-        used.append(("GPU memory", total, planned.why_vram))
+        used.append(("GPU memory", total, planned.vram_reason))
         report.table("GPU memory", ("", "size", ""), used)
         if planned.is_simulated:
             size = size_words(planned.memory.total_bytes)

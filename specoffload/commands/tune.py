@@ -150,7 +150,7 @@ def chosen_rows(session: Session) -> list[UbatchRow]:
             tokens = f"{crossover} token{'s' * (crossover > 1)}"
             rows.append(("MLA", f"broadcast form for up to {tokens}", reason))
     if (engine := session.engine_choice) is not None:
-        rows.append(("draft engine", engine.name, engine.why))
+        rows.append(("draft engine", engine.name, engine.reason))
     return rows
 
 

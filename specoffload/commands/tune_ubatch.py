@@ -49,12 +49,12 @@ def tuned_ubatch(config: Config, *, time_limit_s: float) -> tuple[Config, Ubatch
         return config, (_NAME, "planned", "not searched: --plan-for decode has no prompts")
     search = _UbatchSearch(config, work, time.monotonic() + time_limit_s)
     with report.steps(config.alias or config.model.name) as on_progress:
-        why_not = search.run(
+        reason = search.run(
             lambda n: on_progress(f"prompts, {n or 'as planned, many'} tokens at once", 0.0)
         )
     chosen = search.kept.n_ubatch
-    if why_not:
-        return config, (_NAME, "planned", why_not)
+    if reason:
+        return config, (_NAME, "planned", reason)
     config = replace(config, tuned_ubatch=chosen)
     return config, (_NAME, str(chosen), search.words)
 

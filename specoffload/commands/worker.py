@@ -72,7 +72,7 @@ def run_worker(config: Config, flags: WorkerFlags) -> None:
         try:
             gate = WorkerGate(flags.listen.host, flags.listen.port, worker, flags.allow, secret)
         except OSError as e:
-            raise UsageError(f"--listen {flags.listen}: {_why(e)}") from e
+            raise UsageError(f"--listen {flags.listen}: {_reason(e)}") from e
         with gate:
             _serve(gate, flags, device.device, known)
 
@@ -126,7 +126,7 @@ class _ProgressLines:
             report.line(f"{step}: {now[1] * 10} %")
 
 
-def _why(e: OSError) -> str:
+def _reason(e: OSError) -> str:
     if e.errno == errno.EADDRINUSE:
         return "the port is already in use; choose another"
     return e.strerror or str(e)

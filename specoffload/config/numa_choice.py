@@ -201,8 +201,8 @@ def _counted(
         if n_threads is None and host.tuned.result is not None:
             n_threads = min(host.tuned.result.best.n_threads, decode.n_most(topology))
             reasons.append(f"{n_threads} threads, {tuned_sentence(host.tuned.result)}")
-        elif host.tuned.why_not:
-            reasons.append(host.tuned.why_not)
+        elif host.tuned.reason:
+            reasons.append(host.tuned.reason)
     if n_threads is None:
         n_threads, n_for_batch = _chosen(host, decode, reasons), None
         if batch.cpus != decode.cpus and n_batch is None:
@@ -323,8 +323,8 @@ def _candidate(
         best = tuned.result.best
         reasons.append(f"numa {best}, {tuned_sentence(tuned.result)}")
         return best if options.threads is None else replace(best, n_threads=options.threads)
-    if tuned.why_not:
-        reasons.append(tuned.why_not)
+    if tuned.reason:
+        reasons.append(tuned.reason)
     if options.numa == "auto":
         strategy = Strategy.ROWS if topology.ggml_is_numa else Strategy.INTERLEAVE
         reason = f"numa {strategy}: nothing was measured on this machine yet, {TUNE} does"

@@ -58,8 +58,8 @@ from specoffload.config.speculation import (
     may_use_own_layers,
     resolve_speculation,
     uses_draft_model,
-    why_without_rows,
     with_file,
+    without_rows_note,
 )
 from specoffload.errors import UsageError
 
@@ -188,7 +188,7 @@ def resolve(options: Options, host: Host) -> Config:
         is_named=is_named,
     )
     if DrafterName.MTP in options.spec.drafters and DrafterName.MTP not in spec.options.drafters:
-        words = why_without_rows(options.spec, reason)
+        words = without_rows_note(options.spec, reason)
         options = replace(options, notes=(*options.notes, words))
     draft_threads = None
     if draft is not None:

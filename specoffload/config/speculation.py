@@ -197,7 +197,7 @@ def without_rows(spec: SpecOptions) -> SpecOptions:
     return replace(spec, drafters=left or (DrafterName.NONE,))
 
 
-def why_without_rows(spec: SpecOptions, reason: str) -> str:
+def without_rows_note(spec: SpecOptions, reason: str) -> str:
     """The sentence that reports why this drafter does not draft, and what drafts."""
     left = [name for name in spec.drafters if name is not spec.from_rows]
     does = f"{' and '.join(left)} draft{'s' * (len(left) == 1)} alone" if left else "nothing drafts"
@@ -298,7 +298,7 @@ def _with_drafters(
             f"{spec.name('drafters')} draft needs a draft model: add --draft DRAFT.gguf"
         )
     if DrafterName.MTP in spec.drafters and no_mtp_reason:
-        reasons.append(why_without_rows(spec, no_mtp_reason))
+        reasons.append(without_rows_note(spec, no_mtp_reason))
         return without_rows(spec)
     if spec.drafters:
         return spec
@@ -376,7 +376,7 @@ def _effective(
             name = options.given.get(of_draft(flag.field) if is_draft else flag.field)
         if not flag.needs or name is None:
             continue
-        if reason := _why_idle(flag, spec, active) or _other_engine(flag, options):
+        if reason := _idle_reason(flag, spec, active) or _other_engine(flag, options):
             reasons.append(ignored(name, reason))
             idle[flag.section][flag.field] = flag.default
     left = {name: used for name, used in spec.given.items() if name not in idle[SpecOptions]}
@@ -386,7 +386,7 @@ def _effective(
     )
 
 
-def _why_idle(flag: Flag, spec: SpecOptions, active: set[Enum]) -> str:
+def _idle_reason(flag: Flag, spec: SpecOptions, active: set[Enum]) -> str:
     """Why the flag has no effect; "" if it has one."""
     if active & set(flag.needs):
         if flag.field == "n_min" and spec.accept is AcceptRule.REJECT:

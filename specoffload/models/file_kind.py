@@ -29,7 +29,7 @@ _NO_MODELS = {
 }
 
 
-def why_no_model(path: Path) -> str:
+def no_model_reason(path: Path) -> str:
     """Return what a file is if it is no model of its own, or "". Files are not waited for."""
     try:
         with open_regular(path) as file:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specoffload.errors import UsageError
-from specoffload.models.file_kind import why_no_model
+from specoffload.models.file_kind import no_model_reason
 from specoffload.models.names import (
     choose_projector,
     is_first_part,
@@ -70,7 +70,7 @@ def models_of(folder: Path) -> FolderModels:
 def _in_folder(folder: Path, within: str, left_out: dict[str, str]) -> list[FolderModel]:
     """Return the models of one folder. `within` is its name, "" for the folder of --models-dir."""
     files = sorted(path for path in folder.glob("*.gguf"))
-    reasons = {path: why_no_model(path) or _why_by_name(path) for path in files}
+    reasons = {path: no_model_reason(path) or _reason_by_name(path) for path in files}
     models = [path.name for path in files if not reasons[path]]
     firsts = [name for name in models if is_first_part(name)]
     companions = [path for path in files if reasons[path] and path.is_file()]
@@ -94,7 +94,7 @@ def _in_folder(folder: Path, within: str, left_out: dict[str, str]) -> list[Fold
     return entries
 
 
-def _why_by_name(path: Path) -> str:
+def _reason_by_name(path: Path) -> str:
     if path.is_dir():
         return "a folder"
     if not is_model(path.name):

@@ -44,7 +44,7 @@ class StartChoices:
         """
         if not choice.shares_ram:
             return self
-        hybrid = HybridChoice(Toggle.OFF, reason=_why_nothing_streams(choice))
+        hybrid = HybridChoice(Toggle.OFF, reason=_nothing_streams_reason(choice))
         return replace(self, min_batch=_NOTHING_STREAMS, hybrid=hybrid)
 
 
@@ -55,7 +55,7 @@ def shared_ram_notes(choice: DeviceChoice, config: Config) -> tuple[str, ...]:
     """
     if not choice.shares_ram:
         return ()
-    reason = _why_nothing_streams(choice)
+    reason = _nothing_streams_reason(choice)
     asks_batch = config.min_batch not in (None, _NOTHING_STREAMS)
     given = {"--min-batch": asks_batch, "--hybrid": config.hybrid.asked}
     unused = [ignored(flag, reason) for flag, is_given in given.items() if is_given]
@@ -65,5 +65,5 @@ def shared_ram_notes(choice: DeviceChoice, config: Config) -> tuple[str, ...]:
     return (*unused, Note(NoteKind.MIN_BATCH, where))
 
 
-def _why_nothing_streams(choice: DeviceChoice) -> str:
+def _nothing_streams_reason(choice: DeviceChoice) -> str:
     return f"{choice.name} shares the RAM with the CPU, so nothing is copied to it"

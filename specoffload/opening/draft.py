@@ -58,11 +58,11 @@ class EngineChoice:
     """The engine that computes the draft model, and the reason for it."""
 
     name: str
-    why: str
+    reason: str
 
     @property
     def words(self) -> str:
-        return f"draft engine: {self.name} ({self.why})"
+        return f"draft engine: {self.name} ({self.reason})"
 
 
 @dataclass(frozen=True)

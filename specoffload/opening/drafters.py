@@ -9,7 +9,7 @@ from offload.model import ModelFacts
 from offload.model_file import check_writes, read_facts
 from offload.plan.row_draft import no_mtp_reason
 from offload.plan.row_file import no_file_reason
-from specoffload.config.speculation import SpecConfig, drafts_by_text_alone, why_without_rows
+from specoffload.config.speculation import SpecConfig, drafts_by_text_alone, without_rows_note
 from specoffload.opening.translation import with_translation
 
 log = logging.getLogger("specoffload.session")
@@ -65,7 +65,7 @@ def without_asked_rows(spec: SpecConfig, reason: str) -> SpecConfig:
 
     `reason` says why own layers or a file cannot draft.
     """
-    words = why_without_rows(spec.options, reason)
+    words = without_rows_note(spec.options, reason)
     if spec.row_file is not None or "drafters" in spec.options.given:
         log.warning("%s", words)
     return replace(spec, reasons=(*spec.reasons, words)).without_rows

@@ -39,7 +39,7 @@ class PlanTarget:
 
     found: Found
     machine: Machine
-    why_vram: str
+    vram_reason: str
     each_device_bytes: tuple[int, ...] = ()  # memory of described GPUs; (): these are the machine's
 
 
@@ -263,7 +263,7 @@ class Planner:
 
     def _shown(self, layout: Layout) -> Planned:
         room = self._room
-        machine, reason = self._machine.machine, self._machine.why_vram
+        machine, reason = self._machine.machine, self._machine.vram_reason
         if layout.devices[0].kind is Kind.CPU and not layout.remote:
             machine = replace(machine, cpu_flops=self._config.threads_batch * CORE_FLOPS)
             return _on_cpu(layout, machine, self._reasons, room)

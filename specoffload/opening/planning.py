@@ -160,7 +160,7 @@ class Planned:
     """The layout that a start executes, and the machine model's figures for it."""
 
     layout: Layout
-    why_vram: str
+    vram_reason: str
     reasons: tuple[str, ...] = ()  # why kept hits, or layers that should draft, are not used
     room: HostRoom | None = (
         None  # host memory for streamed weights; None: they stay in the page cache

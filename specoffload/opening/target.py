@@ -8,7 +8,7 @@ from functools import partial
 from offload.device import choose_device, choose_devices
 from offload.engine import EngineOptions
 from offload.errors import BadModel
-from offload.images.place import projector_bytes, why_on_cpu
+from offload.images.place import on_cpu_reason, projector_bytes
 from offload.options import ProjectorOptions
 from offload.plan.context_choice import LEAST_CTX
 from offload.plan.wanted import Wanted
@@ -84,7 +84,7 @@ def projector_of(config: Config) -> ProjectorOptions | None:
     if choices[0].on_gpu:
         asked_bytes = config.device_bytes
         device_bytes = choices[0].device.memory_bytes()[1] if asked_bytes is None else asked_bytes
-    reason = why_on_cpu(
+    reason = on_cpu_reason(
         file_bytes, device_bytes, n_devices=len(choices), offload=config.mmproj_offload
     )
     return ProjectorOptions(config.mmproj, reason, config.image_min_tokens, config.image_max_tokens)
@@ -138,9 +138,9 @@ def _projector_bytes(
     if projector is None:
         return 0, 0
     file_bytes = projector.path.stat().st_size
-    n_bytes, reason, wrapped = projector_bytes(file_bytes), projector.why_on_cpu, True
+    n_bytes, reason, wrapped = projector_bytes(file_bytes), projector.on_cpu_reason, True
     if there is not None and there.each_device_bytes:
-        reason = why_on_cpu(
+        reason = on_cpu_reason(
             file_bytes, there.gpu_bytes, n_devices=len(there.each_device_bytes),
             offload=config.mmproj_offload,
         )  # fmt: skip

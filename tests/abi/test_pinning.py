@@ -266,9 +266,9 @@ def test_the_store_pins_its_memory_after_the_pages_are_huge_and_unpins_it(tiny_m
     steps = list(dict.fromkeys(step for step, _ in told))
     assert steps == ["reading weights", "making huge pages", "pinning memory"]
     assert all(0 <= done <= 1 for _, done in told)
-    assert report.why_not_pinned == ""
+    assert report.not_pinned_reason == ""
     assert store.memory is not None
     assert gpu.pinned == {store.memory.address: store.memory.mapped_bytes}
-    assert report.huge.why_not != "being made"
+    assert report.huge.reason != "being made"
     store.close()
     assert gpu.pinned == {}

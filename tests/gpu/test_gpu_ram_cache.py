@@ -89,7 +89,7 @@ def logits(path: Path, made: EngineOptions) -> Logits:
     with open_engine(path, made) as engine:
         if engine.opened.ram_cache is not None:
             # Vulkan cannot pin memory of ours, and copies from ordinary memory.
-            is_pinned = not engine.opened.ram_cache.why_not_pinned
+            is_pinned = not engine.opened.ram_cache.not_pinned_reason
             assert is_pinned == (engine.start.choice.device.backend is CUDA)
         for _ in range(20):
             n = rng.choice(SIZES)

@@ -313,7 +313,7 @@ def test_a_plan_counts_the_projector_where_a_start_puts_it(device: str, models: 
     with Session(config_of(asked)) as session:
         options = session.target.start.options
         assert options.projector is not None
-        assert options.projector.why_on_cpu == "no GPU computes"
+        assert options.projector.on_cpu_reason == "no GPU computes"
         own = options.wanted
         assert (own.projector_bytes, own.host_projector_bytes) == counted
         before_bytes = psutil.Process().memory_info().rss

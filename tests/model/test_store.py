@@ -157,8 +157,8 @@ def test_libllama_neither_reads_nor_copies_streamed_weights(mid_moe: Path) -> No
     assert (report.n_tensors, loaded.host.n_left_out) == (n, n)
     assert report.n_mapped_unread == 1
     assert report.weight_bytes == sum(e.size_bytes for e in streamed_of(facts))
-    if report.why_not_direct:
-        pytest.skip(report.why_not_direct)
+    if report.not_direct_reason:
+        pytest.skip(report.not_direct_reason)
     assert report.counters.direct_bytes >= report.weight_bytes
     assert report.counters.buffered_bytes == report.counters.cached_bytes == 0
     for run in store.layout.runs:

@@ -371,7 +371,7 @@ class Supervisor:
         # The next process makes no trial of a doorbell.
         hung_in_trial = self._may_ring and bool(BELLS.why_not) and self._stopping is not None
         if (first_load and not hung_in_trial) or delay_s is None:
-            self._fail(self._why(end, first_load))
+            self._fail(self._error_of(end, first_load))
             return
         self.state = State.RESTARTING
         self.metrics.n_restarts += 1
@@ -434,7 +434,7 @@ class Supervisor:
                 self._missing = str(e)
         self._spawn()
 
-    def _why(self, end: str, first_load: bool) -> Exception:
+    def _error_of(self, end: str, first_load: bool) -> Exception:
         """Return the error that ends the server.
 
         A refused model keeps its exit code: 2 for bad input, 1 for a failure.

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.images.place import projector_bytes, why_on_cpu
+from offload.images.place import on_cpu_reason, projector_bytes
 from offload.images.place_tokens import LEAST_PLACES, ImageSpan, image_spans, place_tokens
 from specoffload.slots.choosing import common
 
@@ -55,6 +55,6 @@ def test_images_too_small_for_their_hash_are_refused() -> None:
 def test_the_gpu_computes_a_projector_that_leaves_it_room(
     device_gib: int, n_devices: int, offload: bool, why: str
 ) -> None:
-    found = why_on_cpu(1 << 30, device_gib << 30, n_devices=n_devices, offload=offload)
+    found = on_cpu_reason(1 << 30, device_gib << 30, n_devices=n_devices, offload=offload)
     assert (why in found) if why else found == ""
     assert projector_bytes(1 << 30) > 1 << 30

@@ -86,7 +86,7 @@ def test_the_choice_is_never_slower_than_either_place(
         assert not fitting
         return
     assert seconds(chosen) == pytest.approx(min(fitting.values()))
-    assert bool(chosen.cache_why) is not chosen.context.kv_offload
+    assert bool(chosen.cache_reason) is not chosen.context.kv_offload
     if "device" in fitting and not chosen.context.kv_offload:
         assert fitting["ram"] < fitting["device"]
 
@@ -110,7 +110,7 @@ def test_128k_tokens_of_qwen3_235b_run_on_12_gib(headers: PublishedFacts) -> Non
     layout = decided(facts, 12, 131072)
     assert not layout.context.kv_offload
     assert layout.context.flash_attn == "on"
-    assert "because it does not fit the GPU" in layout.cache_why
+    assert "because it does not fit the GPU" in layout.cache_reason
     assert layout.cache_words in layout.notes
     memory = context_memory(facts, layout.context)
     assert memory.kv_bytes == 0

@@ -157,7 +157,7 @@ def test_a_ubatch_whose_buffer_is_lent_costs_decodes_less() -> None:
     ("why", "changes"),
     [
         ("it is turned off", {"lend": False}),
-        ("of a test", {"why_not_lent": "of a test"}),
+        ("of a test", {"not_lent_reason": "of a test"}),
         (
             "the KV cache is in RAM",
             {"context": ContextOptions(4096, 2048, kv_offload=False, flash_attn="on")},

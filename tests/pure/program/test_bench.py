@@ -29,7 +29,7 @@ from specoffload.bench.comparison import (
     speed_rows,
     vs_server,
 )
-from specoffload.bench.drafts import Equality, PlainText, compared, length_words, why_off
+from specoffload.bench.drafts import Equality, PlainText, compared, length_words, off_reason
 from specoffload.bench.llama_bench import DEFAULTS, FIELDS, RowWriter, name_of_test, row_of, written
 from specoffload.bench.llama_server import (
     DRAFT_MAX,
@@ -44,7 +44,7 @@ from specoffload.bench.llama_server import (
 from specoffload.bench.load import Load, Watch, load_sentence
 from specoffload.bench.paths import Measured
 from specoffload.bench.sweep import TimedTest, settings_of, timed_tests
-from specoffload.commands.bench import why_no_drafts
+from specoffload.commands.bench import no_drafts_reason
 from specoffload.config.options import BenchOptions, Options, SweepOptions, Toggle
 from specoffload.errors import UsageError
 from specoffload.generation.statistics import GenerationStats
@@ -503,18 +503,18 @@ def test_a_row_has_a_column_for_what_is_varied(form: str | None, columns: list[s
 def test_speculation_that_is_off_is_explained_with_its_figures() -> None:
     off = GenerationStats(n_rounds=10, draft_lengths=((0, 9), (3, 1)), decisions=(("off", 9),))
     costs = CostProfile((1.0, 1.86, 2.7), draft_step_s=0.21)
-    assert why_off(off, costs) == (
+    assert off_reason(off, costs) == (
         "nothing was drafted in 9 of 10 rounds: a decode of two tokens takes 1.86 times as long as "
         "one of one token, and drafting a token 0.21 times as long, so a draft of one token never "
         "saves time (the policy: off)"
     )
-    cheap = why_off(off, CostProfile((1.0, 1.2), draft_step_s=0.1))
+    cheap = off_reason(off, CostProfile((1.0, 1.2), draft_step_s=0.1))
     assert "saves time if over 30% are accepted" in cheap
-    assert "only one batch size" in why_off(off, CostProfile((1.0,)))
+    assert "only one batch size" in off_reason(off, CostProfile((1.0,)))
     counted = replace(off, decisions=(("off: T(#)/T(#) is #", 9),))
-    assert "#" not in why_off(counted, costs)
+    assert "#" not in off_reason(counted, costs)
     on = GenerationStats(n_rounds=10, draft_lengths=((0, 4), (3, 6)))
-    assert why_off(on, costs) == ""
+    assert off_reason(on, costs) == ""
 
 
 def test_equal_texts_are_counted_and_the_greatest_margin_is_of_a_first_difference() -> None:
@@ -599,7 +599,7 @@ def test_a_bench_without_drafts_says_which_cause_it_has(tiny_dense: Path) -> Non
     none = SpecOptions(drafters=(DrafterName.NONE,), given={"drafters": "--spec-type"})
     ngrams = replace(none, drafters=(DrafterName.NGRAM_MOD,))
     found = [
-        why_no_drafts(config_of(model=tiny_dense, spec=spec))
+        no_drafts_reason(config_of(model=tiny_dense, spec=spec))
         for spec in (none, ngrams, SpecOptions())
     ]
     assert "--spec-type none" in found[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from numa.doctor import Finding
-from specoffload.commands.doctor import KeptModel, last_line, why_not_kept
+from specoffload.commands.doctor import KeptModel, last_line, not_kept_reason
 
 BAD = Finding("memlock", "bad", "64 KiB may be locked", "set LimitMEMLOCK=infinity")
 WARN = Finding("smt", "warn", "threads share a core", "use --threads 8")
@@ -31,18 +31,18 @@ def test_the_first_step_is_the_one_that_matters_most() -> None:
 
 
 def test_a_folder_that_can_be_made_is_writable(tmp_path: Path) -> None:
-    assert why_not_kept(tmp_path / "not" / "yet") == ""
+    assert not_kept_reason(tmp_path / "not" / "yet") == ""
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_without_rights_is_named(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    assert "SPECOFFLOAD_PROFILE_DIR" in why_not_kept(tmp_path / "profiles")
+    assert "SPECOFFLOAD_PROFILE_DIR" in not_kept_reason(tmp_path / "profiles")
 
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="ascii")
-    assert "SPECOFFLOAD_PROFILE_DIR" in why_not_kept(tmp_path / "file" / "profiles")
+    assert "SPECOFFLOAD_PROFILE_DIR" in not_kept_reason(tmp_path / "file" / "profiles")
 
 
 @pytest.mark.parametrize("measured_on", ["", "2026-03-01"])

@@ -60,8 +60,8 @@ def test_a_choice_for_another_machine_is_refused_with_both_named(
     save_tuned(tmp_path, tuned_for(two, Candidate(Strategy.ROWS, 8)))
     tuned = load_tuned(tmp_path, one)
     assert tuned.result is None
-    assert fingerprint(two) in tuned.why_not
-    assert "specoffload tune numa" in tuned.why_not
+    assert fingerprint(two) in tuned.reason
+    assert "specoffload tune numa" in tuned.reason
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"format": 99}', "\x00"])
@@ -69,9 +69,9 @@ def test_a_damaged_file_is_said_and_not_used(tmp_path: Path, two: Topology, text
     (tmp_path / MACHINE_FILE).write_text(text)
     tuned = load_tuned(tmp_path, two)
     assert tuned.result is None
-    assert MACHINE_FILE in tuned.why_not
+    assert MACHINE_FILE in tuned.reason
     config = resolve_on(Options(model=MODEL), two, tuned)
-    assert tuned.why_not in config.reasons
+    assert tuned.reason in config.reasons
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, two: Topology) -> None:

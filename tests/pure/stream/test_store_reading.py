@@ -80,7 +80,7 @@ def test_direct_reads_bring_the_bytes_and_leave_nothing_in_the_page_cache(file: 
     runs = runs_of(file)
     opened = OpenFile(file)
     if not opened.is_direct:
-        pytest.skip(opened.why_not_direct)
+        pytest.skip(opened.not_direct_reason)
     readers = Readers([opened], cut_into_chunks(runs, 1 << 18), memory_for(runs), 2)
     readers.start()
     readers.wait()
@@ -123,7 +123,7 @@ def test_a_file_system_that_refuses_direct_reads_is_read_through_the_cache_and_n
     opened, counters = read_all(file)
     assert counters.direct_bytes == 0
     assert counters.buffered_bytes > 0
-    assert "refuses O_DIRECT (Invalid argument)" in opened.why_not_direct
+    assert "refuses O_DIRECT (Invalid argument)" in opened.not_direct_reason
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:

@@ -290,7 +290,7 @@ def test_doctor_prefers_the_run_that_still_holds(tmp_path: Path, facts: ModelFac
         run = a_run(settings=SETTINGS | {"device": "cpu, a CPU", "build": build}, date=day)
         file.update(lambda kept, run=run: kept.put(run))  # type: ignore[misc]
     (found,) = kept_models(tmp_path, NOW)
-    assert (found.measured_on, found.why_not) == ("2026-01-02", "")
+    assert (found.measured_on, found.reason) == ("2026-01-02", "")
     data = json.loads(file.path.read_text())
     file.path.write_text(json.dumps(data | {"machine": "96 processors"}))
     (found,) = kept_models(tmp_path, NOW)
