@@ -145,10 +145,10 @@ def plan_threads(
     batch = _team("batch", topology, cores, n_batch or n_decode, reasons, alternate=alternate)
     # For a small model, barriers across nodes cost more than local reads save.
     nodes = sorted({core.node for core in cores})
-    home = gpu_node if gpu_node in nodes else nodes[0]
-    near = tuple(core for core in cores if core.node == home)
+    draft_node = gpu_node if gpu_node in nodes else nodes[0]
+    near = tuple(core for core in cores if core.node == draft_node)
     if len(nodes) > 1:
-        reasons.append(f"draft: on node {home} only, where its barriers are cheap")
+        reasons.append(f"draft: on node {draft_node} only, where its barriers are cheap")
     draft = _team("draft", topology, near, min(_MAX_DRAFT_THREADS, len(near)), reasons)
     if not topology.is_numa:
         reasons.append(ONE_NODE)
@@ -188,8 +188,8 @@ def _spare(
         allowed = sum(len(cores) >= n for n in (_MIN_CORES_TO_SPARE_ONE, _MIN_CORES_TO_SPARE_TWO))
         n_spare = min(wanted, allowed)
     nodes = sorted({core.node for core in cores})
-    home = gpu_node if gpu_node in nodes else nodes[-1]
-    ordered = sorted(cores, key=lambda core: (core.node != home, -core.cpus[0]))
+    spare_node = gpu_node if gpu_node in nodes else nodes[-1]
+    ordered = sorted(cores, key=lambda core: (core.node != spare_node, -core.cpus[0]))
     spare = tuple(ordered[: min(n_spare, len(cores) - 1)])
     if spare:
         cpus = format_list(tuple(cpu for core in spare for cpu in core.cpus))

@@ -38,7 +38,7 @@ class OnDemand(Protocol):
         """Finds the experts that are read ahead, once there is a memory for some; else None."""
 
 
-class TensorHome(Protocol):
+class TensorPlacer(Protocol):
     """Decides where tensors lie, and fills them itself."""
 
     def place(self, name: str, size_bytes: int) -> HostRange:
@@ -91,16 +91,16 @@ def plain_buffer_type() -> Face:
 class HostBufferType:
     """A buffer type named `name` whose buffers are allocated by `memory`.
 
-    A `home` decides where tensors lie, and fills them; the allocated range is then a placeholder.
+    A `placer` decides where tensors lie, and fills them; the allocated range is then a placeholder.
     Must outlive every model loaded with it, because C keeps its address.
     """
 
     def __init__(
-        self, name: str, memory: HostMemory, pending: Pending, home: TensorHome | None = None
+        self, name: str, memory: HostMemory, pending: Pending, placer: TensorPlacer | None = None
     ) -> None:
         self._lib = lib = library()
-        self._memory, self.pending, self._home = memory, pending, home
-        self._on_demand = None if home is None else home.on_demand
+        self._memory, self.pending, self._placer = memory, pending, placer
+        self._on_demand = None if placer is None else placer.on_demand
         self._name = C.create_string_buffer(name.encode())
         self._keep: list[Any] = []
         cpu = lib.ggml_backend_cpu_buffer_type()
@@ -117,8 +117,8 @@ class HostBufferType:
         self.types = HostTypes(faces, op_number("MUL_MAT"), op_number("MUL_MAT_ID"))
         self._native_name: int | None = None
         self.buffers: dict[int, HostRange] = {}  # ranges by the buffer's address
-        self.weights: dict[str, Tensor] = {}  # tensors placed by the home, by name
-        self.n_left_out = 0  # writes of libllama that were ignored, since the home fills tensors
+        self.weights: dict[str, Tensor] = {}  # tensors placed by the placer, by name
+        self.n_left_out = 0  # writes of libllama that were ignored, as the placer fills tensors
         # libllama treats buffer types with equal names as one type.
         self._dense_name = C.create_string_buffer(f"{name}_DENSE".encode())
         names = C.addressof(self._name), C.addressof(self._dense_name)
@@ -131,7 +131,7 @@ class HostBufferType:
             struct.iface.get_name, struct.iface.alloc_buffer = own_name, alloc_buffer
         entry, failed = "ggml_backend_buffer_i", abi.GGML_STATUS_ALLOC_FAILED
         self._free = self._thunk(f"{entry}.free_buffer", None, self._on_free)
-        if home is not None:
+        if placer is not None:
             self._init = self._thunk(f"{entry}.init_tensor", failed, self._on_init_tensor)
             self._set = self._thunk(f"{entry}.set_tensor", None, self._on_set_tensor)
 
@@ -189,7 +189,7 @@ class HostBufferType:
         view = abi.ggml_backend_buffer.from_address(buffer)
         view.buft = address
         view.iface.free_buffer = self._free
-        if self._home is not None:
+        if self._placer is not None:
             view.iface.init_tensor, view.iface.set_tensor = self._init, self._set
         self.buffers[buffer] = memory
         return buffer
@@ -198,25 +198,25 @@ class HostBufferType:
         self._memory.free(self.buffers.pop(buffer))
 
     def _on_init_tensor(self, _: int, address: int) -> int:
-        assert self._home is not None
+        assert self._placer is not None
         tensor = Tensor(address)
         if not tensor.is_view:  # a view's data follows from its tensor's
             name = tensor.name
-            tensor.lie_at(self._home.place(name, tensor.size_bytes))
+            tensor.lie_at(self._placer.place(name, tensor.size_bytes))
             self.weights[name] = tensor
         return int(abi.GGML_STATUS_SUCCESS)
 
     def _on_set_tensor(self, _: int, address: int, data: int, offset: int, size: int) -> None:
-        assert self._home is not None
-        if self._home.is_filling():
+        assert self._placer is not None
+        if self._placer.is_filling():
             self.n_left_out += 1
         else:
             C.memmove(Tensor(address).position + offset, data, size)
 
     def hold(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-        """Put tensors of our own into a new buffer, where the home places them.
+        """Put tensors of our own into a new buffer, where the placer says.
 
-        Returns the function that frees the buffer. A failure of the home is kept in `pending`.
+        Returns the function that frees the buffer. A failure of the placer is kept in `pending`.
         """
         size = sum(tensor.size_bytes for tensor in tensors.values())
         buffer = self._lib.ggml_backend_buft_alloc_buffer(self.address, size)

@@ -140,7 +140,7 @@ class RemoteWeights(HostBufferType):
     """
 
     def __init__(self, name: str, device: Device, pending: Pending) -> None:
-        super().__init__(name, ReservedAddresses(), pending, home=_Nowhere())
+        super().__init__(name, ReservedAddresses(), pending, placer=_Nowhere())
         self._device = device
         for struct in self._structs:
             struct.iface.is_host = None  # otherwise the CPU's backend would take the weights

@@ -233,7 +233,7 @@ class PlacedWeights:
         """Make a buffer type over the store. libllama treats types with equal names as one."""
         if self.store is None:
             return HostBufferType(name, AnonymousMemory(), self._pending)
-        return HostBufferType(name, self.store, self._pending, home=self.store)
+        return HostBufferType(name, self.store, self._pending, placer=self.store)
 
     def load(self, on_progress: OnProgress) -> Model:
         """Load the weights to their places."""

@@ -263,7 +263,7 @@ def _rooms(found: Found, wanted: Wanted) -> list[DeviceRoom]:
     ]
 
 
-def _home(found: Found, wanted: Wanted) -> int | None:
+def _draft_number(found: Found, wanted: Wanted) -> int | None:
     """Return the number of the device that -devd names, None if it names none of these."""
     names = [device.name.lower() for device in found.devices]
     name = (wanted.draft_device or "").lower()
@@ -273,30 +273,30 @@ def _home(found: Found, wanted: Wanted) -> int | None:
 def _divided(facts: ModelFacts, found: Found, wanted: Wanted, request: PlanRequest) -> Division:
     """Return the division between local devices."""
     devices = _rooms(found, wanted)
-    home = _home(found, wanted)
-    if wanted.draft_device is not None and home is None:
+    draft_on = _draft_number(found, wanted)
+    if wanted.draft_device is not None and draft_on is None:
         request = replace(request, reserve_bytes=request.projector_bytes)
     reasons: tuple[str, ...] = ()
     if not wanted.tensor_split:
-        return divide(facts, devices, request, use_all=found.takes_all, draft_on=home)
+        return divide(facts, devices, request, use_all=found.takes_all, draft_on=draft_on)
     shares, words = shares_for(wanted.tensor_split, [device.name for device in devices])
     reasons = (words,) if words else ()
     if len(devices) == 1:
         shares = (1.0,)
     ranges = by_shares(facts.n_layers, shares)
-    if home is None or not ranges[home]:
-        home = next(i for i, layers in enumerate(ranges) if layers)
-    division = plan_parts(facts, devices, ranges, request, draft_on=home)
+    if draft_on is None or not ranges[draft_on]:
+        draft_on = next(i for i, layers in enumerate(ranges) if layers)
+    division = plan_parts(facts, devices, ranges, request, draft_on=draft_on)
     return replace(division, reasons=reasons)
 
 
 def _planned(layout: Layout, division: Division, found: Found, wanted: Wanted) -> Layout:
     """Return the layout with the devices of a division, and with what follows from their plans."""
     devices, draft_on = division.parts, division.draft_on
-    if draft_on is None and (wanted.draft_device is None or _home(found, wanted) is not None):
-        home = _home(found, wanted)
+    number = _draft_number(found, wanted)
+    if draft_on is None and (wanted.draft_device is None or number is not None):
         local = [device.name for device in devices if not device.kind.is_remote]
-        named = None if home is None else found.devices[home].name
+        named = None if number is None else found.devices[number].name
         draft_on = next(iter(local), None) if named is None else named
     context = layout.context
     if wanted.most_ubatch is not None:

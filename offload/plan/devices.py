@@ -172,8 +172,9 @@ def divide(
     if len(devices) == 1:
         whole = LayerRange(0, facts.n_layers + 1)
         return plan_parts(facts, devices, [whole], request, draft_on=0)
-    homes = range(len(devices)) if draft_on is None and request.reserve_bytes else [draft_on or 0]
-    best, alone = Search(facts, devices, request).best(homes, use_all=use_all)
+    is_open = draft_on is None and request.reserve_bytes
+    draft_places = range(len(devices)) if is_open else [draft_on or 0]
+    best, alone = Search(facts, devices, request).best(draft_places, use_all=use_all)
     gain = alone.seconds / best.seconds if alone.ranges else None
     order = [candidate for candidate in (best, alone) if candidate.ranges]
     if gain is not None and gain < LEAST_GAIN:
@@ -183,7 +184,7 @@ def divide(
         # fit either, their DoesNotFit says what is missing.
         n, cuts = facts.n_layers + 1, range(len(devices) + 1)
         equal = [LayerRange(*p) for p in pairwise(n * i // len(devices) for i in cuts)]
-        order = [FoundRanges(ranges=tuple(equal), draft_on=homes[0])]
+        order = [FoundRanges(ranges=tuple(equal), draft_on=draft_places[0])]
     division = _first_that_fits(facts, devices, order, request)
     if len(division.parts) == 1 and not use_all:
         # The search works with estimates. Exact plans of the ranges that it prefers may not fit.
@@ -246,13 +247,13 @@ def plan_parts(
     draft model are taken from `devices[draft_on]`.
     """
     draft = devices[draft_on].name if request.reserve_bytes else None
-    home = devices[draft_on]
+    draft_device = devices[draft_on]
     if (
-        draft and home.is_counted and home.budget_bytes is not None
-        and not len(ranges[draft_on]) and request.reserve_bytes > home.budget_bytes
+        draft and draft_device.is_counted and draft_device.budget_bytes is not None
+        and not len(ranges[draft_on]) and request.reserve_bytes > draft_device.budget_bytes
     ):  # fmt: skip
         raise DoesNotFit(
-            f"{draft} has {home.budget_bytes / 2**20:.1f} MiB, and the draft needs "
+            f"{draft} has {draft_device.budget_bytes / 2**20:.1f} MiB, and the draft needs "
             f"{request.reserve_bytes / 2**20:.1f}: name another device (-devd) or raise --vram"
         )
     used = [(i, d, r) for i, (d, r) in enumerate(zip(devices, ranges, strict=True)) if len(r)]

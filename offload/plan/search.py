@@ -110,17 +110,19 @@ class Search:
         self._facts, self._devices, self._request = facts, devices, request
         self._n, self._times = facts.n_layers, RangeTimes(facts, request)
 
-    def best(self, homes: Sequence[int], *, use_all: bool) -> tuple[FoundRanges, FoundRanges]:
+    def best(
+        self, draft_places: Sequence[int], *, use_all: bool
+    ) -> tuple[FoundRanges, FoundRanges]:
         """Return the fastest ranges, and the fastest that have all layers on one device.
 
-        `homes` are the devices that the draft model may be on. With `use_all`, every device gets a
-        layer, and the second result is empty.
+        `draft_places` are the devices that the draft model may be on. With `use_all`, every device
+        gets a layer, and the second result is empty.
         """
         best = [FoundRanges(), FoundRanges()]
-        for home in homes:
+        for draft_on in draft_places:
             is_over = [False, use_all]
             for n_ubatch in ubatches(self._devices, self._request):
-                both = self._with_ubatch(n_ubatch, home, use_all=use_all)
+                both = self._with_ubatch(n_ubatch, draft_on, use_all=use_all)
                 for i, of_goal in enumerate(both):
                     if not is_over[i] and of_goal.seconds < best[i].seconds:
                         best[i] = of_goal
@@ -129,9 +131,9 @@ class Search:
         return best[0], best[1]
 
     def _with_ubatch(
-        self, n_ubatch: int, home: int, *, use_all: bool
+        self, n_ubatch: int, draft_on: int, *, use_all: bool
     ) -> tuple[FoundRanges, FoundRanges]:
-        """Return the results of `best` with this ubatch and the draft model on device `home`."""
+        """Return the results of `best` with this ubatch, and the draft on device `draft_on`."""
         n, request, devices = self._n, self._request, self._devices
         n_ubatches = n_passes(request, n_ubatch)
         # With two devices, the number of the first one's layers is also its range. So all values
@@ -143,7 +145,7 @@ class Search:
         for d, device in enumerate(devices):
             room: int | None = device.budget_bytes
             if room is not None and device.is_counted:
-                room -= request.reserve_bytes if d == home else 0
+                room -= request.reserve_bytes if d == draft_on else 0
                 if room < 0:
                     return FoundRanges(), FoundRanges()  # the draft model does not fit
             last = self._times.stages(device, room, n_ubatch, is_last=True, is_first=not d)
@@ -157,8 +159,8 @@ class Search:
                 total = total + front.decode_s[:n] + last.decode_s + front.tie_s[:n]
                 for first in {int(np.argmin(total)), 0}:
                     ranges = FoundRanges(
-                        float(total[first]), front.ranges(first, n, len(devices)), n_ubatch, home,
-                        bool(front.tie_s[first] + last.tie_s[first] > 0),
+                        float(total[first]), front.ranges(first, n, len(devices)), n_ubatch,
+                        draft_on, bool(front.tie_s[first] + last.tie_s[first] > 0),
                     )  # fmt: skip
                     best = min(best, ranges, key=lambda f: f.seconds)
                     if not first:

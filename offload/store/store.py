@@ -220,7 +220,7 @@ class _Held:
 
 
 class Store:
-    """Memory of a model's streamed weights; a HostMemory and TensorHome of a HostBufferType."""
+    """Memory of a model's streamed weights; a HostMemory and TensorPlacer of a HostBufferType."""
 
     def __init__(
         self,

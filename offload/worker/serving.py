@@ -254,7 +254,7 @@ def _open(
     pending, notes = Pending(), list(plan.reasons)
     pin_for = choice.device if choice.on_gpu else None
     store = Store(facts, plan.streamed, replace(start.store, pin_for=pin_for))
-    host = HostBufferType(_HOST_NAME, store, pending, home=store)
+    host = HostBufferType(_HOST_NAME, store, pending, placer=store)
     weights = NamedWeights(facts, plan, choice.device, host, store)
     weights.load(pending, on_progress)
     if store.report is not None and plan.streamed:

@@ -38,7 +38,7 @@ class NamedWeights:
     def __init__(
         self, facts: ModelFacts, plan: Plan, device: Device, host: HostBufferType, store: Store
     ) -> None:
-        """`facts`: the header with only the weights to hold. `store` is the home of `host`."""
+        """`facts`: the header with only the weights to hold. `store` is the placer of `host`."""
         self._facts, self._device, self.host, self._store = facts, device, host, store
         self._streamed = {entry.name: entry for entry in plan.streamed}
         self._tensors: dict[str, Tensor] = {}

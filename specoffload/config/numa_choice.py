@@ -332,7 +332,7 @@ def _candidate(
         strategy, reason = Strategy(options.numa), f"numa {options.numa}: as asked"
     node = None
     if strategy is Strategy.SINGLE:
-        node = _home(topology)
+        node = _single_node(topology)
         reason += f", on node {node}"
     reasons.append(reason)
     if not topology.ggml_is_numa and strategy in (Strategy.ROWS, Strategy.DISTRIBUTE):
@@ -347,7 +347,7 @@ def _candidate(
     return Candidate(strategy, n_threads, node)
 
 
-def _home(topology: Topology) -> int:
+def _single_node(topology: Topology) -> int:
     """The node for `single`: the GPU's if it has usable processors, else the first usable one.
 
     A node with memory and usable processors is preferred to one without memory.

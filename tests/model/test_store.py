@@ -74,7 +74,7 @@ def load(
     if options is not None and store is None:
         store = Store(facts, streamed_of(facts), options)
     pending = Pending()
-    host = HostBufferType("TEST", store or AnonymousMemory(), pending, home=store)
+    host = HostBufferType("TEST", store or AnonymousMemory(), pending, placer=store)
     patterns = patterns or make_plan(facts).patterns()
     placement = ModelPlacement(
         overrides=tuple((pattern, host) for pattern in patterns),
@@ -290,7 +290,7 @@ def test_ctrl_c_while_libllama_loads_ends_the_loading(mid_moe: Path) -> None:
         raise KeyboardInterrupt
 
     pending = Pending()
-    host = HostBufferType("TEST", store, pending, home=store)
+    host = HostBufferType("TEST", store, pending, placer=store)
     overrides = ((r"_exps\.weight$", host),)
     placement = ModelPlacement(overrides=overrides, use_extra_bufts=False, load_mode="mmap")
     with pytest.raises(KeyboardInterrupt), store.loading(pending):
@@ -337,7 +337,7 @@ def test_progress_rises_to_one(mid_moe: Path) -> None:
         assert step == "reading weights"
         told.append(done)
 
-    host = HostBufferType("TEST", store, pending, home=store)
+    host = HostBufferType("TEST", store, pending, placer=store)
     overrides = ((r"_exps\.weight$", host),)
     placement = ModelPlacement(overrides=overrides, use_extra_bufts=False, load_mode="mmap")
     with store.loading(pending):
