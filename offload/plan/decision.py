@@ -14,11 +14,11 @@ from offload.plan.cache_place import CachePlace, faster_place
 from offload.plan.devices import Division, divide, placed_by_libllama, plan_parts
 from offload.plan.found import DeviceRoom, Found, FoundDevice, Kind
 from offload.plan.host import (
+    BOUNCE_BYTES,
     CONTEXT,
     DRIVER,
     DRIVER_BYTES,
     PINNED,
-    RING_BYTES,
     ExpertLimits,
     LaterBytes,
     later_bytes,
@@ -235,7 +235,7 @@ def decide_part(facts: ModelFacts, found: Found, wanted: Wanted) -> Layout:
     division = divide(facts, _rooms(found, wanted)[:1], request, draft_on=0)
     part = division.parts[0].in_passes()
     on_gpu = device.kind is Kind.GPU
-    fixed = {PINNED: RING_BYTES, DRIVER: DRIVER_BYTES} if on_gpu else {}
+    fixed = {PINNED: BOUNCE_BYTES, DRIVER: DRIVER_BYTES} if on_gpu else {}
     fixed |= {} if on_gpu else {CONTEXT: wanted.reserve_bytes}
     later = LaterBytes(device.kind, tuple(fixed.items()))
     limits = limits_of_experts(facts, part.plan, found, wanted, later)

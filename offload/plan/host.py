@@ -28,7 +28,7 @@ INPUTS = "inputs in pinned memory"
 CACHE, ATTENTION = "the KV cache", "attention on the CPU"
 PROMPT_PAIRS, SMALL_PAIRS = "pairs of prompts on the CPU", "pairs of small batches on the CPU"
 DRIVER_BYTES = 128 << 20  # a GPU driver's pages for kernels and page tables; estimated
-RING_BYTES = 64 << 20  # pinned memory through which weights are copied that cannot be pinned
+BOUNCE_BYTES = 64 << 20  # pinned memory through which weights are copied that cannot be pinned
 # Memory that stays free if experts are read from the disk: a part of what was free, within bounds.
 _MARGIN_PART, _LEAST_MARGIN_BYTES, _MOST_MARGIN_BYTES = 16, 64 << 20, 2 << 30
 
@@ -83,7 +83,7 @@ def later_bytes(
         LOGITS: 2 * 4 * n_vocab * context.n_outputs,  # libllama's rows, and our copy of them
     }
     if on_gpu:
-        fixed |= {PINNED: RING_BYTES, DRIVER: DRIVER_BYTES}
+        fixed |= {PINNED: BOUNCE_BYTES, DRIVER: DRIVER_BYTES}
         fixed[INPUTS] = host_input_bytes(facts, context)
     if kind.streams and wanted.hybrid:
         working = working_memory(facts, context.n_ubatch, splits=True)

@@ -22,7 +22,7 @@ from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.memory import HasAddress
 from offload.notes import Note, NoteKind, kind_of
 from offload.plan.devices import DevicePlan
-from offload.plan.host import RING_BYTES
+from offload.plan.host import BOUNCE_BYTES
 from offload.plan.placement import Plan
 from offload.plan.warm_up import WarmedUp
 from offload.plan.weights import ring_slots
@@ -47,8 +47,8 @@ from offload.units import plural
 _FEWER = 0.9  # factor on the size of slots that the device refused
 _BOUNCING = Note(
     NoteKind.COPIES,
-    f"weights that are not pinned are copied through a pinned ring of {RING_BYTES >> 20} MiB, which"
-    " threads fill",
+    f"weights that are not pinned are copied through a pinned ring of {BOUNCE_BYTES >> 20} MiB, "
+    "which threads fill",
 )
 
 
@@ -101,15 +101,15 @@ class ExecutorBuilder:
                 LinkSpeed() if sim is None else LinkSpeed(sim.bandwidth_bytes_per_s, sim.latency_s)
             )
             return ThreadCopier(link, self._trace)
-        ring = None
+        bounce = None
         if options.bounce and (self._store is None or not self._store.is_pinned):
-            ring = stream.device.pinned_memory(RING_BYTES)
-        if ring is None:
+            bounce = stream.device.pinned_memory(BOUNCE_BYTES)
+        if bounce is None:
             return DeviceCopier(stream, self._trace)
         # Executors are made anew when slots are sized.
         if not any(kind_of(note) is NoteKind.COPIES for note in self._notes):
             self._notes.append(_BOUNCING)
-        return BounceCopier(stream, ring, self._trace)
+        return BounceCopier(stream, bounce, self._trace)
 
     def use_few(self, plan: Plan, device: StreamingDevice) -> None:
         """Give the device few slots, and executors that copy nothing, for a warm-up.

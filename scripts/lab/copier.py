@@ -23,7 +23,7 @@ from typing import Any
 from offload.backends import CUDA
 from offload.ggml.memory import AnonymousMemory, HostRange, copy_bytes
 from offload.ggml.tensor import Tensor, host_bytes
-from offload.plan.host import RING_BYTES
+from offload.plan.host import BOUNCE_BYTES
 from offload.stream.copying import PART_BYTES, BounceCopier, Transfer
 
 
@@ -67,7 +67,7 @@ class Ring:
 
     def __init__(self) -> None:
         self._memory = AnonymousMemory()
-        self.host_range = self._memory.allocate(RING_BYTES)
+        self.host_range = self._memory.allocate(BOUNCE_BYTES)
         self.host_range.array()[:] = 1
 
     def close(self) -> None:
@@ -77,11 +77,11 @@ class Ring:
 def memmove_rate(source: HostRange, starts: list[int], size_bytes: int) -> float:
     """Bytes/s of plain copies by one thread into memory as large as the ring."""
     ring = Ring()
-    n_parts = max(1, RING_BYTES // size_bytes)
+    n_parts = max(1, BOUNCE_BYTES // size_bytes)
     began_s = time.perf_counter()
     for i, start in enumerate(starts):
         to = ring.host_range.address + i % n_parts * size_bytes
-        copy_bytes(to, source.address + start, min(size_bytes, RING_BYTES))
+        copy_bytes(to, source.address + start, min(size_bytes, BOUNCE_BYTES))
     rate = len(starts) * size_bytes / (time.perf_counter() - began_s)
     ring.close()
     return rate
@@ -120,7 +120,7 @@ def main() -> int:
     memory.array()[:] = 1  # every page is there
     source = host_bytes(memory)
     n_cpus = len(os.sched_getaffinity(0))
-    print(f"{n_cpus} CPUs, ring of {RING_BYTES >> 20} MiB in parts of {PART_BYTES >> 20} MiB\n")
+    print(f"{n_cpus} CPUs, ring of {BOUNCE_BYTES >> 20} MiB in parts of {PART_BYTES >> 20} MiB\n")
     print("| expert | memmove | " + " | ".join(f"{n} threads" for n in fillers) + " |")
     print("|---|" + "---|" * (1 + len(fillers)))
     for size in (int(float(mb) * 1e6) for mb in args.sizes_mb.split(",")):

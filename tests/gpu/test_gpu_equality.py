@@ -271,7 +271,7 @@ def test_copies_through_the_pinned_ring_give_the_same(
     if async_gpu.device.pinned_memory(4096) is None:
         pytest.skip(f"{async_gpu.name} has no pinned memory of its own")
     # Buffers much smaller than a matrix, so that each copy goes around the ring.
-    monkeypatch.setattr("offload.stream.building.RING_BYTES", 3 * 4096)
+    monkeypatch.setattr("offload.stream.building.BOUNCE_BYTES", 3 * 4096)
     monkeypatch.setattr(BounceCopier.__init__, "__defaults__", (NO_TRACE, 4096))
     with open_engine(
         moe, options(async_gpu, slots_for(moe, "half", bounce=True, depth=depth))
