@@ -199,6 +199,34 @@ class TorchDraft:
         assert isinstance(checkpoint, int)
         self.rewind(sequence, checkpoint)
 
+    def saved_bytes(self, sequence: int) -> int:
+        """Return the size of the result of `save`."""
+        steps = self._steps
+        if steps is None:
+            return 0
+        rows = steps.network.held(sequence, self.length(sequence))
+        return int(rows.numel()) * rows.element_size()
+
+    def save(self, sequence: int) -> bytes:
+        """Return the keys and values of the sequence, for `load`. Raises DeviceFailed."""
+        with self._computing() as steps, steps.capturer.working():
+            rows = steps.network.held(sequence, self.length(sequence))
+            raw = rows.contiguous().view(-1).view(torch.uint8).cpu()
+        return raw.numpy().tobytes()
+
+    def load(self, sequence: int, state: bytes, tokens: Sequence[int]) -> None:
+        """Replace the sequence by a saved one of `tokens`. Raises DeviceFailed, DoesNotFit."""
+        self.rewind(sequence, 0)
+        self._check(sequence, tokens, 0)
+        with self._computing() as steps, steps.capturer.working():
+            rows = steps.network.held(sequence, len(tokens))
+            if len(state) != rows.numel() * rows.element_size():
+                raise DeviceFailed(f"{len(state)} bytes are no state of {len(tokens)} tokens")
+            raw = torch.frombuffer(bytearray(state), dtype=rows.dtype)
+            rows.copy_(raw.view(rows.shape))
+            steps.capturer.wait()
+        self._lengths[sequence] = len(tokens)
+
     # -- drafting ---------------------------------------------------------------------------------
 
     def draft(

@@ -149,6 +149,10 @@ class Network:
             return self._t["output"]
         return self._t["token_embd"][:n_out]
 
+    def held(self, lane: int, n_tokens: int) -> Tensor:
+        """Return the lane's cache [n_layers, 2, n_head_kv, n_tokens, head_size], not a copy."""
+        return self._cache[:, :, lane, :, :n_tokens]
+
     def hidden(self, tokens: Tensor, positions: Tensor, n_kv: int, lane: int = 0) -> Tensor:
         """Return the residual stream [n_lanes, n_tokens, n_embd] after all layers.
 

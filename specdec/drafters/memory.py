@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from specdec.types import Target
 
@@ -29,6 +29,15 @@ class TokenMemory(Protocol):
         """Rely no longer on what is known of the model's tokens after the first `n_same`."""
 
 
+@runtime_checkable
+class ForgettingModel(Protocol):
+    """A draft model whose memory may lack old keys, as sliding windows do."""
+
+    def can_drop(self, sequence: int, n_tokens: int) -> bool:
+        """True if `rewind` can remove the last `n_tokens` of the sequence now."""
+        ...
+
+
 class _HeldTokens:
     """The tokens and the checkpoint that one sequence of the model is known to hold."""
 
@@ -50,6 +59,7 @@ class DraftMemory:
 
     def __init__(self, model: Target) -> None:
         self._model = model
+        self._forgetting = model if isinstance(model, ForgettingModel) else None
         self._held: dict[int, _HeldTokens] = {}
         self.n_rows = 0  # tokens decoded so far
 
@@ -86,6 +96,21 @@ class DraftMemory:
             held = self._held[sequence]
             held.n_checked = min(held.n_checked, n_same)
 
+    def settled(self, sequence: int) -> tuple[int, ...]:
+        """Remove drafted tokens. Returns the tokens that the model then holds; (): not known."""
+        held = self._held.get(sequence)
+        if held is None or self._model.length(sequence) != len(held.tokens):
+            return ()
+        n = held.n_checked if self._model.can_rewind else held.checkpoint_length
+        if 0 < n < len(held.tokens):
+            self._cut(sequence, held, n)
+        return tuple(held.tokens)
+
+    def loaded(self, sequence: int, tokens: Sequence[int]) -> None:
+        """Record that the model holds these tokens, since a saved state of it was loaded."""
+        held = self._held[sequence] = _HeldTokens()
+        held.tokens = list(tokens)
+
     def _missing(self, sequence: int, history: Sequence[int]) -> list[int]:
         """Cut the model back to what it shares with `history`. Returns the tokens that it lacks."""
         held = self._held.setdefault(sequence, _HeldTokens())
@@ -105,6 +130,9 @@ class DraftMemory:
     def _cut(self, sequence: int, held: _HeldTokens, n: int) -> int:
         """Rewind the model to at most `n` tokens. Returns the number that it then holds."""
         if self._model.can_rewind:
+            forgetting, n_dropped = self._forgetting, len(held.tokens) - n
+            if forgetting is not None and not forgetting.can_drop(sequence, n_dropped):
+                n = 0  # sliding windows have passed what comes before
             self._model.rewind(sequence, n)
         elif 0 <= held.checkpoint_length <= n:
             self._model.restore(sequence, held.checkpoint)

@@ -26,6 +26,7 @@ from specoffload.generation.generation import GenerateOptions, SlotInfo, TextPie
 from specoffload.generation.statistics import EngineCounts
 from specoffload.opening.draft_model import DraftModel
 from specoffload.slots.choosing import SIMILAR, common
+from specoffload.slots.draft_texts import DraftTexts
 from specoffload.slots.idle_cells import IdleCounters
 from specoffload.slots.pool import PromptPlace, PromptSlots
 from specoffload.slots.prompt_files import PromptFolder
@@ -63,7 +64,8 @@ class Batcher:
         self._target, self._speculation = target, speculation
         self._has_draft_model = draft is not None
         self._sequences = target.sequences
-        drafts = None if draft is None else draft.sequences
+        memory = None if speculation is None else speculation.draft_memory
+        drafts = None if draft is None else DraftTexts(draft.sequences, memory)
         slots = [Slot(i, self._sequences, drafts, n_checkpoints) for i in range(n_slots)]
         self._pool = PromptSlots(
             slots,
@@ -74,7 +76,6 @@ class Batcher:
             lambda: target.opened.taking(PROMPTS),
             folder,
             clears_idle=clears_idle,
-            has_draft_model=draft is not None,
         )
         self.slots, self.store, self.make_room = slots, self._pool.store, self._pool.make_room
         self.on_step: list[Callable[[StepReport], None]] = []  # called after each step

@@ -117,20 +117,31 @@ def common(held: Sequence[int], tokens: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True)
+class SavedDraft:
+    """What a draft model held of a prompt: its tokens, in its own vocabulary, and its state."""
+
+    tokens: tuple[int, ...]
+    state: bytes
+
+
+@dataclass(frozen=True)
 class StoredPrompt:
     """A saved sequence: its tokens, its state, and the checkpoints of its memory.
 
-    `salt`: whose prompt it is (`GenerateOptions.cache_salt`).
+    `salt`: whose prompt it is (`GenerateOptions.cache_salt`). `draft`: what a draft model held of
+    it. That is kept in RAM only, never in a file.
     """
 
     tokens: tuple[int, ...]
     state: bytes
     checkpoints: tuple[Checkpoint, ...] = ()
     salt: str = ""
+    draft: SavedDraft | None = None
 
     @property
     def size_bytes(self) -> int:
-        return len(self.state) + sum(len(c.state) for c in self.checkpoints)
+        draft_bytes = 0 if self.draft is None else len(self.draft.state)
+        return len(self.state) + draft_bytes + sum(len(c.state) for c in self.checkpoints)
 
     def reusable(self, tokens: Sequence[int], salt: str = "", *, can_cut: bool) -> int:
         """Return the number of a prompt's first tokens that need no evaluation with this state."""

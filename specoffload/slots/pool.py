@@ -52,13 +52,12 @@ class PromptSlots:
         folder: PromptFolder | None = None,
         *,
         clears_idle: bool = True,
-        has_draft_model: bool = False,
     ) -> None:
         """`store_bytes` limits the host memory for prompts of reused slots (None: no limit, 0: keep
         none). What it has no room for goes to `folder`. `similar` is passed to `choose`. A prompt
         is saved in a context of `keeping`. `times` prices idle slots' cells.
         `clears_idle`: idle slots leave the cells for requests that run alone, and by their price.
-        A draft model would have to read a prompt again that left by its price."""
+        """
         self._keeping = keeping
         self._slots, self._sequences, self._similar = slots, sequences, similar
         self._folder = folder
@@ -68,9 +67,7 @@ class PromptSlots:
             on_evicted=None if folder is None else folder.keep,
         )
         self._clears_idle = clears_idle
-        self.idle = IdleCells(
-            slots, sequences.cells, times, self._move_out, moves=clears_idle and not has_draft_model
-        )
+        self.idle = IdleCells(slots, sequences.cells, times, self._move_out, moves=clears_idle)
         self._can_keep = True  # False after a prompt could not be kept in host memory
 
     def prepared(

@@ -16,9 +16,9 @@ from time import perf_counter
 
 from offload.errors import BadRequest, DeviceFailed, NotWritten
 from offload.sequences.sequences import Checkpoint, Sequences
-from specdec.types import Target
 from specoffload.generation.generation import SlotAction, SlotResult
 from specoffload.slots.choosing import StoredPrompt, common
+from specoffload.slots.draft_texts import DraftTexts
 from specoffload.slots.slot_files import read_sequence, write_sequence
 
 log = logging.getLogger("specoffload.slots")
@@ -32,7 +32,7 @@ class Slot:
     """Sequence `number` of the target, and of the draft model if there is one."""
 
     def __init__(
-        self, number: int, target: Sequences, draft: Target | None, n_checkpoints: int
+        self, number: int, target: Sequences, draft: DraftTexts | None, n_checkpoints: int
     ) -> None:
         self.number = number
         self.is_busy = False
@@ -146,7 +146,7 @@ class Slot:
         """Drop everything that the target and the draft hold, which frees their cells."""
         self._target.rewind(self.number, 0)
         if self._draft is not None:
-            self._draft.rewind(self.number, 0)
+            self._draft.clear(self.number)
         self.tokens = []
         self._checkpoints.clear()
         self._ends, self.salt = [], ""
@@ -172,6 +172,8 @@ class Slot:
         n_bytes = self.checkpoint_bytes
         if ends := self._reachable_ends():
             n_bytes += len(ends) * self._target.checkpoint_bytes(self.number)
+        if self._draft is not None:
+            n_bytes += self._draft.saved_bytes(self.number)
         return self._target.saved_bytes(self.number) + n_bytes
 
     def saved(self) -> StoredPrompt:
@@ -182,7 +184,8 @@ class Slot:
         """
         target, number = self._target, self.number
         state, tokens = target.save(number), tuple(self.tokens)
-        stored = StoredPrompt(tokens, state, self.checkpoints, self.salt)
+        draft = None if self._draft is None else self._draft.saved(number)
+        stored = StoredPrompt(tokens, state, self.checkpoints, self.salt, draft)
         ends = self._reachable_ends()
         if not ends:
             return stored
@@ -204,13 +207,15 @@ class Slot:
         return [e for e in self._ends if 0 < e < n and self._target.can_drop(self.number, n - e)]
 
     def load(self, stored: StoredPrompt) -> None:
-        """Restore a saved sequence with its checkpoints.
+        """Restore a saved sequence with its checkpoints, and what the draft model held of it.
 
         Raises DeviceFailed if there is no room for it. The slot is then empty.
         """
         self.clear()
         self._target.load(self.number, stored.state, stored.tokens)
         self._take_over(stored)
+        if self._draft is not None and stored.draft is not None:
+            self._draft.load(self.number, stored.draft)
 
     def _take_over(self, saved: StoredPrompt) -> None:
         """Record what is known of the sequence that was loaded."""

@@ -20,6 +20,7 @@ from specdec.decoding.drafting import ChainDrafting, DraftCounters
 from specdec.decoding.loop import DecodingLoop, StepReport
 from specdec.decoding.member import BatchMember
 from specdec.drafters.chain import ChainDrafter
+from specdec.drafters.memory import DraftMemory
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram_cache import NgramCache
 from specdec.drafters.rows import BlockDrafter, RowDrafter
@@ -66,6 +67,7 @@ class Speculation:
         )
         self._sampling = RequestSampling()
         self._draft_sequences = None if draft is None else draft.sequences
+        self.draft_memory: DraftMemory | None = None  # of the draft model, if there is one
         self._model = self._model_drafter(draft) if draft is not None else None
         self._own = self._row_drafter()
         self.drafter: Drafter = self._built_drafter()
@@ -83,8 +85,10 @@ class Speculation:
     def _model_drafter(self, draft: DraftModel) -> Drafter:
         options = self._config.options
         replacements = options.replacements
+        self.draft_memory = DraftMemory(draft.sequences)
         drafter = ModelDrafter(
             draft.sequences,
+            memory=self.draft_memory,
             sampling=self._sampling if options.accept is AcceptRule.REJECT else None,
             # Padding is cut off only if the draft has the target's vocabulary.
             n_vocab=self._target.n_vocab if replacements is None else None,

@@ -13,33 +13,38 @@ import pytest
 
 from combinations.opening import open_words
 from combinations.play import SAMPLING, finish
-from combinations.small_models import model_of
+from combinations.small_models import draft_of, model_of
 from specoffload.session.session import Session
 
 _N_IDLE, _IDLE_TOKENS, _TOKENS = 3, 3000, 600
 _MOST_RATIO = 1.3
-# Not strict: how much the idle cells cost depends on whether the drafts are worth their time.
-_UNMENDED = pytest.mark.xfail(
-    strict=False, reason="idle slots stay beside a draft model, which would read them again"
-)
+_FIXED = ("--spec-policy", "fixed", "--spec-draft-n-max", "2")
 
 
 @pytest.mark.parametrize(
-    ("memory", "drafts"),
+    ("memory", "drafter"),
     [
-        ("full", False),
-        pytest.param("mla", False, marks=pytest.mark.slow),
-        pytest.param("dense", False, marks=pytest.mark.slow),
-        ("sinks", False),
-        pytest.param("full", True, marks=(_UNMENDED, pytest.mark.slow)),
+        ("full", "none"),
+        pytest.param("mla", "none", marks=pytest.mark.slow),
+        pytest.param("dense", "none", marks=pytest.mark.slow),
+        ("sinks", "none"),
+        pytest.param("full", "own layers", marks=pytest.mark.slow),
+        pytest.param("dense", "draft", marks=pytest.mark.slow),
     ],
 )
 def test_a_request_pays_for_its_own_conversation_only(
-    models: Path, memory: str, drafts: bool
+    models: Path, memory: str, drafter: str
 ) -> None:
+    """Drafts have a fixed length, so that both requests decode the same batches."""
+    model = model_of(memory, models)
+    drafts = {
+        "none": ["--spec-type", "none"],
+        "own layers": ["--spec-type", "draft-mtp", *_FIXED],
+        "draft": ["-md", str(draft_of(drafter, model, models)), "--spec-type", "draft", *_FIXED],
+    }
     words = [
-        str(model_of(memory, models)), "--device", "cpu", "--threads", "1", "--parallel",
-        str(_N_IDLE + 1), "--ctx-size", "16384", *([] if drafts else ["--spec-type", "none"]),
+        str(model), "--device", "cpu", "--threads", "1", "--parallel", str(_N_IDLE + 1),
+        "--ctx-size", "16384", *drafts[drafter],
     ]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECOFFLOAD_WITHOUT", "profile")

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_restored_slots import SMALL, preset
+from image_parts import model_with_projector
+from test_block import open_block
+from test_block import pair as block_pair
+from test_eagle import open_eagle
+from test_eagle import pair as eagle_pair
+from test_restored_slots import PARTS, SMALL, preset
 from test_slots import SPECS, Answer, open_slots, together
 
 from lab.synth.mtp import write_mtp
 from offload.errors import DeviceFailed
+from specoffload.config.options import DiskRoom
 from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
 from specoffload.slots.choosing import StoredPrompt
@@ -26,17 +36,20 @@ KINDS = {
 }  # fmt: skip
 
 
+ROOM: dict[str, Any] = {"cache_ram_bytes": 1 << 28, **SMALL}
+
+
 @pytest.fixture(autouse=True)
 def _cheap_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every idle slot leaves before the first decode of others."""
-    monkeypatch.setattr(MoveCosts, "seconds", lambda self, n_bytes: 0.0)
+    monkeypatch.setattr(MoveCosts, "seconds", _nothing)
 
 
-def opened(kind: str, models: Path, **more: Any) -> Session:
-    spec = KINDS[kind]
+def opened(kind: str, models: Path, *, drafts_itself: bool = False, **more: Any) -> Session:
+    spec = SPECS["itself"] if drafts_itself else KINDS[kind]
     path = write_mtp(models, kind) if spec is MTP else preset(kind, models)
-    room = {"cache_ram_bytes": 1 << 28, **SMALL}
-    return open_slots(path, spec, 4, **{**room, **more})
+    own = {"draft": path} if drafts_itself else {}
+    return open_slots(path, spec, 4, **{**ROOM, **own, **more})
 
 
 def prompt(n_vocab: int, seed: int, n: int) -> list[int]:
@@ -72,6 +85,123 @@ def test_conversations_that_move_write_what_they_write_in_their_cells(
     if kind != "mamba2":  # it has no cells that others pass over
         assert counters["idle_moves"] > counters["idle_returns"] > 2
         assert counters["idle_cells_read"] < 0.2 * before["idle_cells_read"]
+
+
+@pytest.mark.parametrize("kind", ["mistral-large", "gpt-oss-20b", "qwen3next"])
+def test_what_a_draft_model_holds_moves_with_the_conversation(kind: str, models: Path) -> None:
+    """It reads nothing again. Its memory has full attention, sliding windows, or is hybrid."""
+    found = []
+    for stays in (True, False):
+        with opened(kind, models, drafts_itself=True, cache_idle_slots=not stays) as session:
+            answers = day(session)
+            assert session.speculation is not None
+            assert session.speculation.draft_memory is not None
+            found.append((answers, session.speculation.draft_memory.n_rows, session.counters()))
+    (stayed, n_rows, before), (moved, n_rows_moved, counters) = found
+    assert before["idle_moves"] == 0
+    assert [a.tokens for a in moved] == [a.tokens for a in stayed]
+    assert counters["idle_moves"] > counters["idle_returns"] > 2
+    n_drafted = sum(a.stats.n_drafted for a in moved)
+    assert sum(a.stats.n_accepted for a in moved) > 0.9 * n_drafted > 0
+    assert n_rows_moved < 1.1 * n_rows
+
+
+def test_a_draft_model_whose_state_cannot_be_loaded_reads_the_text_again(
+    models: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened("mistral-large", models, drafts_itself=True, cache_idle_slots=False) as session:
+        stayed = day(session)
+    with opened("mistral-large", models, drafts_itself=True) as session:
+        assert session.draft is not None
+        draft = session.draft.sequences
+
+        def fails(sequence: int, *_: object) -> None:
+            draft.rewind(sequence, 0)
+            raise DeviceFailed("no room")
+
+        monkeypatch.setattr(draft, "load", fails)
+        moved = day(session)
+    assert [a.tokens for a in moved] == [a.tokens for a in stayed]
+    assert "the draft model reads" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["eagle", "block"])
+def test_files_that_draft_from_rows_move_with_the_conversation(kind: str, models: Path) -> None:
+    pair, open_pair = {"eagle": (eagle_pair, open_eagle), "block": (block_pair, open_block)}[kind]
+    target, draft = pair(models, "gpt-oss")
+    found = []
+    for clears in (False, True):
+        more = {**ROOM, "cache_idle_slots": clears}
+        with open_pair(target, draft, "resident", 4, **more) as session:
+            answers = day(session)
+            assert session.target.opened.row_draft is not None
+            unknown = session.target.opened.row_draft.n_unknown_rows
+            found.append((answers, unknown, session.counters()["idle_returns"]))
+    (stayed, unknown, _), (moved, unknown_moved, n_returns) = found
+    assert [a.tokens for a in moved] == [a.tokens for a in stayed]
+    assert unknown_moved <= unknown
+    assert n_returns > 2
+
+
+def test_a_prompt_with_images_moves(models: Path) -> None:
+    path, projector = model_with_projector("gemma3", models)
+    found = []
+    for clears in (False, True):
+        more = {**ROOM, "mmproj": projector, "cache_idle_slots": clears}
+        with open_slots(path, SPECS["alone"], 2, **more) as session:
+            asked = session.image_prompt(PARTS, add_special=True)
+            (first,) = together(session, [asked], OPTIONS)
+            together(session, [prompt(session.target.n_vocab, 5, 60)], OPTIONS)
+            (again,) = together(session, [[*asked, *first.tokens, 7, 8]], OPTIONS)
+            assert again.stats.n_cached_tokens >= len(asked) - 1
+            found.append((first.tokens, again.tokens))
+            assert (session.counters()["idle_returns"] > 0) == clears
+    assert found[0] == found[1]
+
+
+def test_a_process_that_is_killed_during_a_move_leaves_whole_files(
+    models: Path, tmp_path: Path
+) -> None:
+    """The prompt that moved before is read from the disk, and the other one is evaluated again."""
+    path = preset("mistral-large", models)
+    texts = [prompt(256, seed, 400) for seed in (3, 5)]
+    with open_slots(path, SPECS["alone"], 1, **ROOM) as session:
+        wanted = [a.tokens for text in texts for a in together(session, [text], OPTIONS)]
+    disk = {**ROOM, "cache_ram_bytes": 0, "cache_disk": DiskRoom(1 << 30, tmp_path / "kept")}
+    spawning = multiprocessing.get_context("spawn")
+    child = spawning.Process(target=_killed_in_a_move, args=(path, disk, texts))
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    with open_slots(path, SPECS["alone"], 1, **disk) as session:
+        found = [together(session, [text], OPTIONS)[0] for text in texts]
+    assert [a.tokens for a in found] == wanted
+    assert [a.stats.n_cached_tokens for a in found] == [399, 0]
+
+
+def _killed_in_a_move(path: Path, disk: dict[str, Any], texts: list[list[int]]) -> None:
+    """Move the first text to the disk, and end by SIGKILL when the second one has been copied."""
+    MoveCosts.seconds = _nothing  # type: ignore[method-assign]
+    copied = Slot.saved
+
+    def killed(slot: Slot) -> StoredPrompt:
+        copied(slot)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    with open_slots(path, SPECS["alone"], 2, **disk) as session:
+        for text in texts:
+            together(session, [text], OPTIONS)
+        folder, end_s = session._prompts.folder, time.monotonic() + 30
+        assert folder is not None
+        while not folder.n_written and time.monotonic() < end_s:
+            time.sleep(0.05)
+        Slot.saved = killed  # type: ignore[method-assign]
+        together(session, [prompt(256, 7, 50)], OPTIONS)
+
+
+def _nothing(_: MoveCosts, __: int) -> float:
+    return 0.0
 
 
 def test_the_bytes_of_checkpoints_and_of_moved_conversations_are_counted(models: Path) -> None:

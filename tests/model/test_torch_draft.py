@@ -256,6 +256,23 @@ def test_any_order_of_calls_leaves_what_a_fresh_evaluation_would(
         assert [three.length(s) for s in range(3)] == [len(held[s]) for s in range(3)]
 
 
+def test_a_saved_sequence_goes_on_in_another_lane(three: TorchDraft) -> None:
+    text = [5, 7, 11, 13, 17]
+    for s in range(3):
+        three.rewind(s, 0)
+    three.extend(1, text, 0)
+    state = three.save(1)
+    assert len(state) == three.saved_bytes(1)
+    wanted = three.draft([(1, [19])], 4)
+    three.rewind(1, 0)
+    three.extend(2, [3] * 9, 0)
+    three.load(2, state, text)
+    assert three.length(2) == len(text)
+    same(three.draft([(2, [19])], 4), 0, wanted)
+    with pytest.raises(DeviceFailed, match="are no state of 4 tokens"):
+        three.load(0, state, text[:4])
+
+
 def from_scratch(draft: TorchDraft, history: list[int], n_steps: int) -> Drafted:
     draft.rewind(0, 0)
     return draft.draft([(0, history)], n_steps)

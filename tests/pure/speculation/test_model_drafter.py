@@ -18,6 +18,7 @@ from specdec.decoding.drafting import ChainDrafting
 from specdec.decoding.loop import DecodingLoop
 from specdec.decoding.member import BatchMember
 from specdec.drafters.chain import ChainDrafter
+from specdec.drafters.memory import DraftMemory
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngrams import NgramSimple
 from specdec.drafters.translate import TranslatedDrafter
@@ -313,3 +314,51 @@ def test_a_bounded_walk_keeps_what_its_bounds_allow(
     assert walk.n_best == (n if n >= n_min else 0)
     assert (walk.gain > 0) <= (walk.n_best > 0)
     assert bounds.n_allowed(tuple(probs)) == n
+
+
+# -- what moves with a conversation ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_a_saved_text_goes_on_in_another_sequence(recurrent: bool) -> None:
+    model = FakeTarget(recurrent=recurrent)
+    memory, history, drafted = DraftMemory(model), [1, 2, 3, 4, 5, 6], [9, 8]
+    new, _ = memory.tail(0, history)
+    model.extend(0, new, 0)
+    memory.fed(0, new)
+    memory.mark(0)
+    model.extend(0, drafted, 0)
+    memory.fed(0, drafted)
+    tokens = memory.settled(0)
+    assert tokens == tuple(history)
+    assert model.tokens(0) == history, "drafted tokens are not saved"
+    model.rewind(0, 0)
+    assert memory.settled(0) == (), "what was emptied is not known"
+    model.extend(1, tokens, 0)
+    memory.loaded(1, tokens)
+    assert memory.tail(1, [*history, 7])[0] == [7]
+    memory.loaded(1, tokens)
+    other = memory.tail(1, [1, 2, 7, 8])[0]
+    assert other == ([1, 2, 7, 8] if recurrent else [7, 8])
+
+
+def test_windows_that_have_passed_an_edited_place_read_the_text_again() -> None:
+    class Windows(FakeTarget):
+        """Can drop two tokens, or all."""
+
+        def can_drop(self, sequence: int, n_tokens: int) -> bool:
+            return n_tokens <= 2 or n_tokens == self.length(sequence)
+
+        def rewind(self, sequence: int, length: int) -> None:
+            assert self.can_drop(sequence, self.length(sequence) - length)
+            super().rewind(sequence, length)
+
+    model = Windows()
+    memory = DraftMemory(model)
+    new, _ = memory.tail(0, [1, 2, 3, 4, 5, 6])
+    model.extend(0, new, 0)
+    memory.fed(0, new)
+    assert memory.tail(0, [1, 2, 3, 4, 5, 9])[0] == [9]
+    assert model.tokens(0) == [1, 2, 3, 4, 5]
+    assert memory.tail(0, [1, 7, 8])[0] == [1, 7, 8]
+    assert model.tokens(0) == []
