@@ -70,6 +70,7 @@ class FakeFactory:
     log: Path | None = None
     n_ctx: int = 512
     load_s: float = 0.0
+    prepare_s: float = 0.0  # of preparing the vocabulary for grammars
     bad_model: bool = False
     abort_if: Path | None = None
     bad_if: Path | None = None  # the model is bad while this file exists
@@ -231,7 +232,7 @@ class FakeGenerator:
         return SlotResult(10 * number, 1000, 0.5)
 
     def prepare(self) -> None:
-        pass
+        time.sleep(self._factory.prepare_s)
 
     def close(self) -> None:
         self._note("close")

@@ -63,6 +63,8 @@ Factory = Callable[[OnProgress], "Session"]
 
 log = logging.getLogger("specoffload.engine")
 
+_PREPARING = "preparing the vocabulary for grammars"
+
 
 def _last_words(reason: str, cause: EndCause) -> LoadFailed | Stopping:
     """Return what the API process gets when libllama ends this process."""
@@ -135,17 +137,19 @@ def engine_main(
     BELLS.refuse(no_doorbell)
     BELLS.listeners.append(lambda reason: line.send(NoDoorbell(reason)))
     native_log.listeners.append(lambda reason, cause: line.send(_last_words(reason, cause)))
+    tell = _in_percent(line.send)
     try:
-        session = factory(_in_percent(line.send))
+        session = factory(tell)
     except Exception as error:
         problem = problem_of(error)
         if problem.http_status >= 500 and not isinstance(error, KNOWN):
             log.exception("the model could not be loaded")
         line.send(LoadFailed(problem))
         return
+    tell(_PREPARING, 0.0)
+    session.prepare()  # before requests can come, the first of which would wait for it
     gc.freeze()  # later collections skip the objects that exist now
     line.send(Ready(session.card))
-    session.prepare()
     try:
         Service(session, line).run()
     except OSError:
