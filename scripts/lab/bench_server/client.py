@@ -36,6 +36,7 @@ class Answer:
     first_s: float  # first byte of the header
     content_s: float  # the bytes that complete the first event with text
     ended_s: float
+    n_cached: int = 0  # prompt tokens that were cached; only /completion streams have the number
 
 
 async def ask(port: int, body: dict[str, Any], path: str = "/v1/completions") -> Answer:
@@ -61,12 +62,13 @@ async def ask(port: int, body: dict[str, Any], path: str = "/v1/completions") ->
             content_s = ended_s  # the whole answer is empty
     finally:
         writer.close()
-    tokens: tuple[int, ...] = ()
+    tokens, n_cached = tuple[int, ...](), 0
     if native:
         text, n_tokens, tokens = read_native(answer)
+        n_cached = json.loads(events_of(answer)[-1]).get("timings", {}).get("cache_n", 0)
     else:
         text, n_tokens = read(answer)
-    return Answer(text, n_tokens, tokens, sent_s, first_s, content_s, ended_s)
+    return Answer(text, n_tokens, tokens, sent_s, first_s, content_s, ended_s, n_cached)
 
 
 def read(answer: bytes) -> tuple[str, int]:
