@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.synth.published import published_facts
+from offload.plan.decision import decide
+from offload.plan.found import Found, FoundDevice, Kind
 from offload.plan.objective import Seconds
+from offload.plan.sharing import UBATCHES
 from offload.plan.ubatch_search import (
     NOISE,
     SIZES,
@@ -16,7 +22,9 @@ from offload.plan.ubatch_search import (
     levelled,
     next_ubatch,
 )
+from offload.plan.wanted import Wanted
 from offload.plan.workload import USUAL, PlannedWork, TokenMix
+from offload.times.context_memory import ContextOptions
 
 WORK = PlannedWork(4096, 512)
 
@@ -94,3 +102,19 @@ def test_decodes_with_the_same_slots_differ_by_noise_alone() -> None:
     assert fastest_ubatch(real, 512, USUAL.workload(4096)) == 1024, (
         "with other slots, the time counts"
     )
+
+
+@pytest.mark.parametrize("title", ["gpt-oss-120b", "Gemma-3n-E4B", "Qwen3-30B-A3B"])
+def test_a_cpu_computes_512_tokens_at_once_unless_a_flag_says_otherwise(
+    title: str, tmp_path: Path
+) -> None:
+    """With sliding windows, too: their cells are a window of each slot and an ubatch."""
+    facts = published_facts(title, tmp_path)
+    found = Found((FoundDevice("CPU", Kind.CPU, 0),), ram_bytes=512 << 30)
+    context = ContextOptions(32768, n_sequences=4)
+    default = decide(facts, found, Wanted(context, most_ubatch=UBATCHES[-1]))
+    asked = decide(facts, found, Wanted(replace(context, n_ubatch=512)))
+    assert default.context == asked.context
+    assert default.context.n_ubatch == default.whole_plan.n_ubatch == 512
+    larger = decide(facts, found, Wanted(replace(context, n_ubatch=1024)))
+    assert larger.context.n_ubatch == 1024
