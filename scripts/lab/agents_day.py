@@ -15,8 +15,8 @@ turns, and each round has other texts. Wall times and counts are medians of roun
 first tokens are those of all rounds together.
 
 Then our server runs a shorter day in the exact setting with four slots and with one: a copy of the
-model in f32, caches in f32, and no flash attention. Texts are compared up to the first difference of
-each conversation.
+model in f32, caches in f32, and no flash attention. Texts are compared up to the first difference
+of each conversation.
 
 The table is printed, and written unless there is `--print`.
 """
