@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from image_parts import model_with_projector
 from test_block import open_block
 from test_block import pair as block_pair
 from test_eagle import open_eagle
 from test_eagle import pair as eagle_pair
-from test_restored_slots import PARTS, SMALL, preset
+from test_restored_slots import SMALL, preset
 from test_slots import SPECS, Answer, open_slots, together
 
 from lab.synth.mtp import write_mtp
@@ -141,22 +140,6 @@ def test_files_that_draft_from_rows_move_with_the_conversation(kind: str, models
     assert [a.tokens for a in moved] == [a.tokens for a in stayed]
     assert unknown_moved <= unknown
     assert n_returns > 2
-
-
-def test_a_prompt_with_images_moves(models: Path) -> None:
-    path, projector = model_with_projector("gemma3", models)
-    found = []
-    for clears in (False, True):
-        more = {**ROOM, "mmproj": projector, "cache_idle_slots": clears}
-        with open_slots(path, SPECS["alone"], 2, **more) as session:
-            asked = session.image_prompt(PARTS, add_special=True)
-            (first,) = together(session, [asked], OPTIONS)
-            together(session, [prompt(session.target.n_vocab, 5, 60)], OPTIONS)
-            (again,) = together(session, [[*asked, *first.tokens, 7, 8]], OPTIONS)
-            assert again.stats.n_cached_tokens >= len(asked) - 1
-            found.append((first.tokens, again.tokens))
-            assert (session.counters()["idle_returns"] > 0) == clears
-    assert found[0] == found[1]
 
 
 def test_a_process_that_is_killed_during_a_move_leaves_whole_files(
