@@ -205,14 +205,15 @@ class TorchDraft:
         if steps is None:
             return 0
         rows = steps.network.held(sequence, self.length(sequence))
-        return int(rows.numel()) * rows.element_size()
+        n_bytes: int = rows.numel() * rows.element_size()
+        return n_bytes
 
     def save(self, sequence: int) -> bytes:
         """Return the keys and values of the sequence, for `load`. Raises DeviceFailed."""
         with self._computing() as steps, steps.capturer.working():
             rows = steps.network.held(sequence, self.length(sequence))
-            raw = rows.contiguous().view(-1).view(torch.uint8).cpu()
-        return raw.numpy().tobytes()
+            state: bytes = rows.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()
+        return state
 
     def load(self, sequence: int, state: bytes, tokens: Sequence[int]) -> None:
         """Replace the sequence by a saved one of `tokens`. Raises DeviceFailed, DoesNotFit."""
