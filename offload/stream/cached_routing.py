@@ -40,12 +40,18 @@ _N_REGIONS = 4  # results of a site: the copy, the lowered scores, their order, 
 
 @dataclass(frozen=True)
 class _RouterSite:
-    """A router in a graph: where its scores are sorted, and for whom."""
+    """A router in a graph: where its scores are sorted, and for whom.
+
+    libllama may have built another graph in the same memory when the scores are read back. So their
+    shape is kept here, and `sort` is read only while the graph is rewritten.
+    """
 
     sort: Tensor
     at: int  # position of the sort in the graph
     group: int
     n_used: int
+    n_experts: int
+    n_tokens: int
 
     @property
     def scores(self) -> Tensor:
@@ -55,7 +61,7 @@ class _RouterSite:
 
     @property
     def size_bytes(self) -> int:
-        return aligned(self.scores.size_bytes)
+        return aligned(_FLOAT_BYTES * self.n_experts * self.n_tokens)
 
 
 def _site(ids: Tensor, group: int, index_of: Callable[[Tensor], int | None]) -> _RouterSite | None:
@@ -64,7 +70,7 @@ def _site(ids: Tensor, group: int, index_of: Callable[[Tensor], int | None]) -> 
     at = None if sort is None or not sort.is_op("ARGSORT") else index_of(sort)
     if sort is None or at is None:
         return None
-    site = _RouterSite(sort, at, group, ids.shape[0])
+    site = _RouterSite(sort, at, group, ids.shape[0], *sort.shape[:2])
     scores = site.scores
     is_plain = scores.type == "f32" and scores.is_contiguous and scores.shape[2:] == (1, 1)
     return site if is_plain else None
@@ -81,8 +87,8 @@ class RoutedGraph:
         """Return each site's scores [n_tokens, n_experts], read from the device."""
         values, found, at = host_copy(self.whole), [], 0
         for site in self.sites:
-            n_experts, n_tokens, _, _ = site.scores.shape
-            rows = values[at : at + n_experts * n_tokens].reshape(n_tokens, n_experts)
+            n = site.n_experts * site.n_tokens
+            rows = values[at : at + n].reshape(site.n_tokens, site.n_experts)
             found.append((site, rows))
             at += site.size_bytes // _FLOAT_BYTES
         return found

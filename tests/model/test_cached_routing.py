@@ -6,20 +6,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from routed_choices import SpiedChoices, routing_of, turn_on
 from splits import at_random, logits_of, sim_options, split_streaming
 
 from lab.options import Streaming, engine_options
 from lab.synth import write_preset
-from offload.engine import Engine, EngineOptions, open_engine
-from offload.ggml.backend import Stream
-from offload.schedule.cached_choice import ChoiceCounts, RouteOptions, best, choose
+from offload.decode import SMALL_BATCH
+from offload.engine import EngineOptions, open_engine
+from offload.schedule.cached_choice import RouteOptions
 from offload.schedule.splitter import all_on_device
-from offload.stream.cached_routing import CachedRouting
 
 PRESETS = {
     "deepseek2": "deepseek-v2-lite",
@@ -45,12 +44,6 @@ def routed(path: Path, route: RouteOptions, slots: str = "half") -> EngineOption
     return replace(options, streaming=replace(options.streaming, route=route, record_routing=True))
 
 
-def routing_of(engine: Engine) -> CachedRouting:
-    (device,) = engine.opened.devices
-    assert device.routing is not None
-    return device.routing
-
-
 @pytest.fixture(scope="module", params=PRESETS)
 def model(request: pytest.FixtureRequest, models: Path) -> Iterator[tuple[Path, Rows]]:
     """A random model of an architecture, and the logits of all of it resident."""
@@ -66,79 +59,54 @@ def test_the_device_chooses_as_the_numpy_form_does(
     model: tuple[Path, Rows], n_kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, expected = model
-    chosen: dict[int, list[NDArray[np.intp]]] = {}
-    n_other = 0
-    see = ChoiceCounts.see
-
-    def spied(
-        counts: ChoiceCounts, group: int, scores: Rows,
-        penalty: Rows, cached: NDArray[np.bool_], n_kept: int, n_used: int,
-    ) -> None:  # fmt: skip
-        nonlocal n_other
-        found = choose(scores, penalty, n_kept, n_used)
-        own = best(scores, n_used)
-        chosen.setdefault(group, []).append(found)
-        n_other += int((found != own).any())
-        assert (penalty[cached] == 0).all()
-        assert (np.sort(found[:, :n_kept]) == np.sort(own[:, :n_kept])).all() or n_used <= n_kept
-        see(counts, group, scores, penalty, cached, n_kept, n_used)
-
-    monkeypatch.setattr(ChoiceCounts, "see", spied)
+    spied = SpiedChoices(monkeypatch)
     with open_engine(path, routed(path, RouteOptions(1.0, n_kept))) as engine:
-        engine.opened.routing.is_on = routing_of(engine).is_on = True
-        found = logits(engine)
-        recorded = [*engine.opened.routing.recorded().values()]
-        counts = routing_of(engine).counts
+        turn_on(engine)
+        rows = logits(engine)
+        spied.assert_same(engine)
+        counts, n_used = routing_of(engine).counts, engine.facts.n_experts_used
         assert not routing_of(engine).n_unchanged
-    assert len(recorded) == len(chosen) > 0
-    for layer, ours in zip(
-        recorded, (np.concatenate(chosen[g]) for g in sorted(chosen)), strict=True
-    ):
-        assert np.array_equal(layer, ours)
-    if recorded[0].shape[1] <= n_kept:  # llama4 uses one expert
-        assert np.array_equal(found, expected)
+    if n_used <= n_kept:  # llama4 uses one expert
+        assert np.array_equal(rows, expected)
         assert counts.n_kept == counts.n_choices
         return
-    assert n_other > 0, "nothing was preferred"
-    assert not np.array_equal(found, expected)
+    assert spied.n_other > 0, "nothing was preferred"
+    assert not np.array_equal(rows, expected)
     assert 0 < counts.n_kept < counts.n_choices
     assert counts.n_cached > counts.n_own_cached
 
 
-def test_penalties_are_the_strength_times_the_mean_range_and_uploaded_after_a_wait(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_batches_of_every_size_choose_as_the_numpy_form_does(
+    model: tuple[Path, Rows], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Earlier graphs may still read the penalties that are replaced."""
-    path = write_preset(PRESETS["qwen3moe"], tmp_path / "m.gguf", size="tiny", seed=1)
-    see, upload, wait = ChoiceCounts.see, CachedRouting._upload, Stream.synchronize
-    calls: list[str] = []
-    lost: list[float] = []
+    path, _ = model
+    spied = SpiedChoices(monkeypatch)
+    with open_engine(path, routed(path, RouteOptions(1.0, 1))) as engine:
+        turn_on(engine)
+        for n in range(1, SMALL_BATCH + 1):
+            engine.sequences.extend(0, [(7 * n + 3 * i) % engine.n_vocab for i in range(n)])
+            engine.sequences.rewind(0, 0)
+        spied.assert_same(engine)
+        assert routing_of(engine).counts.n_choices % sum(range(SMALL_BATCH + 1)) == 0
+        assert spied.n_other > 0 or engine.facts.n_experts_used == 1
 
-    def spied(counts: ChoiceCounts, group: int, scores: Rows, penalty: Rows, *rest: Any) -> None:
-        mean = counts.ranges[group].mean if group in counts.ranges else 0.0
-        assert penalty.min() in (0.0, np.float32(-0.25 * mean))
-        lost.append(float(penalty.min()))
-        see(counts, group, scores, penalty, *rest)
 
-    def uploaded(routing: CachedRouting) -> None:
-        calls.append("upload")
-        upload(routing)
-
-    def waited(stream: Stream) -> None:
-        calls.append("wait")
-        wait(stream)
-
-    with open_engine(path, routed(path, RouteOptions(0.25))) as engine:
-        engine.opened.routing.is_on = routing_of(engine).is_on = True
-        monkeypatch.setattr(ChoiceCounts, "see", spied)
-        monkeypatch.setattr(CachedRouting, "_upload", uploaded)
-        monkeypatch.setattr(Stream, "synchronize", waited)
-        logits(engine)
-        monkeypatch.undo()
-    assert min(lost) < 0.0
-    uploads = [i for i, call in enumerate(calls) if call == "upload"]
-    assert len(uploads) > 2
-    assert all(calls[i - 1] == "wait" for i in uploads)
+def test_several_sequences_choose_as_the_numpy_form_does(
+    model: tuple[Path, Rows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = model
+    spied = SpiedChoices(monkeypatch)
+    options = engine_options(routed(path, RouteOptions(1.0, 1)), n_sequences=3)
+    with open_engine(path, options) as engine:
+        turn_on(engine)
+        for sizes in ((3, 1), (1, 1, 1), (20, 1, 40), (1,), (2, 5, 2), (1, 1, 1)):
+            parts = [
+                (sequence, [(11 * i + sequence) % engine.n_vocab for i in range(n)], n)
+                for sequence, n in enumerate(sizes)
+            ]
+            engine.sequences.extend_batch(parts)
+        spied.assert_same(engine)
+        assert spied.n_other > 0 or engine.facts.n_experts_used == 1
 
 
 def test_nothing_changes_if_every_expert_is_in_a_slot(
