@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 
 from offload.decode import Batch
 from offload.device import has_gpu
@@ -25,15 +24,13 @@ from offload.ggml.row_context import MtpContext, RowContext
 from offload.images.building import ImageLibrary, image_library
 from offload.images.mtmd import Projector
 from offload.kv_overrides import FLAG, words_of
-from offload.model_file import model_hash, read_facts
+from offload.model_file import model_hash
 from offload.notes import Note, NoteKind, OnProgress
 from offload.opening.placing import PlacedWeights
 from offload.opening.start import Start
-from offload.plan.found import Kind
 from offload.plan.host import PROJECTOR
 from offload.plan.placement import Plan
 from offload.plan.row_draft import loading_reason
-from offload.plan.row_file import no_worker_reason
 from offload.plan.tables import lookup_tables
 from offload.plan.warm_up import WarmedUp
 from offload.remote.devices import RemotePart, open_remote
@@ -364,7 +361,6 @@ class Opening:
                         self.model, options, self.pending, self.context, self.facts.architecture
                     )
                 else:
-                    self._check_worker(file)
                     context = open_row_file(
                         file, self.facts, self.model, self.context, options,
                         self.weights.placement, self.pending, self.closing,
@@ -374,13 +370,6 @@ class Opening:
             return None
         self.closing.callback(context.close)
         return context
-
-    def _check_worker(self, file: Path) -> None:
-        """Raise BadModel if the last device is a worker that cannot compute the file's drafts."""
-        if self.layout.devices[-1].kind is Kind.WORKER and (
-            reason := no_worker_reason(read_facts(file))
-        ):
-            raise BadModel(reason)
 
     def _open_row_draft(self, context: RowContext | None) -> RowDraft | None:
         if context is None:

@@ -22,6 +22,11 @@ def is_block_draft(facts: ModelFacts) -> bool:
     return facts.architecture == BLOCK_ARCHITECTURE
 
 
+def has_lattice(facts: ModelFacts) -> bool:
+    """True if the file drafts several candidates for each place of a block, of which trees grow."""
+    return is_block_draft(facts) and block_shape(facts).n_candidates > 0
+
+
 def no_file_reason(target: ModelFacts, facts: ModelFacts) -> str:
     """Return why the file cannot draft for the target, as a sentence; "" if it can."""
     kind = facts.architecture
@@ -29,23 +34,6 @@ def no_file_reason(target: ModelFacts, facts: ModelFacts) -> str:
         return f"{facts.path.name} is no EAGLE-3, DFlash or DSpark file, but a model of {kind}"
     reason_of = no_block_reason if is_block_draft(facts) else no_eagle_reason
     return reason_of(target, facts)
-
-
-def no_worker_reason(facts: ModelFacts) -> str:
-    """Return why a `specoffload worker` cannot compute the file's drafts; "" if it can.
-
-    A worker computes only operations that it has rules for (`offload/worker/op_rules.py`). It has
-    none for those of DFlash2's lattice and of DSpark's Markov head.
-    """
-    if not is_block_draft(facts):
-        return ""
-    shape = block_shape(facts)
-    if not shape.n_candidates and shape.kind != "dspark":
-        return ""
-    return (
-        f"{facts.path.name} has a head for its blocks that a specoffload worker does not compute: "
-        "let a device of this machine have the last layers"
-    )
 
 
 def row_file_ubatch(facts: ModelFacts, target: ContextOptions) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from offload.decode import Batch, Rows
 from offload.ggml.block_context import BlockContext
@@ -43,8 +44,26 @@ class DraftedBlock:
         confidence = float(self.scores[index, 0]) if has_confidence else None
         return self.logits[index], confidence
 
+    def successors(self, index: int, before: int | None) -> list[tuple[int, float]]:
+        """Return (token, p) of a place's candidates, likeliest first. Needs a lattice.
+
+        `before` is the token before them, None for the first place. `p` is the softmax of their
+        scores.
+        """
+        tokens, scores = self._candidates(index, before)
+        order = np.argsort(-scores, kind="stable")
+        e = np.exp(scores[order] - scores[order[0]], dtype=np.float64)
+        return list(zip(tokens[order].tolist(), (e / e.sum()).tolist(), strict=True))
+
     def _of_lattice(self, index: int, before: int | None) -> Rows:
-        """The scores of a place's candidates, as logits of the whole vocabulary.
+        """The scores of a place's candidates, as logits of the whole vocabulary."""
+        tokens, scores = self._candidates(index, before)
+        logits = np.full(self.n_vocab, -np.inf, np.float32)
+        logits[tokens] = scores
+        return logits
+
+    def _candidates(self, index: int, before: int | None) -> tuple[NDArray[np.int64], Rows]:
+        """The candidates of a place, and their scores after the token `before`.
 
         A row of the lattice has the candidates, and then their scores after each candidate of the
         place before. Those of the first place are the same after all of them. If `before` is no
@@ -53,11 +72,9 @@ class DraftedBlock:
         k, row = self.shape.n_candidates, self.scores[index]
         at = 0
         if before is not None:
-            found = np.flatnonzero(self.scores[index - 1, :k] == before)
-            at = int(found[0]) if len(found) else 0
-        logits = np.full(self.n_vocab, -np.inf, np.float32)
-        logits[row[:k].astype(np.int64)] = row[k * (1 + at) : k * (2 + at)]
-        return logits
+            places = np.flatnonzero(self.scores[index - 1, :k] == before)
+            at = int(places[0]) if len(places) else 0
+        return row[:k].astype(np.int64), row[k * (1 + at) : k * (2 + at)]
 
 
 class BlockDraft(RowDraft):
@@ -72,6 +89,11 @@ class BlockDraft(RowDraft):
     @property
     def most_drafted(self) -> int | None:
         return self.shape.n_most
+
+    @property
+    def has_lattice(self) -> bool:
+        """True if a place's candidates are scored after each candidate of the place before."""
+        return self.shape.n_candidates > 0
 
     def draft_blocks(
         self, parts: Sequence[tuple[int, Sequence[int]]], n_tokens: int

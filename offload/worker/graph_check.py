@@ -3,9 +3,10 @@
 ggml's server checks that a tensor lies inside a buffer of the client, by the tensor's own strides.
 It checks neither how operations fit their tensors, nor tensors without a buffer, and those become
 our weights. A graph that passes here writes only into the client's buffers, and reads only these
-and the weights, if the numbers of `IdRange` are in range at each computation. One case is left to
-the kernel: row numbers that a graph computes as floats (MiniMax-M3) are checked by ggml's CPU
-backend, which then ends the process, and not by GPU backends.
+and the weights, if the numbers of `IdRange` are in range at each computation. Two cases are left to
+the kernel. Row numbers that a graph computes as floats (MiniMax-M3) are checked by ggml's CPU
+backend, which then ends the process, and not by GPU backends. The place of the largest value
+(ARGMAX) is -1 on CUDA if all are NaNs, so that the floats before a table's first row are read.
 """
 
 from __future__ import annotations
@@ -254,10 +255,11 @@ def _check_copies(table: NodeTable, span: Ints, packed: Bools) -> None:
 def _check_integers(table: NodeTable, span: Ints, named: Mapping[int, str]) -> tuple[IdRange, ...]:
     """Check the numbers by which kernels find rows, experts, biases and states.
 
-    A graph computes such numbers by sorting, which gives numbers below those sorted, or looks them
-    up in a weight; copies of these are as good. All others are the client's data: they are
-    returned, and `check_ids` checks them before each computation. Nothing in the graph may
-    overwrite numbers between their check and their last reader, or in that reader.
+    A graph computes such numbers by sorting, which gives numbers below those sorted, as the place
+    of a row's largest value, or looks them up in a weight; copies of these are as good. All others
+    are the client's data: they are returned, and `check_ids` checks them before each computation.
+    Nothing in the graph may overwrite numbers between their check and their last reader, or in that
+    reader.
     """
     origins, names = _Origins(table, span, named), operations()
     bad = np.zeros(len(table), np.bool_)
@@ -273,7 +275,12 @@ def _check_integers(table: NodeTable, span: Ints, named: Mapping[int, str]) -> t
             counted = row if limited == RESULT else int(table.sources[row, limited])
             limit = int(table.shape[counted, dim])
             takes_data = kind not in (Integers.EXPERTS, Integers.BIASES)
-            bad[row] |= not origins.are_below(read, limit, place, takes_data=takes_data)
+            # CUDA's kernel gives -1 for the largest value of NaNs. So floats may be read by it, but
+            # it is no place to write to, and what it reads is never a number of a row itself.
+            takes_argmax = kind is Integers.ROWS_OF_FIRST and table.type[row] == _types().f32
+            bad[row] |= not origins.are_below(
+                read, limit, place, takes_data=takes_data, takes_argmax=takes_argmax
+            )
     _refuse(table, bad, "reads numbers of experts or rows that may be out of range")
     return tuple(origins.data)
 
@@ -297,7 +304,14 @@ class _Origins:
         self._memory = _Memory(table, span)
 
     def are_below(
-        self, read: int, limit: int, place: int, depth: int = 0, *, takes_data: bool
+        self,
+        read: int,
+        limit: int,
+        place: int,
+        depth: int = 0,
+        *,
+        takes_data: bool,
+        takes_argmax: bool,
     ) -> bool:
         """Return whether the numbers that the node at `place` reads are from 0 to `limit` - 1.
 
@@ -317,6 +331,8 @@ class _Origins:
         sources = table.sources[made]
         if op in ("ARGSORT", "TOP_K"):
             return int(table.shape[sources[0], 0]) <= limit
+        if op == "ARGMAX":
+            return takes_argmax and int(table.shape[sources[0], 0]) <= limit
         if op == "GET_ROWS" and int(sources[0]) in self._named:
             return True
         n_copied = {"CONT": 1, "DUP": 1, "CPY": 1, "GET_ROWS": 1, "CONCAT": 2}.get(op, 0)
@@ -326,7 +342,9 @@ class _Origins:
         if not copied or depth == _MOST_COPIES or (table.type[copied] != table.type[made]).any():
             return False
         return all(
-            self.are_below(source, limit, first, depth + 1, takes_data=takes_data)
+            self.are_below(
+                source, limit, first, depth + 1, takes_data=takes_data, takes_argmax=takes_argmax
+            )
             for source in copied
         )
 

@@ -147,6 +147,12 @@ BOUNDS: Mapping[str, OpBounds] = {
     "ROPE_BACK": _ROPE,
     "ARGSORT": OpBounds({0: Within(0, 1, "ascending or descending")}),
     "TOP_K": OpBounds(),
+    "ARGMAX": OpBounds(),
+    "PAD": OpBounds(
+        {i: ByRule("zeros before or after a dimension, in the result's size") for i in range(8)},
+        {},
+        frozenset({0}),
+    ),
     "FLASH_ATTN_EXT": OpBounds(
         {
             0: Value(),

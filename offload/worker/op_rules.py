@@ -276,6 +276,33 @@ def _top_k(n: OperationNodes) -> Bools:
     )
 
 
+def _argmax(n: OperationNodes) -> Bools:
+    a = n.source(0)
+    return every(
+        n.has(0),
+        n.type == n.types.i32,
+        n.source_is(0, n.types.f32),
+        a[:, 0] > 0,
+        _equal(a[:, 2:], np.ones_like(a[:, 2:])),
+        _equal(n.shape, _shape(a[:, 1])),
+    )
+
+
+_MOST_PADDED = 1 << 31  # CUDA's kernel counts the result's elements in 32 bits
+
+
+def _pad(n: OperationNodes) -> Bools:
+    """Zeros around the source. A ninth parameter, which must be 0, would repeat the source."""
+    zeros = n.params[:, :8].astype(np.int64).reshape(-1, 4, 2)  # before and after each dimension
+    return every(
+        n.has(0),
+        n.is_f32(0),
+        in_all(zeros >= 0),
+        _equal(n.shape, n.source(0) + zeros.sum(axis=2)),
+        _elements(n.shape) < _MOST_PADDED,
+    )
+
+
 def _glu(n: OperationNodes) -> Bools:
     a = n.source(0)
     alone = ~n.has(1)
@@ -452,6 +479,7 @@ _BY_OP: Mapping[str, Callable[[OperationNodes], Bools]] = {
     "MUL_MAT": _product, "MUL_MAT_ID": _product_with_experts,
     "GET_ROWS": _get_rows, "SET_ROWS": _set_rows, "SOFT_MAX": _soft_max,
     "ROPE": _rope, "ROPE_BACK": _rope, "ARGSORT": _argsort, "TOP_K": _top_k,
+    "ARGMAX": _argmax, "PAD": _pad,
     "FLASH_ATTN_EXT": _attention, "LIGHTNING_INDEXER": _indexer,
     "SSM_CONV": _ssm_conv, "SSM_SCAN": _ssm_scan, "GATED_DELTA_NET": _delta_net,
     "DSV4_HC_COMB": _streams, "DSV4_HC_PRE": _streams_to_one, "DSV4_HC_POST": _one_to_streams,

@@ -53,6 +53,7 @@ TABLES = (
     Tables("draft-pairs", "docs/validation.md", ("pairs summary", "pairs", "mtp"), "2 seconds"),
     Tables("curve-fits", "docs/background.md", ("curve fits",), "1 second"),
     Tables("first-tokens", "docs/background.md", ("first tokens",), "3 seconds"),
+    Tables("lattice", "docs/speculation.md", ("lattice",), "30 seconds"),
     Tables("record", "docs/background.md", ("record",), "1 second"),
     Tables(
         "virtual-gpu", "docs/gpu.md",

@@ -5,10 +5,10 @@
 
 A worker computes these operations alone (offload/worker/op_rules.py). Each architecture of
 docs/models.md, some dense ones and one with groups of experts decode on `sim` with flash attention
-on and off, with one sequence and with several. The layers of a model that draft (`mtp NAME`) and
-EAGLE-3 files (`eagle NAME`) draft after each decode. Our clients never shift a context: an answer
-ends where it is full. The result is `worker_operations.json`, which tests compare with the rules,
-and with the graphs of the present library.
+on and off, with one sequence and with several. The layers of a model that draft (`mtp NAME`),
+EAGLE-3 files (`eagle NAME`) and block drafts (`block VARIANT`) draft after each decode. Our clients
+never shift a context: an answer ends where it is full. The result is `worker_operations.json`,
+which tests compare with the rules, and with the graphs of the present library.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from unittest.mock import patch
 
 from lab import ROOT
 from lab.options import engine_options
-from lab.synth import eagle, mtp, write_preset
+from lab.synth import block, eagle, mtp, write_preset
 from lab.synth.mixtures import ARCHITECTURES, write_mixture
 from offload.engine import EngineOptions, open_engine
 from offload.errors import BadModel, OffloadError
 from offload.ggml.node_table import NodeTable, is_packed, operations, type_name
 from offload.ggml.tensor import type_number
+from offload.model_file import read_facts
 from offload.sequences.row_draft import RowDraft
 from offload.stream.device import StreamingDevice
 from offload.times.min_batch import MinBatch
@@ -43,7 +44,12 @@ DENSE = (
     "qwen2.5-0.5b", "qwen3-0.6b", "mistral-7b", "command-r7b", "gemma-2-2b", "gemma-3n-e4b",
 )  # fmt: skip
 GROUPED = ("deepseek-v3",)  # whose routers choose groups of experts first
-DRAFTING = (*(f"mtp {name}" for name in mtp.ARCHITECTURES), *(f"eagle {n}" for n in eagle.TARGETS))
+_STREAMS = "dspark-conf of deepseek4"  # with hyper-connections, like its target
+DRAFTING = (
+    *(f"mtp {name}" for name in mtp.ARCHITECTURES),
+    *(f"eagle {name}" for name in eagle.TARGETS),
+    *(f"block {variant}" for variant in (*block.VARIANTS, _STREAMS)),
+)
 NAMES = (*ARCHITECTURES, *DENSE, *GROUPED, *DRAFTING)
 BATCHES = (1, 2, 5, 64, 3, 1)
 _N_DRAFTED = 3
@@ -187,7 +193,7 @@ def written(name: str, path: Path) -> Path:
 def tried(name: str, way: Way) -> Operations:
     """Return the operations of one of `NAMES`."""
     options = _options(*way)
-    kind, _, of = name.rpartition(" ")
+    kind, _, of = name.partition(" ") if name in DRAFTING else ("", "", name)
     with tempfile.TemporaryDirectory() as its:
         folder = Path(its)
         if kind == "mtp":
@@ -202,7 +208,24 @@ def tried(name: str, way: Way) -> Operations:
                 operations_of(target, way, engine_options(options, row_file=file)) for file in files
             ]
             return together(found)
+        if kind == "block":
+            target, files = _blocks(folder, of)
+            return together(
+                operations_of(target, way, engine_options(options, row_file=file)) for file in files
+            )
         return operations_of(written(name, folder / f"{name}.gguf"), way)
+
+
+def _blocks(folder: Path, of: str) -> tuple[Path, list[Path]]:
+    """A target, and its block drafts of a variant: one with a map of tokens if there is such."""
+    if of == _STREAMS:
+        target = write_preset("deepseek-v4-flash", folder / "target.gguf", quant="f32")
+        layers = tuple(range(read_facts(target).n_layers))
+        return target, [
+            block.write_block(folder, target, "dspark-conf", streams=True, target_layers=layers)
+        ]
+    target = eagle.write_target(folder, "qwen3moe")
+    return target, [block.write_block(folder, target, of, mapped=own) for own in (False, True)]
 
 
 def together(found: Iterable[Operations]) -> Operations:

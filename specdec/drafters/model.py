@@ -69,7 +69,7 @@ class ModelDrafter:
         self.name = name
         self._model = model
         self._blocks = model if isinstance(model, BlockModel) else None
-        self._trees = model if holds_trees(model) and sampling is None and most is None else None
+        self._may_branch = holds_trees(model) and sampling is None and most is None
         self._n_vocab = min(n_vocab or model.n_vocab, model.n_vocab)
         self._sampling = sampling
         self._memory = memory or DraftMemory(model)
@@ -82,9 +82,7 @@ class ModelDrafter:
         if begun and self._blocks is not None:
             self._draft_in_blocks(self._blocks, begun)
         elif len(begun) == len(requests) == 1 and (growth := self._growth(begun[0])) is not None:
-            return [
-                drafted_tree(self._model, self._memory, self.name, begun[0], growth, self._n_vocab)
-            ]
+            return [self._draft_tree(begun[0], growth)]
         elif begun:
             self._draft_by_token(begun)
         return [f if isinstance(f, Draft) else f.draft(self.name) for f in begun_or_done]
@@ -115,9 +113,12 @@ class ModelDrafter:
     def _growth(self, growing: Growing) -> TreeGrowth | None:
         """The tree to grow in place of a chain, or None."""
         asked = growing.asked
-        if self._trees is None or asked.trees is None:
+        if not self._may_branch or asked.trees is None:
             return None
         return asked.trees.growth(growing.walk, self.name, asked.n_nodes, growing.limit)
+
+    def _draft_tree(self, growing: Growing, growth: TreeGrowth) -> Draft:
+        return drafted_tree(self._model, self._memory, self.name, growing, growth, self._n_vocab)
 
     # -- token by token ---------------------------------------------------------------------------
 

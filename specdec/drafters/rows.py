@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from specdec.drafters.growing import Growing
 from specdec.drafters.memory import BATCHED_TAIL
 from specdec.drafters.model import DraftSampling, ModelDrafter
+from specdec.drafters.tree import tree_of_block
+from specdec.policies.tree import TreeGrowth
 from specdec.types import Decision, Draft, DraftRequest, Round, Target
 
 _MOST_WAITING = 64  # a prompt's waiting rows above which they are computed without a draft
@@ -123,9 +125,18 @@ class DraftedPlaces(Protocol):
         """
         ...
 
+    def successors(self, index: int, before: int | None) -> list[tuple[int, float]]:
+        """Return (token, p) of a place's candidates, likeliest first. Needs a lattice."""
+        ...
+
 
 class BlockRowModel(RowModel, Protocol):
     """A draft that computes a block of tokens in one pass."""
+
+    @property
+    def has_lattice(self) -> bool:
+        """True if it scores a place's candidates after each candidate of the place before."""
+        ...
 
     def draft_blocks(
         self, parts: Sequence[tuple[int, Sequence[int]]], n_tokens: int
@@ -138,7 +149,7 @@ class BlockDrafter(RowDrafter):
     """Drafts whole blocks with `layers`, each in one pass that counts as one step.
 
     A pass has always the same number of tokens, because each token of a block sees all others. The
-    policy is fed their probabilities one by one, and cuts the block.
+    policy is fed their probabilities one by one, and cuts the block. A lattice may give a tree.
     """
 
     def __init__(
@@ -153,12 +164,19 @@ class BlockDrafter(RowDrafter):
         """`n_max`: most tokens of a draft, as the user chose it; None: those of a trained block."""
         super().__init__(layers, name=name, sampling=sampling, n_vocab=n_vocab)
         self._by_block = layers
+        self._may_branch = layers.has_lattice and sampling is None
         most = layers.most_drafted or 0
         self._n_tokens = self._most = most if n_max is None else min(most, n_max)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         drafts = super().propose(requests)
         return [replace(draft, n_steps=1) if draft.n_steps else draft for draft in drafts]
+
+    def _draft_tree(self, growing: Growing, growth: TreeGrowth) -> Draft:
+        part = growing.sequence, growing.feed
+        (block,) = self._by_block.draft_blocks([part], self._n_tokens)
+        self._memory.fed(*part)
+        return tree_of_block(block.successors, self.name, growing, growth)
 
     def _draft_by_token(self, drafting: list[Growing]) -> None:
         parts = [(growing.sequence, growing.feed) for growing in drafting]

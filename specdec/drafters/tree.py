@@ -1,7 +1,8 @@
-"""Drafts a tree with a draft model: each step expands the nodes that are worth it."""
+"""Drafts trees: with a draft model, whose steps expand nodes, or from the candidates of a block."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import numpy as np
@@ -63,6 +64,34 @@ def drafted_tree(
     assert growing.asked.trees is not None
     growing.asked.trees.grown(walk, growth, n_steps, n_rows)
     return _draft(growth, likeliest, name, growing, n_steps, n_rows)
+
+
+def tree_of_block(
+    successors: Callable[[int, int | None], list[tuple[int, float]]],
+    name: str,
+    growing: Growing,
+    growth: TreeGrowth,
+) -> Draft:
+    """Grow a tree from the candidates of a block, whose only pass is over.
+
+    `successors(place, before)` are (token, p) of a place's candidates after the token `before` of
+    the place before, likeliest first. `before` is None for the first place. The walk of `growing`
+    gets the tree's value. Returns a chain if the nodes worth verifying do not branch.
+    """
+    walk = growing.walk
+    growth.add(-1, successors(0, None))
+    likeliest = [0]  # nodes of the likeliest path
+    goes_on = walk.feed(growth.nodes[0].p)
+    while expanded := growth.ahead():
+        for i in expanded:
+            node, n_before = growth.nodes[i], len(growth.nodes)
+            growth.add(i, successors(node.depth, node.token))
+            if i == likeliest[-1]:
+                likeliest.append(n_before)
+                goes_on = goes_on and walk.feed(growth.nodes[n_before].p)
+    assert growing.asked.trees is not None
+    growing.asked.trees.grown(walk, growth, 1, 1)
+    return _draft(growth, likeliest, name, growing, 1, 1)
 
 
 def _draft(

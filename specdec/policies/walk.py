@@ -197,10 +197,10 @@ class ThroughputWalk:
         """Take a tree in place of the chain.
 
         `n_nodes` are worth verifying, and `expected` tokens of them are accepted. That is worth
-        `value` tokens, after draft steps that cost `spent`.
+        `value` tokens, after draft steps that cost `spent`. A block's pass costs its price more.
         """
         self.n_best, self.total_best, self.best = n_nodes, expected, value
-        self._tree_spent, self._tree_price = spent, expected - self.gain
+        self._tree_spent, self._tree_price = self._known.block + spent, expected - self.gain
 
     @property
     def reason(self) -> str:

@@ -50,15 +50,18 @@ def real_text(engine: DraftModel) -> list[int]:
     return engine.tokenize(text, add_special=False, parse_special=False)
 
 
-def step_by_depth_s(draft: Target | RowDraft, text: Sequence[int]) -> dict[int, float]:
-    """Seconds of one token of a draft model or of own layers, by number of context tokens.
+def step_by_depth_s(
+    draft: Target | RowDraft, text: Sequence[int], n_max: int | None = None
+) -> dict[int, float]:
+    """Seconds of one step of a draft model or of own layers, by number of context tokens.
 
-    These are DRAFT_DEPTHS, lowered to the room in the context and the text.
+    These are DRAFT_DEPTHS, lowered to the room in the context and the text. `n_max`: most tokens of
+    a block, as the user chose it.
     """
     room = min(len(text), draft.n_ctx) - 2 * _N_STEPS
     depths = sorted({max(0, min(depth, room)) for depth in DRAFT_DEPTHS})
     if isinstance(draft, RowDraft):
-        return {depth: measure_layers(draft, text, depth=depth) for depth in depths}
+        return {depth: measure_layers(draft, text, depth=depth, n_max=n_max) for depth in depths}
     return {depth: measure_step(draft, text, depth) for depth in depths}
 
 
@@ -87,18 +90,27 @@ def measure_step(
     return step_s
 
 
+def block_length(layers: BlockDraft, n_max: int | None) -> int:
+    """Drafted tokens of a block: as many as it was trained for, or fewer if the user says so."""
+    return layers.shape.n_most if n_max is None else min(layers.shape.n_most, n_max)
+
+
 def measure_layers(
-    layers: RowDraft, text: Sequence[int], clock: Clock = perf_counter, depth: int = 0
+    layers: RowDraft,
+    text: Sequence[int],
+    clock: Clock = perf_counter,
+    depth: int = 0,
+    n_max: int | None = None,
 ) -> float:
     """Seconds of one draft step after `depth` tokens, in drafts of usual length.
 
-    A step drafts one token, or a whole block. The first step of each draft also takes in the
-    target's rows, as if half of the draft before had been accepted. The result is the median of
-    the drafts' means.
+    A step drafts one token, or a block of at most `n_max` tokens. The first step of each draft also
+    takes in the target's rows, as if half of the draft before had been accepted. The result is the
+    median of the drafts' means.
     """
     n_steps = n_usual = min(_DRAFT, layers.most_drafted or _DRAFT)
     if isinstance(layers, BlockDraft):
-        n_steps = 1
+        n_steps, n_usual = 1, min(_DRAFT, block_length(layers, n_max))
     layers.begin(SEQUENCE, text[:depth])
     length = depth
     drafts_s = []
@@ -110,7 +122,10 @@ def measure_layers(
         for step in range(n_steps):
             began = clock()
             tokens = [text[(depth + step) % len(text)]] if step else layers.tail(SEQUENCE, history)
-            layers.extend(SEQUENCE, tokens)
+            if isinstance(layers, BlockDraft):
+                layers.draft_blocks([(SEQUENCE, tokens)], block_length(layers, n_max))
+            else:
+                layers.extend(SEQUENCE, tokens)
             took_s += clock() - began
         drafts_s.append(took_s / n_steps)
     layers.emptied(SEQUENCE)

@@ -9,8 +9,10 @@ from offload.device import choose_device, choose_devices
 from offload.engine import EngineOptions
 from offload.errors import BadModel
 from offload.images.place import on_cpu_reason, projector_bytes
+from offload.model_file import read_facts
 from offload.options import ProjectorOptions
 from offload.plan.context_choice import LEAST_CTX
+from offload.plan.row_file import has_lattice
 from offload.plan.wanted import Wanted
 from offload.regular_file import check_regular
 from offload.times.context_memory import (
@@ -38,20 +40,27 @@ _MOST_SEQUENCES = 64  # most sequences of a context that can hold trees, request
 def tree_leaves(config: Config, spec: SpecConfig) -> int:
     """Number of temporary sequences for trees of drafted tokens; 0 if all drafts are chains.
 
-    Trees need a draft model in libllama, the policy `throughput`, acceptance by the target's own
-    choice, and memory that keeps a cell of each token.
+    Trees need a draft model in libllama or a block draft with a lattice, the policy `throughput`,
+    acceptance by the target's own choice, and memory that keeps a cell of each token.
     """
     options = spec.options
     chosen = options.policy is PolicyName.THROUGHPUT and options.accept is AcceptRule.MATCH
-    drafts = DrafterName.DRAFT in options.drafters and options.replacements is None
-    is_llama = spec.draft_model is not None and spec.of_draft.engine is not DraftEngine.TORCH
-    if not (is_llama and chosen and drafts):
+    if not (chosen and _may_branch(spec)):
         return 0
     facts = target_facts(config)
     if facts.recurrent_layers or (forgetting_window(facts) and not config.swa_full):
         return 0
     # libllama rounds a ubatch up to a multiple of the sequences, and ubatches are multiples of 64.
     return min(max(0, _MOST_SEQUENCES - config.parallel), spec.longest)
+
+
+def _may_branch(spec: SpecConfig) -> bool:
+    """True if a drafter proposes trees: a draft model in libllama, or a block draft's lattice."""
+    if spec.row_file is not None:
+        return has_lattice(read_facts(spec.row_file))
+    drafts = DrafterName.DRAFT in spec.options.drafters and spec.options.replacements is None
+    is_llama = spec.draft_model is not None and spec.of_draft.engine is not DraftEngine.TORCH
+    return is_llama and drafts
 
 
 def rope_of(config: Config) -> RopeOptions:

@@ -8,6 +8,8 @@ from statistics import fmean
 from offload.engine import Engine
 from offload.model_file import model_hash, read_facts
 from offload.routing.routing import union_of_neighbours
+from offload.sequences.block_draft import BlockDraft
+from offload.sequences.row_draft import RowDraft
 from offload.times.learner import Learner
 from offload.times.table import CostTable, DecodeTime, Way
 from specdec.costs.calibration import Calibration
@@ -19,6 +21,7 @@ from specoffload.config.speculation import SpecConfig
 from specoffload.kept import KeptDraft, KeptRun
 from specoffload.opening.draft_model import (
     DraftModel,
+    block_length,
     draft_key,
     real_text,
     step_by_depth_s,
@@ -87,7 +90,8 @@ class DraftPrices:
             assert self._draft is not None
             return step_by_depth_s(self._draft.sequences, real_text(self._draft))
         assert self._target.opened.row_draft is not None
-        return step_by_depth_s(self._target.opened.row_draft, real_text(self._target))
+        layers, n_max = self._target.opened.row_draft, self._spec.options.n_max
+        return step_by_depth_s(layers, real_text(self._target), n_max)
 
     def price(self, run: KeptRun, learner: Learner | None, usual: Way | None) -> list[str]:
         """Set the calibration, and the cost curve that the policy begins with.
@@ -148,10 +152,21 @@ class DraftPrices:
             keys[str(DrafterName.DRAFT)] = draft_key(self._draft)
         by_rows = self._spec.options.from_rows
         if self._target.opened.row_draft is not None and by_rows is not None:
-            file = self._target.start.options.row_file
-            key = "own layers" if file is None else model_hash(read_facts(file))
-            keys[str(by_rows)] = key
+            keys[str(by_rows)] = self._key_of_rows(self._target.opened.row_draft)
         return {name: run.drafts.setdefault(key, KeptDraft()) for name, key in keys.items()}
+
+    def _key_of_rows(self, layers: RowDraft) -> str:
+        """The key of what drafts from rows. Shorter blocks draft other tokens, in another time."""
+        file, n_max = self._target.start.options.row_file, self._spec.options.n_max
+        if file is None:
+            return "own layers"
+        key = model_hash(read_facts(file))
+        if (
+            isinstance(layers, BlockDraft)
+            and (n := block_length(layers, n_max)) < layers.shape.n_most
+        ):
+            return f"{key} blocks of {n}"
+        return key
 
     def _calibrated(self, run: KeptRun) -> KeptDraft:
         """The kept calibration of all drafters, which is with the first that spends steps."""

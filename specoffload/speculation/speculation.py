@@ -144,9 +144,11 @@ class Speculation:
 
     @property
     def _may_branch(self) -> bool:
-        """True if target and draft model can hold trees."""
-        draft = self._draft_sequences
-        return draft is not None and holds_trees(self._target.sequences) and holds_trees(draft)
+        """True if the target can hold trees, and a draft model or a block draft proposes them."""
+        draft, layers = self._draft_sequences, self._target.opened.row_draft
+        proposes = draft is not None and holds_trees(draft)
+        proposes = proposes or (isinstance(layers, BlockDraft) and layers.has_lattice)
+        return proposes and holds_trees(self._target.sequences)
 
     @property
     def counters(self) -> DraftCounters:

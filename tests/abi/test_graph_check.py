@@ -453,3 +453,61 @@ def test_a_product_with_a_hadamard_matrix_has_a_square_one(case: Case) -> None:
             continue
         with pytest.raises(GraphRefused, match="does not fit the types, shapes and parameters"):
             check_graph(NodeTable(Graph.of([node])), {})
+
+
+# -- block drafts ----------------------------------------------------------------------------------
+
+
+def place_of_largest(
+    case: Case, *, n_values: int = 32, op: str = "GET_ROWS", type_name: str = "f32"
+) -> Callable[[], Any]:
+    """The check of a graph that uses the place of each row's largest value as a number of a row."""
+    x = new_tensor("f32", (n_values, 4, 1, 1), (case.buffer, 0), name="x")
+    place = new_tensor("i32", (4, 1, 1, 1), (case.buffer, 4096), "ARGMAX", [x], name="place")
+    table = new_tensor(type_name, (16, 32, 1, 1), (case.buffer, 8192), name="table")
+    if op == "GET_ROWS":
+        where, sources = (case.buffer, 16384), [table, place]
+        result = new_tensor(type_name, (16, 4, 1, 1), where, op, sources, name="result")
+    else:
+        rows = new_tensor("f32", (16, 4, 1, 1), (case.buffer, 16384), name="rows")
+        result = table.viewed(table.shape, table.strides, op=op)
+        struct_of(result).src[0], struct_of(result).src[1] = rows.address, place.address
+    return partial(check_graph, NodeTable(Graph.of([place, result])), {})
+
+
+def test_the_place_of_the_largest_value_is_a_row_that_may_be_read(case: Case) -> None:
+    """CUDA gives -1 for NaNs: no place to write to, and no number of a row may be read there."""
+    place_of_largest(case)()
+    for wrong in (
+        place_of_largest(case, n_values=33),
+        place_of_largest(case, op="SET_ROWS"),
+        place_of_largest(case, type_name="i32"),
+    ):
+        with pytest.raises(GraphRefused, match="reads numbers of experts or rows"):
+            wrong()
+
+
+@pytest.mark.parametrize(
+    ("params", "shape", "is_taken"),
+    [
+        ({2: 2}, (8, 6, 1, 1), True),  # two zeros before the second dimension
+        ({0: 1, 1: 3, 3: 1}, (12, 5, 1, 1), True),
+        ({2: 2}, (8, 5, 1, 1), False),
+        ({2: 2}, (8, 7, 1, 1), False),
+        ({2: -1, 3: 3}, (8, 6, 1, 1), False),
+        ({2: 2, 8: 1}, (8, 6, 1, 1), False),  # circular
+    ],
+)
+def test_zeros_around_a_tensor_are_as_many_as_the_result_has(
+    params: dict[int, int], shape: tuple[int, int, int, int], is_taken: bool, case: Case
+) -> None:
+    x = new_tensor("f32", (8, 4, 1, 1), (case.buffer, 0), name="x")
+    padded = new_tensor("f32", shape, (case.buffer, 4096), "PAD", [x], name="padded")
+    for index, value in params.items():
+        struct_of(padded).op_params[index] = value
+    table = NodeTable(Graph.of([padded]))
+    if is_taken:
+        check_graph(table, {})
+        return
+    with pytest.raises(GraphRefused, match=r"padded \(PAD\) does not fit"):
+        check_graph(table, {})

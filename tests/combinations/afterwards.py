@@ -32,8 +32,8 @@ _TRUE_OF: Sequence[tuple[str, Callable[[Case], bool]]] = (
     ),
     (_CHANGED, lambda case: case["device"] != "cpu"),
     (
-        r"^--spec-type eagle3: .* needs rows of the target's layers",
-        lambda case: case["drafter"] == "eagle3",
+        r"^--spec-type (eagle3|dflash|dspark): .* needs rows of the target's layers",
+        lambda case: case["drafter"] in ("eagle3", "dflash2", "dspark"),
     ),
 )
 

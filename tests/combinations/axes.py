@@ -118,6 +118,9 @@ SESSION = Table({
         _value("draft", "a draft model", "--draft", "{draft}", weight=2),
         _value("mtp", "the model's own layers", "--spec-type", "draft-mtp", weight=2),
         _value("eagle3", "an EAGLE-3 file", "--draft", "{draft}"),
+        _value("dflash2", "blocks of several candidates, of which trees grow", "--draft",
+               "{draft}"),
+        _value("dspark", "blocks with a confidence in each token", "--draft", "{draft}"),
     ),
     "policy": (
         _value("default", "by measured costs", weight=2),

@@ -11,6 +11,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from lab.synth import plan_preset, plan_shape, write, write_header_only, write_preset
+from lab.synth.block import write_block
 from lab.synth.eagle import write_eagle
 from lab.synth.mtp import write_mtp
 from lab.synth.projector import write_projector
@@ -55,7 +56,7 @@ def _tables(path: Path, weights: str, seed: int) -> Path:
 
 def _dense(path: Path, weights: str, seed: int) -> Path:
     sizes = {"n_embd": 256} if _own(weights) else {}
-    # EAGLE-3 files read the rows before layer 4.
+    # EAGLE-3 files and block drafts read the rows before layer 4.
     return write_preset("mistral-large", path, seed=seed, quant=weights, n_layer=5, **sizes)
 
 
@@ -87,11 +88,16 @@ def model_of(memory: str, folder: Path, weights: str = "f32", seed: int = 5) -> 
 
 @lru_cache
 def draft_of(drafter: str, model: Path, folder: Path) -> Path | None:
-    """The file that drafts: a model with other weights, or an EAGLE-3 file. None: none does."""
+    """The file that drafts: a model with other weights, an EAGLE-3 file or a block draft.
+
+    None: none does.
+    """
     if drafter == "draft":
         return model_of("dense", folder, seed=6)
     if drafter == "eagle3":
         return write_eagle(folder, model)
+    if drafter in ("dflash2", "dspark"):
+        return write_block(folder, model, drafter)
     return None
 
 

@@ -25,6 +25,7 @@ from lab.options import Streaming
 from lab.synth import write_preset
 from lab.synth.block import BLOCK, write_block
 from lab.synth.eagle import TARGETS, write_target
+from lab.synth.mixtures import write_mixture
 from offload.engine import EngineOptions, open_engine
 from offload.kv_overrides import KvOverride
 from offload.model_file import read_facts
@@ -138,6 +139,70 @@ def test_tokens_of_a_block_see_those_after_them_unless_the_file_is_causal(
             layers.draft_blocks([(0, feed)], n)[0].place(0, None)[0] for n in (1, BLOCK - 1)
         )
     assert np.allclose(short, long, atol=1e-4) == is_causal
+
+
+# Architectures of `lab.synth.mixtures` whose rows the library gives, and that no preset above has.
+MIXTURES = ("bailingmoe3", "gemma4", "lfm2moe", "mimo2", "minimax-01", "nemotron_h_moe")
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_a_block_draft_opens_beside_each_mixture(models: Path, architecture: str) -> None:
+    target = write_mixture(architecture, models / f"block-{architecture}.gguf", "f32")
+    draft = write_block(models, target, name="-each", target_layers=(0, 2))
+    spec = {"--spec-type": "dflash", "--spec-policy": "fixed", "--spec-draft-n-max": BLOCK}
+    with (
+        open_slots(target, {"--spec-type": "none"}, 1) as plain,
+        open_slots(target, spec, 1, draft=draft) as session,
+    ):
+        for text in ([7], [5, 6, 7, 8] * 5):
+            assert written(session, text, 20) == written(plain, text, 20)
+        row_draft = session.target.opened.row_draft
+        assert row_draft is not None
+        assert row_draft.n_taken > 40
+
+
+@pytest.mark.parametrize("variant", ["dflash", "dspark-conf"])
+@pytest.mark.parametrize("way", ["resident", "streamed"])
+def test_a_draft_with_hyper_connections_drafts_for_deepseek4(
+    models: Path, variant: str, way: str
+) -> None:
+    target = write_preset(
+        "deepseek-v4-flash", models / "block-streams.gguf", size="tiny", quant="f32"
+    )
+    layers = tuple(range(read_facts(target).n_layers + 1))
+    draft = write_block(models, target, variant, streams=True, target_layers=layers)
+    with (
+        open_slots(target, {"--spec-type": "none"}, 1) as plain,
+        open_block(target, draft, way) as session,
+    ):
+        for text in ([7], *prompts(3)):
+            assert written(session, text, 24) == written(plain, text, 24)
+        row_draft = session.target.opened.row_draft
+        assert row_draft is not None
+        assert row_draft.n_taken > 60
+        assert not row_draft.n_unknown_rows
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"expert_gating_func": 2}, "expects sqrtsoftplus"),
+        ({"attention.compress_ratios": (4, 4)}, "expects uncompressed attention"),
+        ({"without": r"attn_sinks"}, "attn_sinks"),
+    ],
+)
+def test_a_damaged_draft_with_hyper_connections_is_left_out(
+    models: Path, more: dict[str, Any], words: str
+) -> None:
+    target = write_preset(
+        "deepseek-v4-flash", models / "block-streams.gguf", size="tiny", quant="f32"
+    )
+    kind = "".join(letter for letter in words if letter.isalpha())
+    draft = write_block(
+        models, target, streams=True, name=f"-{kind}", **{"target_layers": (0, 1)} | more
+    )
+    (told,) = [n for n in notes_without(target, draft, "dflash") if "so nothing drafts" in n]
+    assert words in told
 
 
 def test_a_prompt_of_one_token_and_other_drafters(models: Path) -> None:

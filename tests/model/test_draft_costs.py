@@ -10,6 +10,7 @@ import pytest
 from resolved import config_of
 
 from lab.options import engine_options
+from lab.synth.block import BLOCK, write_block
 from lab.synth.eagle import write_eagle, write_target
 from lab.synth.mtp import write_mtp
 from offload.decode import Batch
@@ -55,6 +56,51 @@ def test_a_measured_step_contains_the_rows_that_a_draft_takes_in(models: Path) -
         text = [5 + i % 400 for i in range(200)]
         assert measure_layers(layers, text, lambda: float(n_computed), 16) == 6 / 4
         assert layers.length(0) == 0, "the measurement leaves nothing in the memory"
+
+
+@pytest.mark.parametrize(("n_max", "n_block"), [(None, BLOCK), (3, 4), (40, BLOCK)])
+def test_a_measured_block_is_as_long_as_drafted_ones(
+    models: Path, n_max: int | None, n_block: int
+) -> None:
+    """The last token and the mask tokens, and the rows of half a draft and of the last token."""
+    target = write_target(models, "qwen3moe")
+    options = engine_options(
+        device="cpu", n_ctx=256, n_threads=1, row_file=write_block(models, target)
+    )
+    with open_engine(target, options) as engine:
+        layers = engine.opened.row_draft
+        assert layers is not None
+        step, n_computed, blocks = layers._step, 0, set[int]()
+
+        def counted(batch: Batch, *rest: Any, taken: bool) -> Any:
+            nonlocal n_computed
+            n_computed += len(batch.tokens)
+            if not taken:
+                blocks.add(len(batch.tokens))
+            return step(batch, *rest, taken=taken)
+
+        layers._step = counted
+        text = [5 + i % 400 for i in range(200)]
+        n_taken = 1 + min(4, n_block - 1) // 2
+        took = measure_layers(layers, text, lambda: float(n_computed), 16, n_max)
+        assert took == n_block + n_taken
+        assert blocks == {n_block}
+        assert layers.length(0) == 0
+
+
+def test_shorter_blocks_are_measured_and_kept_apart(models: Path, kept_in: Path) -> None:
+    target = write_target(models, "qwen3moe")
+    block = write_block(models, target)
+    key = model_hash(read_facts(block))
+    for n_max in (None, 2):
+        given = {"--spec-type": "dflash"} | ({} if n_max is None else {"--spec-draft-n-max": n_max})
+        config = config_of(
+            model=target, draft=block, device="cpu", threads=1, ctx_size=256, spec_given=given
+        )
+        with Session(config) as session:
+            assert session.costs.drafts.steps_s.keys() == {"dflash"}
+            assert session.costs.drafts.profile.draft_step_s > 0
+    assert kept_steps(kept_in).keys() == {key, f"{key} blocks of 2"}
 
 
 def test_profile_measures_the_step_of_own_layers(models: Path, kept_in: Path) -> None:

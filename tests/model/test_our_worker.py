@@ -13,6 +13,8 @@ import numpy as np
 import psutil
 import pytest
 from budgets import budget
+from lossless_parts import EXACT
+from numpy.typing import NDArray
 from our_worker import SIM, RunningWorker, working
 from relay import Relay
 from remote_engine import logits, options
@@ -20,9 +22,11 @@ from worker import has_rpc
 
 from lab.options import Streaming, engine_options
 from lab.synth import write_preset
+from lab.synth.block import VARIANTS, write_block
+from lab.synth.eagle import write_target
 from offload import mla
 from offload.device import DeviceChoice, choose_device
-from offload.engine import open_engine
+from offload.engine import Engine, open_engine
 from offload.errors import DeviceFailed, DeviceUnavailable, DoesNotFit
 from offload.ggml.backend import Device
 from offload.ggml.library.lib import library
@@ -31,6 +35,7 @@ from offload.mla import MlaTiming
 from offload.model_file import read_facts
 from offload.remote.address import RemoteOptions
 from offload.remote.hello import LayersAsked
+from offload.sequences.block_draft import BlockDraft
 from offload.worker.device import WorkerDevice
 from offload.worker.serving import WorkerOptions, _decide, _open
 
@@ -150,6 +155,41 @@ def test_a_draft_model_on_a_worker_may_be_another_file(tiny_dense: Path, tiny_mo
         remote = RemoteOptions((running.address,), order="only")
         with open_engine(tiny_dense, engine_options(draft, remote=remote)) as engine:
             np.testing.assert_allclose(logits(engine), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_worker_computes_the_passes_of_block_drafts(variant: str, models: Path) -> None:
+    """It has the last layers, so the draft is there, too. Its blocks are those of one machine."""
+    target = write_target(models, "qwen3moe")
+    draft = write_block(models, target, variant, mapped=variant == "dspark-conf")
+    several = engine_options(options("cpu"), row_file=draft, n_sequences=3, **EXACT)
+    with open_engine(target, several) as engine:
+        expected = blocks_of(engine)
+    with working(target, "--device", SIM) as running:
+        remote = RemoteOptions((running.address,), order="only")
+        with open_engine(target, engine_options(several, remote=remote)) as engine:
+            assert engine.opened.no_rows_reason == ""
+            for got, wanted in zip(blocks_of(engine), expected, strict=True):
+                np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4)
+    assert "refused" not in running.text
+
+
+def blocks_of(engine: Engine) -> list[NDArray[np.float32]]:
+    """The logits of blocks after texts of three sequences, and then of longer texts."""
+    layers, rows = engine.opened.row_draft, []
+    assert isinstance(layers, BlockDraft)
+    texts = [[(7 * i + 3 * s) % 500 for i in range(9 + 4 * s)] for s in range(3)]
+    for n_more in (0, 1, 5):
+        for s, text in enumerate(texts):
+            new = text if not n_more else [(11 * i + s) % 500 for i in range(n_more)]
+            text += new if n_more else []
+            engine.sequences.extend(s, new, 1)
+        parts = [(s, layers.tail(s, [*text, 7 + s])) for s, text in enumerate(texts)]
+        for block in layers.draft_blocks(parts, 5):
+            first, _ = block.place(0, None)
+            second, _ = block.place(1, int(first.argmax()))
+            rows += [np.nan_to_num(row, neginf=-1e9) for row in (first, second)]
+    return rows
 
 
 @pytest.mark.parametrize("is_refused", [False, True])

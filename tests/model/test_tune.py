@@ -13,6 +13,9 @@ from plans import planned_for
 from resolved import config_of
 
 from lab.synth import write_preset
+from lab.synth.block import write_block
+from lab.synth.eagle import write_target
+from offload.model_file import model_hash, read_facts
 from offload.plan.ubatch_search import UbatchTrial
 from offload.times.search import TimingRequest
 from offload.times.table import CostTable, Way, entry_of
@@ -215,6 +218,28 @@ def test_every_measured_choice_has_a_row(
     assert rows["--hybrid"]["chosen"].startswith("batches of ")
     assert rows["MLA"]["chosen"].startswith("broadcast form for up to ")
     assert rows["draft engine"]["chosen"] == "libllama"
+
+
+def test_a_block_draft_is_measured_and_its_step_used(
+    kept_in: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_times(AGREEING_MS, monkeypatch)
+    monkeypatch.setattr("specoffload.bench.load.Load.is_busy", False)
+    target = write_target(models, "qwen3moe")
+    draft = write_block(models, target, "dflash2")
+    config = config_of(model=target, draft=draft, device="cpu", threads=1, ctx_size=256)
+    tune_all(config, minutes=0.1, asked=("threads",))
+    (run,) = kept_times(kept_in)
+    (step_s,) = [kept["step_s"] for kept in run["drafts"].values()]
+    assert [*run["drafts"]] == [model_hash(read_facts(draft))]
+    monkeypatch.setattr(
+        "specoffload.speculation.draft_prices.step_by_depth_s",
+        lambda *_: pytest.fail("a kept step is measured again"),
+    )
+    with Session(config) as session:
+        assert session.costs.drafts.steps_s == {"dflash": step_s}
+        assert session.speculation is not None
+        assert session.speculation.policy.name == "throughput"
 
 
 def test_threads_are_searched_once_a_day_and_used_by_what_follows(

@@ -11,7 +11,6 @@ from test_eagle_plan import WIDTH, entry, facts, target
 from offload.model import ModelFacts, TensorEntry
 from offload.plan.block_draft import block_bytes, block_shape, block_ubatch, no_block_reason
 from offload.plan.row_draft import target_layers
-from offload.plan.row_file import no_worker_reason
 from offload.times.context_memory import ContextOptions
 
 HEADER: dict[str, Any] = {
@@ -115,13 +114,6 @@ def test_what_a_header_says_of_blocks(
     assert block_shape(block(**{"attention.causal": True})).is_causal
     assert not shape.has_confidence
     assert block_shape(block(MARKOV, entry("conf_proj.weight", (144,)))).has_confidence
-
-
-def test_a_worker_computes_dflash_alone() -> None:
-    """Its rules lack operations of the other kinds' heads, at which it ends the connection."""
-    assert no_worker_reason(block()) == ""
-    for file in (block(MARKOV), block(SELECTOR, selector_top_k=4)):
-        assert "a specoffload worker does not compute" in no_worker_reason(file)
 
 
 def test_a_batch_holds_the_blocks_of_all_sequences_up_to_a_limit() -> None:

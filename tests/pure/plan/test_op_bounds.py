@@ -59,9 +59,9 @@ def test_all_that_no_line_names_must_be_zero(op: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "op", ["ROLL", "PAD", "RWKV_WKV6", "RWKV_WKV7", "GATED_LINEAR_ATTN", "SET", "MAP_CUSTOM1"]
+    "op", ["ROLL", "RWKV_WKV6", "RWKV_WKV7", "GATED_LINEAR_ATTN", "SET", "MAP_CUSTOM1"]
 )
 def test_operations_that_no_client_sends_are_refused(op: str) -> None:
-    """ROLL's shift, circular PAD and WKV's sequences led outside the client's buffers."""
+    """ROLL's shift and WKV's sequences led outside the client's buffers."""
     assert op not in BOUNDS
     assert op not in _BY_OP

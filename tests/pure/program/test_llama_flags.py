@@ -74,6 +74,17 @@ def test_every_flag_of_the_pinned_llama_cpp_is_in_one_of_the_four_classes() -> N
     assert set(counted) == {"same", "translated", "already", "refused"}
 
 
+def test_the_page_says_what_each_flag_of_speculation_does_here() -> None:
+    page = (Path(__file__).parents[3] / "docs/flags.md").read_text(encoding="utf-8")
+    n_checked = 0
+    for flag in LLAMA:
+        names = (*flag["names"], *flag["off"])
+        if any(name.startswith(("--spec-", "--draft")) for name in names):
+            assert any(f"`{name}`" in page for name in names), names
+            n_checked += 1
+    assert n_checked > 40
+
+
 def test_the_names_of_one_flag_mean_the_same_here() -> None:
     for flag in LLAMA:
         for group in (flag["names"], flag["off"]):
