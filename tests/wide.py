@@ -105,6 +105,8 @@ SAMPLED = {
     "model/test_architectures.py::test_planned_buffers_of_long_contexts_hold_the_librarys": 3,
     "model/test_bad_input.py::test_contexts_that_the_library_rounds_up_hold_batches_of_all_their_tokens": 1,  # noqa: E501
     "model/test_block.py::test_a_block_draft_opens_beside_each_architecture": 5,
+    "model/test_block.py::test_a_block_draft_opens_beside_each_mixture": 2,
+    "model/test_block.py::test_a_draft_with_hyper_connections_drafts_for_deepseek4": 2,
     "model/test_block.py::test_each_draft_is_that_of_a_fresh_evaluation": 4,
     "model/test_block.py::test_greedy_texts_are_those_of_plain_decoding": 1,
     "model/test_chat.py::test_a_prompt_is_kept_in_a_file_for_the_next_run": 1,
@@ -155,6 +157,7 @@ SAMPLED = {
     "model/test_mtp_matrix.py::test_greedy_texts_are_those_of_plain_decoding": 2,
     "model/test_mtp_sampled.py::test_sampled_text_has_the_target_s_distribution": 1,
     "model/test_numa_commands.py::test_one_node_says_in_one_line_that_no_thread_is_bound": 1,
+    "model/test_our_worker.py::test_a_worker_computes_the_passes_of_block_drafts": 2,
     "model/test_our_worker.py::test_layers_of_two_machines_give_the_logits_of_one": 1,
     "model/test_our_worker.py::test_prompts_that_a_worker_computes_in_passes_give_the_logits_of_one_machine": 2,  # noqa: E501
     "model/test_pass_equality.py::test_experts_of_every_type_have_the_resident_models_logits": 3,
