@@ -183,26 +183,15 @@ def test_a_draft_with_hyper_connections_drafts_for_deepseek4(
         assert not row_draft.n_unknown_rows
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({"expert_gating_func": 2}, "expects sqrtsoftplus"),
-        ({"attention.compress_ratios": (4, 4)}, "expects uncompressed attention"),
-        ({"without": r"attn_sinks"}, "attn_sinks"),
-    ],
-)
-def test_a_damaged_draft_with_hyper_connections_is_left_out(
-    models: Path, more: dict[str, Any], words: str
-) -> None:
+def test_a_draft_with_hyper_connections_that_lacks_weights_is_left_out(models: Path) -> None:
     target = write_preset(
         "deepseek-v4-flash", models / "block-streams.gguf", size="tiny", quant="f32"
     )
-    kind = "".join(letter for letter in words if letter.isalpha())
     draft = write_block(
-        models, target, streams=True, name=f"-{kind}", **{"target_layers": (0, 1)} | more
+        models, target, streams=True, name="-lacks", target_layers=(0, 1), without=r"attn_sinks"
     )
     (told,) = [n for n in notes_without(target, draft, "dflash") if "so nothing drafts" in n]
-    assert words in told
+    assert "attn_sinks" in told
 
 
 def test_a_prompt_of_one_token_and_other_drafters(models: Path) -> None:

@@ -165,7 +165,7 @@ def test_a_worker_computes_the_passes_of_block_drafts(variant: str, models: Path
     several = engine_options(options("cpu"), row_file=draft, n_sequences=3, **EXACT)
     with open_engine(target, several) as engine:
         expected = blocks_of(engine)
-    with working(target, "--device", SIM) as running:
+    with working(target, "--device", "sim:vram=16MiB") as running:
         remote = RemoteOptions((running.address,), order="only")
         with open_engine(target, engine_options(several, remote=remote)) as engine:
             assert engine.opened.no_rows_reason == ""
