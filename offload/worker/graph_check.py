@@ -235,7 +235,12 @@ def _check_order(table: NodeTable) -> None:
     place = np.full(len(table) + 1, -1, np.int64)  # the last one is that of missing sources
     place[table.order] = np.arange(n_nodes)
     again = place[table.order] != np.arange(n_nodes)
-    late = (place[table.sources[table.order]] >= np.arange(n_nodes)[:, None]).any(axis=1)
+    own = np.arange(n_nodes)[:, None]
+    are_late = place[table.sources[table.order]] >= own
+    # ggml_cast makes a copy whose destination, its second source, is the copy itself.
+    is_cast = table.rows("CPY")[table.order]
+    are_late[:, 1] &= ~(is_cast & (table.sources[table.order, 1] == table.order))
+    late: Bools = np.asarray(are_late.any(axis=1))
     for are_bad, reason in ((again, "is computed twice"), (late, "is computed before its source")):
         bad = np.zeros(len(table), np.bool_)
         bad[table.order[are_bad]] = True

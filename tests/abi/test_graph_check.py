@@ -324,6 +324,21 @@ def test_a_copy_lies_where_its_source_lies_or_elsewhere(
         check_graph(table, {})
 
 
+@pytest.mark.parametrize("op", ["CPY", "CONT"])
+def test_only_a_cast_has_itself_as_its_destination(op: str, case: Case) -> None:
+    """ggml_cast makes such a node. MiniMax-M3 and DFlash2 turn integers into floats by it."""
+    numbers = new_tensor("i32", (64, 4, 1, 1), (case.buffer, 0), name="numbers")
+    cast = new_tensor("f32", (64, 4, 1, 1), (case.buffer, 4096), op, [numbers], name="cast")
+    struct_of(cast).src[1] = cast.address
+    table = NodeTable(Graph.of([cast]))
+    if op == "CPY":
+        check_graph(table, {})
+        struct_of(cast).src[0] = cast.address
+        table = NodeTable(Graph.of([cast]))
+    with pytest.raises(GraphRefused, match=r"cast \(\w+\) is computed before its source"):
+        check_graph(table, {})
+
+
 def test_a_cycle_of_sources_ends(case: Case) -> None:
     struct_of(case.y).src[1] = case.z.address
     with pytest.raises(GraphRefused, match="does not fit"):
