@@ -114,8 +114,15 @@ function summary(meter, last) {
     parts.push(`prompt: ${t.prompt_n + (t.cache_n ?? 0)} tokens in ${seconds(t.prompt_ms / 1e3)}${kept}`);
     if (t.waited_ms >= 100) parts.unshift(`waited ${seconds(t.waited_ms / 1e3)}`);
     if (t.speculation) parts.push(`${number(t.speculation.tokens_per_round)} tokens per step`);
+    if (t.routing) parts.push(routed(t.routing));
   }
   return parts.join(" · ");
+}
+
+/** What --route-cached changed, in the words of `specoffload run`. */
+function routed({ kept, hits, hits_without }) {
+  const percent = (share) => `${(100 * share).toFixed(1)} %`;
+  return `routing kept ${percent(kept)} of the router's choices: ${percent(hits)} were in slots, ${percent(hits_without)} without`;
 }
 
 /** A number that changes, with its course behind it. */
