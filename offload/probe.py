@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from offload.device import DeviceChoice, choose_device, choose_devices
 from offload.errors import DeviceFailed, DoesNotFit
+from offload.ggml.cuda_driver import most_batch_tokens
 from offload.ggml.library.lib import library
 from offload.model import ModelFacts
 from offload.options import EngineOptions
@@ -110,6 +111,7 @@ def found_device(choice: DeviceChoice, machine: Machine) -> FoundDevice:
     return FoundDevice(
         choice.name, kind, free_bytes, sim_bytes, machine,
         shares_buffers=choice.device.backend.shares_buffers,
+        most_tokens=most_batch_tokens(choice.device),
     )  # fmt: skip
 
 

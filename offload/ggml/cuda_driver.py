@@ -19,12 +19,15 @@ from offload.errors import DeviceFailed
 from offload.ggml.backend import Device
 from offload.ggml.library import abi
 
+_SHARED_BYTES = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+_TOKEN_BYTES = 4  # shared memory for each token of a product with ids (ggml-cuda/mmid.cu)
 _NON_BLOCKING = 1
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _TRIAL_S = 2.0  # longest wait in each step of a trial
 _LOOK_S = 1e-4
 _CALLS = {
     "cuDeviceGet": [C.c_void_p, C.c_int],
+    "cuDeviceGetAttribute": [C.c_void_p, C.c_int, C.c_int],
     "cuDevicePrimaryCtxRetain": [C.c_void_p, C.c_int],
     "cuDevicePrimaryCtxRelease_v2": [C.c_int],
     "cuCtxPushCurrent_v2": [C.c_void_p],
@@ -111,6 +114,24 @@ class Driver:
 def driver() -> Driver:
     """Return the driver. Raises NoDriver."""
     return Driver()
+
+
+def most_batch_tokens(device: Device) -> int | None:
+    """Return the most tokens of a batch whose products with ids the device computes.
+
+    ggml-cuda sorts a product's tokens by expert in the shared memory of a block, and aborts if they
+    do not fit (`launch_mm_ids_helper` in ggml/src/ggml-cuda/mmid.cu). Returns None if the device is
+    none of CUDA, or if its driver does not tell.
+    """
+    ordinal, number, shared_bytes = number_of(device.name), C.c_int(), C.c_int()
+    if ordinal is None or not is_cuda(device):
+        return None
+    try:
+        driver().call("cuDeviceGet", C.byref(number), ordinal)
+        driver().call("cuDeviceGetAttribute", C.byref(shared_bytes), _SHARED_BYTES, number)
+    except NoDriver:
+        return None
+    return shared_bytes.value // _TOKEN_BYTES or None
 
 
 class DriverStream:

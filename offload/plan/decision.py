@@ -25,6 +25,7 @@ from offload.plan.host import (
     limits_of_experts,
 )
 from offload.plan.layout import Layout
+from offload.plan.long_prompts import LONG_UBATCHES
 from offload.plan.placement import Plan, PlanRequest, make_plan
 from offload.plan.ranges import LayerRange, by_memory, by_shares, shares_for
 from offload.plan.row_draft import no_mtp_reason
@@ -57,7 +58,12 @@ def decide(facts: ModelFacts, found: Found, wanted: Wanted) -> Layout:
     """
     n_tuned = wanted.tuned_ubatch
     try:
-        return _decided(facts, found, wanted)
+        layout = _decided(facts, found, wanted)
+        n_ubatch, may_choose = layout.context.n_ubatch, wanted.most_ubatch is not None
+        if layout.experts is None or n_ubatch not in LONG_UBATCHES or not may_choose:
+            return layout
+        # The inputs of so many tokens may be what takes the experts' memory.
+        return _decided(facts, found, replace(wanted, most_ubatch=UBATCHES[-1]))
     except DoesNotFit:
         if n_tuned is None:
             raise
@@ -112,7 +118,7 @@ def _request(found: Found, wanted: Wanted) -> PlanRequest:
         reserve_bytes=wanted.reserve_bytes,
         projector_bytes=wanted.projector_bytes,
         host_projector_bytes=wanted.host_projector_bytes,
-        most_ubatch=wanted.most_ubatch,
+        most_ubatch=_most_ubatch(found, wanted),
         n_gpu_layers=wanted.n_gpu_layers,
         n_cpu_moe=wanted.n_cpu_moe,
         stream_experts=wanted.stream_experts,
@@ -127,6 +133,12 @@ def _request(found: Found, wanted: Wanted) -> PlanRequest:
         lend=wanted.lend,
         machine=wanted.machine,
     )
+
+
+def _most_ubatch(found: Found, wanted: Wanted) -> int | None:
+    """Return the largest ubatch that a plan may choose, which the kernels of all devices take."""
+    limits = [device.most_tokens for device in found.devices if device.most_tokens]
+    return None if wanted.most_ubatch is None else min([wanted.most_ubatch, *limits])
 
 
 def _with_cache(

@@ -43,6 +43,7 @@ class FoundDevice:
     machine: Machine = TYPICAL  # its rates; the link's is that while all links copy
     measured: str = ""  # its rates in words, if they were measured on the device itself
     shares_buffers: bool = True  # parts of a buffer of its backend can be buffers
+    most_tokens: int | None = None  # most tokens of a batch that its kernels take; None: unknown
     # Memory that the driver and its kernels took beyond an earlier plan, which is left to them.
     driver_bytes: int = field(default=0, compare=False)
 

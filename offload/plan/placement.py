@@ -24,6 +24,7 @@ from offload.notes import Note, NoteKind, kind_of
 from offload.plan.candidates import Limits
 from offload.plan.ends import Speeds, hit_words, other_end, speeds_of
 from offload.plan.lending import BufferSizes, Lending, SlotTail, lending_of
+from offload.plan.long_prompts import LONG_UBATCHES, LONGEST_PROMPT, LongPrompt
 from offload.plan.objective import MeasuredDecode, Objective, Seconds
 from offload.plan.row_draft import MtpPlan, plan_mtp
 from offload.plan.sharing import (
@@ -304,6 +305,16 @@ class PlanRequest:
         return tuple(n for n in (*needed, *SMALL_UBATCHES) if n <= most) or (most,)
 
     @property
+    def long_ubatches(self) -> tuple[int, ...]:
+        """More sizes of ubatches, which only prompts longer than the planned one can fill."""
+        context, most = self.context, self.most_ubatch
+        if context is None or most is None or not context.kv_offload:
+            return ()
+        if len(self.ubatches) == 1 or not self.workload.n_prompt:
+            return ()  # the ubatch was measured, or there are no prompts
+        return tuple(n for n in LONG_UBATCHES if n <= min(most, context.n_ctx))
+
+    @property
     def gpu_layers(self) -> frozenset[int]:
         """The layers whose experts are resident because the user named them."""
         return self.n_cpu_moe if isinstance(self.n_cpu_moe, frozenset) else frozenset()
@@ -384,6 +395,16 @@ class PlannedModel:
         """Return the work of the planned prompt, whose tokens attend to those before them."""
         context = request.context or ContextOptions()
         return with_prompt(self.work, self.facts, context, request.workload.n_prompt)
+
+    def long_prompt(self, request: PlanRequest) -> LongPrompt | None:
+        """Return the prompt that fills the context, None if no larger ubatch may be chosen."""
+        context = request.context
+        if context is None or not request.long_ubatches:
+            return None
+        n_tokens = min(context.n_ctx, LONGEST_PROMPT)
+        work = with_prompt(self.work, self.facts, context, n_tokens)
+        splits = request.plan_for_splits and request.shares_prompts
+        return LongPrompt(n_tokens, request.workload.n_prompt, work, splits)
 
     def seconds(self, request: PlanRequest, sharing: Sharing, n_ubatch: int) -> Seconds:
         """Return the expected seconds of the request's workload."""
@@ -478,7 +499,8 @@ def _fastest(
     """
     weights, budget_bytes = model.weights, request.budget_bytes
     assert budget_bytes is not None
-    ubatches = request.ubatches
+    long_prompt = None if reads_disk else model.long_prompt(request)
+    ubatches = request.ubatches + (request.long_ubatches if long_prompt is not None else ())
     reserves_bytes = {n: request.reserve_of(model.facts, n) for n in ubatches}
     works_bytes = {n: request.working_of(model.facts, n).device_bytes for n in ubatches}
     limits = request.limits(weights.whole)
@@ -488,6 +510,7 @@ def _fastest(
         working_bytes=works_bytes, host_bytes=host_bytes, reads_disk=reads_disk,
         prompt_work=model.prompt_work(request), decodes=request.decodes,
         lent_bytes={n: request.lent_bytes(model.facts, n) for n in ubatches},
+        long_prompt=long_prompt,
     )  # fmt: skip
     if chosen is None and host_bytes is None:
         least = least_bytes(weights, limits, min(works_bytes.values()))

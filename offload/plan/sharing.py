@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.plan.candidates import Candidates, Limits, candidates
+from offload.plan.long_prompts import LONG_UBATCHES, LongPrompt, longer_ubatch
 from offload.plan.objective import MeasuredDecode, Objective, Seconds, by_measured
 from offload.plan.slot_layout import SlotLayout
 from offload.plan.weights import Weights, least_slots, ring_slots
@@ -37,7 +38,7 @@ class Choice:
     n_ubatch: int
     sharing: Sharing
     streamed_bytes: int = 0  # host memory that the streamed weights take
-    reason: str = ""  # why measured decodes chose it; "": the machine model did
+    reason: str = ""  # why measured decodes or long prompts chose it; "": the planned workload did
 
     @property
     def streams(self) -> bool:
@@ -71,6 +72,7 @@ def choose_sharing(
     reads_disk: bool = False,
     decodes: Sequence[MeasuredDecode] = (),
     lent_bytes: Mapping[int, int] = _NOTHING,
+    long_prompt: LongPrompt | None = None,
 ) -> Choice | None:
     """Return the best way of sharing device memory, or None if none fits.
 
@@ -78,7 +80,8 @@ def choose_sharing(
     ubatch's `working_bytes` are taken from it. Streamed weights take at most `host_bytes` of host
     memory; with `reads_disk`, experts beyond that are read from the disk.
     `decodes` are those that earlier starts measured. `lent_bytes`: for each ubatch, the part of the
-    compute buffer that holds experts between prompts.
+    compute buffer that holds experts between prompts. `long_prompt`: the prompt by which ubatches
+    of `LONG_UBATCHES` are compared with the best other one; None: all ubatches are alike.
     """
     ubatches, rooms = (np.array([*its])[:, None] for its in (rooms_bytes, rooms_bytes.values()))
     # Arrays below have a row for each ubatch and a column for each way.
@@ -93,6 +96,8 @@ def choose_sharing(
         disk = DiskUse(work, choices.sharing, host_bytes - dense_bytes, machine.disk_bytes_per_s)
     elif host_bytes is not None:
         fits = fits & (choices.streamed_bytes <= host_bytes)
+    is_long = np.isin(ubatches, LONG_UBATCHES if long_prompt is not None else ())
+    fits, fits_long = fits & ~is_long, fits & is_long
     if not fits.any():
         return None
     seconds = objective.seconds(
@@ -106,6 +111,13 @@ def choose_sharing(
     if by_times is not None:
         best, why = by_times.index, by_times.reason
     its = choices.sharing
+    if long_prompt is not None and disk is None and flat.streams[best]:
+        long_s = np.broadcast_to(long_prompt.seconds(machine, its, ubatches), fits.shape).ravel()
+        longer = longer_ubatch(
+            long_prompt, long_s, seconds.flat(fits.shape), sizes.ravel(), fits_long.ravel(), best
+        )
+        if longer is not None:
+            best, why = longer.index, longer.reason
     n_slots, resident, n_dense, n_lent = (
         int(np.broadcast_to(a, fits.shape).flat[best])
         for a in (its.n_slots, its.n_resident, its.n_dense_streamed, its.n_lent)

@@ -182,6 +182,7 @@ def plan_of(
 ) -> Planned:
     """The plan that `serve` would make by default, with its context. Raises DoesNotFit.
 
+    Its ubatches have at most 8,192 tokens, although a long context may get larger ones.
     `ram_gib` is the machine's RAM; None: enough for the whole model. 1 GiB of the card stays free.
     `n_ctx`: tokens of context; None: those that the plan chooses.
     """

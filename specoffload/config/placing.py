@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from offload.plan.long_prompts import LONG_UBATCHES
 from offload.plan.placement import Passes
-from offload.plan.sharing import UBATCHES
 from offload.schedule.cached_choice import RouteOptions
 from offload.stream.options import StreamingOptions
 from offload.times.min_batch import MinBatch
@@ -104,7 +104,7 @@ def _may_split(options: Options, hybrid: HybridChoice, without: frozenset[str]) 
 
 
 def _most_ubatch(options: Options) -> int:
-    return options.batch_size if "batch_size" in options.given else UBATCHES[-1]
+    return options.batch_size if "batch_size" in options.given else LONG_UBATCHES[-1]
 
 
 def _passes(options: Options) -> Passes:

@@ -28,6 +28,7 @@ from lab.synth.mixtures import ARCHITECTURES, write_mixture
 from offload.engine import Engine, EngineOptions, open_engine
 from offload.model import is_experts
 from offload.model_file import read_facts
+from offload.plan.long_prompts import LONG_UBATCHES
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.ranges import by_shares
 from offload.schedule.slots import StreamCounters
@@ -146,6 +147,30 @@ def test_a_drawn_case_has_the_resident_models_bits(mixtures: Path, case: Case) -
         assert np.array_equal(found, expected)
         if case.share == 0.0 and max(case.batches) > 64:
             assert counters.passes + counters.n_pairs_host > 0
+
+
+def test_the_largest_ubatch_of_plans_has_the_resident_models_bits(tmp_path: Path) -> None:
+    n = LONG_UBATCHES[-1]
+    path = write_preset(
+        "qwen3moe", tmp_path / "one-layer.gguf", seed=1, quant="f32", n_layer=1, n_head=1,
+        n_head_kv=1, n_ctx=2 * n,
+    )  # fmt: skip
+    changes = {
+        "n_ctx": n + 256, "n_batch": n, "n_outputs": 64, "flash_attn": "on", "tuned_ubatch": n,
+    }  # fmt: skip
+    rows, sizes = [], []
+    for opened in (
+        options(Streaming(), n, stream_experts=False, **changes),
+        in_passes(path, 0.0, n, **changes),
+    ):
+        with open_engine(path, opened) as engine:
+            sizes.append(engine.layout.context.n_ubatch)
+            tokens = [(13 * i * i + 5) % engine.n_vocab for i in range(n + 100)]
+            rows.append(engine.sequences.extend(0, tokens, n_logits=8))
+            counters = engine.counters()
+    assert np.array_equal(*rows)
+    assert counters.passes > 0
+    assert sizes[-1] == n
 
 
 # With k-quants, some pairs of a layer differ in the last bits (1.4e-6 of logits whose deviation is

@@ -11,6 +11,7 @@ from numa.place import _MIN_HUGE_SHARE
 from offload.decode import SMALL_BATCH
 from offload.ggml.memory import MOST_AT_ONCE_BYTES
 from offload.plan.context_choice import AGENT_CTX, MOST_LOSS_FOR_AGENTS
+from offload.plan.long_prompts import LEAST_GAIN, LONG_UBATCHES
 from offload.plan.sharing import SMALL_UBATCHES, UBATCHES
 from offload.routing.routing import N_KEPT
 from offload.store.expert_memory import _WATCH_S
@@ -96,9 +97,11 @@ def test_the_page_names_every_flag_that_a_plan_is_made_without() -> None:
 
 
 def test_the_ubatch_flag_states_the_sizes_that_are_tried() -> None:
-    sizes = (*SMALL_UBATCHES, *UBATCHES)
+    sizes = (*SMALL_UBATCHES, *UBATCHES, *LONG_UBATCHES)
     assert f"between {min(sizes)} and {max(sizes)}" in _help("--ubatch-size")
     assert f"it takes {UBATCHES[0]}." in _help("--ubatch-size")
+    assert f"takes over {UBATCHES[-1]} only if" in _help("--ubatch-size")
+    assert f"gain at least {LEAST_GAIN * 100:.0f} %" in _help("--ubatch-size")
 
 
 def test_the_log_flag_and_the_page_name_every_letter() -> None:
