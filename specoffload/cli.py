@@ -259,12 +259,21 @@ def bench(line: CommandLine) -> None:
         names = line.names(BenchOptions, "only_policies", "workloads", "blocks")
         options = noted(options, names, "no --policies")
     if own.texts is None:
-        names = line.names(BenchOptions, "conversations", "runs", "n_responses")
+        names = line.names(BenchOptions, "runs", "n_responses")
         options = noted(options, names, "no --texts")
+    if not own.strengths:
+        names = line.names(BenchOptions, "n_kept", "plot")
+        options = noted(options, names, "no --route-cached")
+        if own.texts is None:
+            names = line.names(BenchOptions, "conversations")
+            options = noted(options, names, "no --texts and no --route-cached")
     if not own.by_agent and not own.agent_urls:
         options = noted(options, line.names(BenchOptions, "tool_choice"), "no --agent")
     else:
         _bench_agent(line, options, own)
+        return
+    if own.strengths:
+        _bench_routing(line, options, own)
         return
     if own.texts is not None:
         if own.by_drafter or own.by_policy or own.vs or own.n_pp or own.n_tg or own.n_pl:
@@ -290,15 +299,6 @@ def bench(line: CommandLine) -> None:
         from specoffload.commands.bench_drafters import bench_drafters
 
         bench_drafters(config_of(line, options), own)
-        return
-    if own.strengths:
-        if own.output is not None or own.vs is not None or own.by_policy:
-            raise UsageError(
-                "--route-cached compares our routing alone: leave out --output, --vs and --policies"
-            )
-        from specoffload.commands.bench_routing import bench_routing
-
-        bench_routing(config_of(line, options), own)
         return
     if own.by_policy:
         if own.vs is not None or own.n_pp or own.n_tg or own.n_pl:
@@ -326,16 +326,32 @@ def _bench_agent(line: CommandLine, options: Options, own: BenchOptions) -> None
     from specoffload.commands.bench_agent import N_PREDICT, bench_agent, bench_agent_at
 
     others = own.by_drafter or own.by_policy or own.vs or own.n_pp or own.n_tg or own.n_pl
-    if others or own.texts or own.output or line.of(SweepOptions).is_asked:
+    others = others or own.texts or own.output or own.strengths
+    if others or line.of(SweepOptions).is_asked:
         raise UsageError(
             "--agent plays tasks alone: leave out --drafters, --policies, --texts, --vs, --output, "
-            "-npl, -npp, -ntg and lists of values"
+            "--route-cached, -npl, -npp, -ntg and lists of values"
         )
     n_predict = own.n_predict if line.names(BenchOptions, "n_predict") else N_PREDICT
     if own.agent_urls:
         bench_agent_at(own, n_predict)
     else:
         bench_agent(config_of(line, options), own, n_predict)
+
+
+def _bench_routing(line: CommandLine, options: Options, own: BenchOptions) -> None:
+    """Compare strengths of --route-cached."""
+    from specoffload.commands.bench_routing import bench_routing
+
+    others = own.by_drafter or own.by_policy or own.vs or own.n_pp or own.n_tg or own.n_pl
+    if others or own.texts or own.output or line.of(SweepOptions).is_asked:
+        raise UsageError(
+            "--route-cached compares our routing alone: leave out --drafters, --policies, --texts, "
+            "--vs, --output, -npl, -npp, -ntg and lists of values"
+        )
+    names = line.names(BenchOptions, "n_prompt", "repetitions")
+    options = noted(options, names, "--route-cached decodes each token of its text once")
+    bench_routing(config_of(line, options), own)
 
 
 def _bench_sweep(line: CommandLine, options: Options, own: BenchOptions) -> None:

@@ -22,7 +22,8 @@ MOST_RUNS = len(_COLOURS)
 _WRAP = 150  # most characters per line of a caption
 
 
-def _figure(n_axes: int, height: float = 4.5) -> tuple[Any, Any]:
+def new_figure(n_axes: int, height: float = 4.5) -> tuple[Any, Any]:
+    """Return a figure and its axes, side by side. Raises SpecDecError without matplotlib."""
     try:
         import matplotlib
     except ImportError as e:
@@ -46,7 +47,7 @@ def plot_profiles(
     A size without a steady time gets no point, and the caption counts it. Raises SpecDecError
     without matplotlib, or for more than MOST_RUNS.
     """
-    _write(profile_figure(runs, is_steady), path)
+    write_figure(profile_figure(runs, is_steady), path)
 
 
 def profile_figure(
@@ -57,7 +58,7 @@ def profile_figure(
         raise SpecDecError(f"a plot has room for 1 to {MOST_RUNS} profiles, not {len(runs)}")
     captions = [_caption(label, costs, is_steady) for label, costs in runs.items()]
     words = "\n".join(textwrap.fill(caption, _WRAP) for caption in captions)
-    figure, (left, right) = _figure(2, 5.0 + 0.16 * words.count("\n"))
+    figure, (left, right) = new_figure(2, 5.0 + 0.16 * words.count("\n"))
     in_units = any(costs.relative for costs in runs.values())
     for i, (label, costs) in enumerate(runs.items()):
         scale = 1.0 / costs.step_s[0] if in_units else 1e3
@@ -162,7 +163,7 @@ def plot_reliability(calibration: Calibration, path: Path) -> None:
     Points of more observations are larger. Points of fewer than `_FEW_OBSERVATIONS` are faint and
     not part of the line. Raises SpecDecError without matplotlib.
     """
-    figure, axes = _figure(1)
+    figure, axes = new_figure(1)
     axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8, label="calibrated")
     for i, source in enumerate(calibration.sources):
         points = calibration.reliability(source)
@@ -191,10 +192,11 @@ def plot_reliability(calibration: Calibration, path: Path) -> None:
         f"{_FEW_OBSERVATIONS:.0f}. Recent rounds count most."
     )
     figure.supxlabel(words, x=0.01, ha="left", fontsize=7, color="#555555")
-    _write(figure, path)
+    write_figure(figure, path)
 
 
-def _write(figure: Any, path: Path) -> None:
+def write_figure(figure: Any, path: Path) -> None:
+    """Write a figure and drop it. Raises SpecDecError if the file cannot be written."""
     from matplotlib import pyplot
 
     try:

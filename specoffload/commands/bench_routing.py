@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specoffload import report
 from specoffload.bench.load import warn_of_load
+from specoffload.bench.routing import RoutingRow, plot_routing
 from specoffload.commands.bench import machine, on_some_device, with_bench_context
+from specoffload.commands.profile import check_plot
 from specoffload.config.options import BenchOptions
 from specoffload.config.resolution import Config
 from specoffload.config.speculation import NO_DRAFTS
@@ -26,20 +28,6 @@ _SEQUENCE = 0
 _HEADS = ("S", "kept", "in slots", "without", "tokens/s", "KL mean", "KL p99", "perplexity")
 
 
-@dataclass(frozen=True)
-class RoutingRow:
-    """One strength on the text. Divergences are those of next tokens, in nats."""
-
-    strength: float
-    kept: float | None  # share of the router's choices; None: the model's own routing
-    hits: float | None  # share of chosen experts that were in slots before
-    hits_without: float | None  # the same for the router's own choices
-    tokens_per_s: float
-    kl_mean: float
-    kl_p99: float
-    perplexity: float
-
-
 def bench_routing(config: Config, own: BenchOptions) -> None:
     """Decode one text token by token with each strength, and print what changes.
 
@@ -47,10 +35,14 @@ def bench_routing(config: Config, own: BenchOptions) -> None:
     """
     if not all(0.0 <= strength <= 1.0 for strength in own.strengths):
         raise UsageError("--route-cached: strengths must lie between 0 and 1, as in 0,0.5,1")
+    if own.plot is not None:
+        check_plot(own.plot, 1, ())
     warn_of_load()
     config = on_some_device(with_bench_context(config))
     options = replace(config.spec.options, drafters=NO_DRAFTS.drafters)
-    config = replace(config, spec=replace(config.spec, options=options))
+    route = replace(config.streaming.route, n_kept=own.n_kept)
+    streaming = replace(config.streaming, route=route)
+    config = replace(config, spec=replace(config.spec, options=options), streaming=streaming)
     strengths = tuple(dict.fromkeys((0.0, *own.strengths)))
     text = "\n".join(itertools.chain.from_iterable(own.conversations))
     rows: list[RoutingRow] = []
@@ -61,11 +53,8 @@ def bench_routing(config: Config, own: BenchOptions) -> None:
             exact = logs if exact is None else exact
             rows.append(row)
             show((nth + 1) / len(strengths))
-    report.table(
-        f"{config.model.name}: {own.n_predict} tokens of a text, one by one",
-        _HEADS,
-        [_cells(row) for row in rows],
-    )
+    title = f"{config.model.name}: {own.n_predict} tokens of a text, one by one"
+    report.table(title, _HEADS, [_cells(row) for row in rows])
     if all(row.kept is None for row in rows):
         report.note(
             "no layer of one token streams or is split here, so nothing can be preferred: give "
@@ -77,6 +66,9 @@ def bench_routing(config: Config, own: BenchOptions) -> None:
         "next token's distribution from the model's own, in nats. Perplexity is that of this text: "
         "one with your own (-f FILE) says more"
     )
+    if own.plot is not None:
+        plot_routing(rows, title, own.plot)
+        report.note(f"plotted {own.plot}")
     report.data({"routing": [asdict(row) for row in rows], "machine": machine()})
 
 

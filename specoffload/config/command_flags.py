@@ -471,6 +471,13 @@ _BENCH_FLAGS = (
         more="The text is that of -f, or a built-in one ([bench.md](bench.md#cached-routing)).",
     ),
     _bench(
+        "n_kept", "--route-keep", INT,
+        "Best experts of each token that --route-cached leaves to the router.", least=0, rare=True,
+    ),
+    _bench(
+        "plot", "--plot", PATH, "Write a plot of --route-cached (.png, .svg, .pdf).", rare=True,
+    ),
+    _bench(
         "texts", "--texts", TEXT,
         "http://HOST:PORT: compare only the texts of a running OpenAI server.",
         more="Conversations are played in sequence twice, and all at once "

@@ -289,6 +289,8 @@ class BenchOptions:
     by_drafter: bool = False
     by_policy: bool = False
     strengths: tuple[float, ...] = ()  # of routing that prefers cached experts, to compare
+    n_kept: int = 2  # best experts of each token that stay the router's own
+    plot: Path | None = None  # of `strengths`
     texts: str | None = None  # address of a server whose texts are compared
     conversations: tuple[tuple[str, ...], ...] = ()  # the questions of each; (): the built-in ones
     runs: tuple[RunOrder, ...] = (RunOrder.IN_SEQUENCE, RunOrder.IN_SEQUENCE, RunOrder.AT_ONCE)
