@@ -26,6 +26,13 @@ class RouteOptions:
     def is_on(self) -> bool:
         return self.strength > 0.0
 
+    def no_effect_reason(self, n_used: int) -> str:
+        """Return why no choice of a token's `n_used` experts can change; "" if some can."""
+        if not 0 < n_used <= self.n_kept:
+            return ""
+        what = "the one expert" if n_used == 1 else f"all {n_used} experts"
+        return f"--route-keep {self.n_kept} leaves {what} of a token to the router"
+
 
 @dataclass
 class MeanRange:
@@ -63,8 +70,8 @@ def best(scores: Scores, n: int) -> NDArray[np.intp]:
 def choose(scores: Scores, penalty: Scores, n_kept: int, n_used: int) -> NDArray[np.intp]:
     """Return the experts that each token uses: [n_tokens, n_used].
 
-    `scores` [n_tokens, n_experts] are those by which the router selects. `penalty` [n_experts] is
-    not added to a token's `n_kept` best ones.
+    `scores` [n_tokens, n_experts] are those by which the router selects. `penalty` [n_experts], or
+    a row of it for each token, is not added to a token's `n_kept` best ones.
     """
     lowered = scores + penalty
     rows, own = np.arange(len(scores))[:, None], best(scores, min(n_kept, n_used))

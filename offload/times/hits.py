@@ -24,6 +24,7 @@ import numpy as np
 
 from offload.decode import SMALL_BATCH
 from offload.schedule.batch import LAYER_RING
+from offload.schedule.cached_choice import RouteOptions
 from offload.schedule.passes import group_size, is_in_passes, ring_slots
 from offload.times.machine import Real
 from offload.times.work import ModelWork
@@ -59,6 +60,24 @@ def hit_rate(share: Real, in_use: Real, n_experts: int) -> Real:
         rate = np.where(is_between, low_y + (share - low_x) * slope, rate)
         low_x, low_y = np.maximum(x, in_use), np.where(x > in_use, y, 0.0)
     return np.where(share < 1.0, rate, 1.0)[()]
+
+
+# Share of misses that are left, by strength of the preference for cached experts. It is that of
+# drawn routing with slots for a sixteenth of the experts; with more, fewer are left
+# (docs/hybrid.md).
+_MISSES_LEFT = ((0.0, 1.0), (0.1, 0.7), (0.25, 0.4), (0.5, 0.25), (1.0, 0.25))
+
+
+def misses_left(route: RouteOptions, n_used: int) -> float:
+    """Return a guess of the share of misses that are left if routers prefer cached experts.
+
+    A token uses `n_used` experts. The best `route.n_kept` of them miss as often as before. They are
+    used more often than the others, so they miss about two thirds as often as these.
+    """
+    strengths, left = zip(*_MISSES_LEFT, strict=True)
+    n_kept = min(route.n_kept, n_used)
+    of_kept = n_kept / max(1e-12, n_kept + 1.5 * (n_used - n_kept))
+    return float(max(np.interp(route.strength, strengths, left), of_kept * (route.strength > 0)))
 
 
 @dataclass(frozen=True)
@@ -104,6 +123,7 @@ def kept_hits(work: ModelWork, share: Real, n_pieces: Real) -> Real:
     one = work.n_used / work.n_experts
     guess = np.maximum(share, hit_rate(share, one, work.n_experts))
     of_one = guess if work.hits is None else work.hits.at(share)
+    of_one = 1.0 - work.misses_left * (1.0 - of_one)
     n_even = np.log1p(-np.minimum(n_pieces / work.n_experts, 1 - 1e-12)) / math.log1p(
         -min(one, 1 - 1e-9)
     )

@@ -87,6 +87,7 @@ class ModelWork:
     unions: UnionCurve | None = None  # experts of batches, counted with this model
     # Exponent of `union_of_neighbours` if `unions` is None.
     sharing_exponent: float = SHARING_USUAL
+    misses_left: float = 1.0  # share of the misses that routing which prefers cached experts leaves
     context: WeightWork = (
         WeightWork()
     )  # the whole KV cache, and the multiplications of attention over it

@@ -12,6 +12,7 @@ from offload.plan.layout import Layout
 from offload.plan.placement import Plan
 from offload.plan.weights import ring_slots
 from offload.routing.routing import UNION_SIZES
+from offload.schedule.cached_choice import RouteOptions
 from offload.times.hits import expected_hits
 from offload.times.min_batch import NEVER
 from specoffload import report
@@ -46,13 +47,16 @@ def plan_config(
     begin = start or ("serve", str(config.model))
     cards = card_counts(planner, planned)
     idle = planned.idle_cost(parallel or usual_parallel(planned.context.n_ctx))
+    route = config.streaming.route
     show_plan(
-        planned, contexts, begin, cost, cards, idle, cache_ram_mib=cache_ram_mib, details=details
-    )
+        planned, contexts, begin, cost, cards, idle,
+        cache_ram_mib=cache_ram_mib, route=route, details=details,
+    )  # fmt: skip
     report.data(
         as_dict(planned, Others(cache_ram_mib))
         | {
             "idle_slots": idle and asdict(idle),
+            "cached_routing": _routed(planned, route),
             "contexts": [_context(its) for its in contexts.costs],
             "cards": [_cards(its) for its in cards],
             "slow_flags": cost
@@ -110,6 +114,19 @@ def as_dict(planned: Planned, others: Others = DEFAULT_OTHERS) -> dict[str, Any]
             way: {n: entry.seconds for n, entry in sorted(entries.items())}
             for way, entries in planned.costs.ways.items()
         },
+    }
+
+
+def _routed(planned: Planned, route: RouteOptions) -> dict[str, float] | None:
+    """The expected speeds if routers prefer cached experts; None without --route-cached."""
+    if not route.is_on:
+        return None
+    routed = planned.preferring_cached(route)
+    return {
+        **asdict(route),
+        "misses_left": routed.use.misses_left,
+        "decode_tps": routed.expected["decode_tps"],
+        "least_decode_tps": routed.least_decode_tps,
     }
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from offload.kv_overrides import override_flags
 from offload.plan.llama_cpp import CPU_SHARE_BUILD, LlamaSpeeds
 from offload.plan.placement import workload_of
+from offload.schedule.cached_choice import RouteOptions
 from offload.units import rate_words, size_words
 from specoffload.config.options import ServeOptions
 from specoffload.opening.context_size import Contexts
@@ -24,14 +25,15 @@ _PROMPT_ERROR, _ANSWER_ERROR = "± 40 %", "± 25 %"
 
 
 def first_lines(
-    planned: Planned, start: Sequence[str], cache_ram_mib: int
+    planned: Planned, start: Sequence[str], cache_ram_mib: int, route: RouteOptions
 ) -> list[tuple[str, str]]:
     """Names and sentences. `start` are the arguments of the command to start.
 
-    `cache_ram_mib` is the value of --cache-ram.
+    `cache_ram_mib` is the value of --cache-ram. `route` adds a row if routers prefer cached
+    experts.
     """
     others = Others(cache_ram_mib)
-    return [
+    rows = [
         (_fit_name(planned, others), _fit_words(planned, others)),
         ("compared", _compared_words(planned)),
         ("start", f"specoffload {shlex.join(start)}"),
@@ -39,6 +41,7 @@ def first_lines(
         ("prompts", _prompt_words(planned)),
         ("answers", _answer_words(planned)),
     ]
+    return [*rows, ("cached routing", _route_words(planned, route))] if route.is_on else rows
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -147,6 +150,21 @@ def _answer_words(planned: Planned) -> str:
         ""
         if llama is None
         else f"; llama.cpp {_llama_answers(llama, planned.expected['decode_tps'])}"
+    )
+
+
+def _route_words(planned: Planned, route: RouteOptions) -> str:
+    """Return what --route-cached is expected to bring, and what it costs."""
+    name = f"--route-cached {route.strength:g}"
+    routed = planned.preferring_cached(route)
+    if why := route.no_effect_reason(planned.facts.n_experts_used):
+        return f"{name} changes nothing: {why}"
+    if routed.expected["decode_tps"] <= planned.expected["decode_tps"]:
+        return f"no faster answers are expected with {name}: they do not wait for missing experts"
+    return (
+        f"answers about {rate_words(speed_words(routed))} with {name} (a guess from drawn "
+        "routing). Texts differ from the model's own, and depend on what was asked before: "
+        "bench --route-cached measures that"
     )
 
 

@@ -9,6 +9,7 @@ from itertools import groupby, pairwise
 from offload.model import is_experts, layer_of
 from offload.plan.placement import Plan
 from offload.plan.tables import HostTables
+from offload.schedule.cached_choice import RouteOptions
 from offload.times.hits import expected_hits
 from offload.times.min_batch import NEVER
 from offload.times.table import PAYS, CostTable, Way
@@ -25,6 +26,7 @@ from specoffload.opening.planning import ACCEPTED, IdleCost, Planned, PlannedDev
 from specoffload.opening.speeds import mtp_speed, prompt_words, rounded, speed_words
 
 _GIB = 1 << 30
+NO_PREFERENCE = RouteOptions()
 PLACES = {
     Way.IN_PLACE: "CPU",
     Way.STREAMED: "GPU",
@@ -41,16 +43,17 @@ def show_plan(
     idle: IdleCost | None = None,
     *,
     cache_ram_mib: int = ServeOptions.cache_ram_mib,
+    route: RouteOptions = NO_PREFERENCE,
     details: bool,
 ) -> None:
     """Print the plan. `contexts`: what other contexts cost, if the context was chosen.
 
-    `cache_ram_mib` is the value of --cache-ram. `cost` has the given flags without which the
-    machine would be faster. `cards` are plans with other numbers of GPUs. `idle` is
-    the cost of idle conversations. `start` are the arguments
-    of the command to start. With `details`, all reasons are printed, too.
+    `cache_ram_mib` is the value of --cache-ram, and `route` that of --route-cached. `cost` has the
+    given flags without which the machine would be faster. `cards` are plans with other numbers of
+    GPUs. `idle` is the cost of idle conversations. `start` are the arguments of the command to
+    start. With `details`, all reasons are printed, too.
     """
-    report.named(first_lines(planned, start, cache_ram_mib))
+    report.named(first_lines(planned, start, cache_ram_mib, route))
     if cost is not None:
         report.paragraph(cost.note)
     if planned.hardware is not None and hardware_of(planned.hardware).shares_ram:

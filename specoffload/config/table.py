@@ -349,7 +349,7 @@ _OFFLOAD = (
     _offload(
         "route_cached", "--route-cached", FLOAT,
         "Let routers prefer experts that are on the GPU, with this strength. 0 is off.",
-        least=0, most=1, commands=_ANSWERS, rare=True,
+        least=0, most=1, commands=_ANSWERS | {"plan"}, rare=True,
         more="Answers are faster, and **texts differ** from the model's own, and depend on what "
         "was asked before ([hybrid.md](hybrid.md#cached-routing)). Prompts of over 64 tokens are "
         "computed as before.",
@@ -357,7 +357,7 @@ _OFFLOAD = (
     _offload(
         "route_keep", "--route-keep", INT,
         "Best experts of each token that --route-cached leaves to the router.", least=0,
-        commands=_ANSWERS, rare=True,
+        commands=_ANSWERS | {"plan"}, rare=True,
     ),
     _offload(
         "warmup", "--warmup !--no-warmup", SWITCH,

@@ -19,12 +19,13 @@ from offload.plan.row_draft import expected_tps as mtp_tps
 from offload.plan.search import prompt_s
 from offload.plan.tables import HostTables
 from offload.routing.routing import SHARING_LEAST, SHARING_MOST, HitCurve
+from offload.schedule.cached_choice import RouteOptions
 from offload.store.store import HostRoom
 from offload.times.context_memory import ContextMemory, ContextOptions, context_memory
 from offload.times.decodes import LayerDivision, best_s, cpu_s, divided
 from offload.times.disk import DiskUse
 from offload.times.first_table import modelled, together
-from offload.times.hits import streamed_hits
+from offload.times.hits import misses_left, streamed_hits
 from offload.times.machine import CORE_FLOPS, Machine
 from offload.times.prompts import in_ubatches_s, prefill_s, with_prompt
 from offload.times.table import CostTable, Way
@@ -40,11 +41,13 @@ class ExpertUse:
     # n neighbours use n^this times the experts of one; None: as usual for the architecture
     sharing_exponent: float | None = None
     equally: bool = False  # True: all experts are used equally often, whatever was counted
+    misses_left: float = 1.0  # share of misses that a preference for cached experts leaves
 
     def work(self, facts: ModelFacts, request: PlanRequest, hits: HitCurve | None) -> ModelWork:
         """Return the work of decodes for texts that use experts so."""
         work = model_work(facts, hits, request.unions)
         work = even(work) if self.equally else work
+        work = replace(work, misses_left=self.misses_left)
         if self.sharing_exponent is None:
             return work
         return replace(work, sharing_exponent=self.sharing_exponent)
@@ -249,6 +252,11 @@ class Planned:
         """Return the plan for n neighbours that use n^`exponent` times the experts of one token."""
         return replace(self, use=replace(self.use, sharing_exponent=exponent))
 
+    def preferring_cached(self, route: RouteOptions) -> Planned:
+        """Return the plan for routers that prefer cached experts, with a guess of what it saves."""
+        left = misses_left(route, self.facts.n_experts_used)
+        return replace(self, use=replace(self.use, misses_left=left))
+
     @property
     def used_equally(self) -> Planned:
         """The plan for texts that use all experts equally often."""
@@ -413,7 +421,8 @@ class Planned:
             return None
         dense_bytes = sum(e.size_bytes for e in plan.streamed if not is_experts(e))
         memory_bytes = max(0, room.available_bytes - dense_bytes)
-        work = self.use.work(self.facts, self.request, self.request.hits)
+        of_model = replace(self.use, misses_left=1.0)  # memory is not searched before the router
+        work = of_model.work(self.facts, self.request, self.request.hits)
         return DiskUse(work, plan.sharing, memory_bytes, self.request.machine.disk_bytes_per_s)
 
     @cached_property

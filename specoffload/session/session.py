@@ -194,6 +194,8 @@ class Session:
         route = self.config.streaming.route
         if not route.is_on:
             return ()
+        if why := route.no_effect_reason(self.target.facts.n_experts_used):
+            return (ignored("--route-cached", why),)
         if not self.target.prefer_cached():
             return (ignored("--route-cached", "no experts are copied to a GPU"),)
         words = (

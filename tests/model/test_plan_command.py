@@ -46,6 +46,7 @@ KEYS = {
     *("reserve_bytes", "reserve", "slot_bytes", "slots", "streamed_layers", "ubatch", "min_batch"),
     *("host_working_bytes", "pass_experts", "declined", "reasons", "expected", "ends", "hits"),
     *("unions", "machine", "cache", "lent_slots", "idle_slots"),
+    "cached_routing",
     *("hardware", "ways", "llama_cpp", "slow_flags", "cards", "contexts", "host_projector_bytes"),
     *("host", "disk", "tables", "devices", "layout", "kv_overrides"),
 }
@@ -109,6 +110,35 @@ def test_a_plan_counts_the_experts_that_override_kv_leaves(r1: Path) -> None:
     assert f"--override-kv {USED}=int:4" in next(
         line for line in shown.splitlines() if line.startswith("llama.cpp:")
     )
+
+
+def test_a_row_says_what_cached_routing_brings_if_it_is_asked_for(r1: Path) -> None:
+    asked = (str(r1), "--vram", "24GiB", "--ram", "512GiB", "-c", "4096")
+    own = planned(*asked)
+    assert own["cached_routing"] is None
+    assert "cached routing:" not in words_of(*asked)
+    some, strong = (planned(*asked, "--route-cached", s) for s in ("0.1", "1"))
+    routed = [plan["cached_routing"] for plan in (some, strong)]
+    assert [its["strength"] for its in routed] == [0.1, 1.0]
+    assert some["expected"] == own["expected"], "the plan and its speeds are the model's own"
+    speeds = [own["expected"]["decode_tps"], *(its["decode_tps"] for its in routed)]
+    assert speeds == sorted(set(speeds)), "faster with each strength"
+    assert routed[0]["least_decode_tps"] > own["expected"]["least_decode_tps"]
+    all_kept = planned(*asked, "--route-cached", "1", "--route-keep", "8")["cached_routing"]
+    assert all_kept["decode_tps"] == pytest.approx(own["expected"]["decode_tps"])
+    left = words_of(*asked, "--route-cached", "1", "--route-keep", "8")
+    assert (
+        "--route-cached 1 changes nothing: --route-keep 8 leaves all 8 experts of a token" in left
+    )
+    shown = words_of(*asked, "--route-cached", "0.5")
+    said = r"answers about [\d.]+ to [\d.]+ tokens/s with --route-cached 0.5 \(a guess from drawn"
+    assert re.search(f"cached routing: {said} routing\\). Texts differ", shown)
+    assert "--route-cached 0.5" in shown.split("start: ")[1].split("llama.cpp:")[0]
+
+
+def test_a_plan_says_if_cached_routing_would_bring_nothing(tiny_moe: Path) -> None:
+    shown = words_of(str(tiny_moe), "--vram", "24GiB", "--ram", "64GiB", "--route-cached", "0.5")
+    assert "no faster answers are expected with --route-cached 0.5" in shown
 
 
 def test_both_ends_of_the_choice_between_prompts_and_answers_are_printed(r1: Path) -> None:

@@ -76,6 +76,18 @@ def test_without_a_gpu_it_is_said_to_have_no_effect() -> None:
         assert not any("prefers cached" in note for note in session.notes)
 
 
+def test_it_is_said_if_every_choice_is_left_to_the_router() -> None:
+    config = config_of(
+        device="sim:vram=8MiB", ctx_size=256, threads=1, hybrid=Toggle.ON, route_cached=1.0,
+        route_keep=4, without=frozenset({"profile"}), spec_given={"--spec-type": "none"},
+    )  # fmt: skip
+    with Session(config, keeps_hits=False) as session:
+        words = "--route-cached ignored: --route-keep 4 leaves all 4 experts of a token"
+        assert any(words in note for note in session.notes)
+        assert not any("prefers cached" in note for note in session.notes)
+        assert answer_of(session, PROMPT)[1].n_choices == 0
+
+
 @pytest.mark.parametrize("words", [("--route-cached", "1.5"), ("--route-cached", "-1"),
                                    ("--route-keep", "-1")])  # fmt: skip
 def test_values_out_of_range_are_refused(words: tuple[str, str]) -> None:

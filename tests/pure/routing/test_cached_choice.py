@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from offload.schedule.cached_choice import (
     ChoiceCounts,
     MeanRange,
+    RouteOptions,
     Scores,
     best,
     choose,
@@ -63,6 +64,19 @@ def test_masked_experts_stay_masked_and_are_no_part_of_the_range() -> None:
     assert (ranges.n_tokens, ranges.mean) == (1, 1.0)
     ranges.see(np.array([[0.0, 3.0, 1.0, 1.0]], np.float32))
     assert ranges.mean == pytest.approx(2.0)
+
+
+def test_a_preference_without_effect_has_a_reason() -> None:
+    """Which is right: such a preference changes no choice."""
+    assert RouteOptions(1.0, 2).no_effect_reason(0) == "", "a model without experts"
+    for n_kept, n_used in ((2, 1), (2, 2), (9, 8)):
+        why = RouteOptions(1.0, n_kept).no_effect_reason(n_used)
+        assert why.startswith(f"--route-keep {n_kept} leaves ")
+        scores, cached = scores_of(n_kept), cached_of(n_kept, 5)
+        lowered = choose(scores, penalties(cached, 9.0, 1.0), n_kept, n_used)
+        assert np.array_equal(lowered, best(scores, n_used))
+    assert RouteOptions(1.0, 1).no_effect_reason(2) == ""
+    assert "the one expert" in RouteOptions(1.0, 2).no_effect_reason(1)
 
 
 def test_counts_compare_with_the_routers_own_choices() -> None:
