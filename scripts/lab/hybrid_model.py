@@ -74,21 +74,32 @@ NEAREST: dict[str, tuple[tuple[float, float], ...]] = {
 
 
 @cache
-def draw(
-    n_experts: int, n_used: int, parameters: Parameters, n_tokens: int, n_layers: int
-) -> NDArray[np.int64]:
-    """Drawn routing [n_tokens, n_layers, n_used]."""
+def draw_scores(
+    n_experts: int, parameters: Parameters, n_tokens: int, n_layers: int
+) -> NDArray[np.float64]:
+    """A router's drawn scores, from which it would compute probabilities.
+
+    Has the shape [n_tokens, n_layers, n_experts].
+    """
     constant, drift, lasting = parameters
     rng = np.random.default_rng(1)
     keep = np.exp(-1.0 / constant)
     shape = n_layers, n_experts
     popularity, state = lasting * rng.standard_normal(shape), rng.standard_normal(shape)
-    rows = []
-    for _ in range(n_tokens):
+    scores = np.empty((n_tokens, *shape))
+    for token in range(n_tokens):
         state = keep * state + np.sqrt(1 - keep * keep) * rng.standard_normal(shape)
-        scores = popularity + drift * state + rng.standard_normal(shape)
-        rows.append(np.argpartition(-scores, n_used, axis=1)[:, :n_used])
-    return np.array(rows)
+        scores[token] = popularity + drift * state + rng.standard_normal(shape)
+    return scores
+
+
+@cache
+def draw(
+    n_experts: int, n_used: int, parameters: Parameters, n_tokens: int, n_layers: int
+) -> NDArray[np.int64]:
+    """Drawn routing [n_tokens, n_layers, n_used]."""
+    scores = draw_scores(n_experts, parameters, n_tokens, n_layers)
+    return np.argpartition(-scores, n_used, axis=2)[:, :, :n_used]
 
 
 @cache
