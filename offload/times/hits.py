@@ -65,7 +65,7 @@ def hit_rate(share: Real, in_use: Real, n_experts: int) -> Real:
 # Share of misses that are left, by strength of the preference for cached experts. It is that of
 # drawn routing with slots for a sixteenth of the experts; with more, fewer are left
 # (docs/hybrid.md).
-_MISSES_LEFT = ((0.0, 1.0), (0.1, 0.7), (0.25, 0.4), (0.5, 0.25), (1.0, 0.25))
+_MISSES_LEFT = ((0.0, 1.0), (0.1, 0.7), (0.25, 0.38), (0.5, 0.25), (1.0, 0.25))
 
 
 def misses_left(route: RouteOptions, n_used: int) -> float:
@@ -123,7 +123,8 @@ def kept_hits(work: ModelWork, share: Real, n_pieces: Real) -> Real:
     one = work.n_used / work.n_experts
     guess = np.maximum(share, hit_rate(share, one, work.n_experts))
     of_one = guess if work.hits is None else work.hits.at(share)
-    of_one = 1.0 - work.misses_left * (1.0 - of_one)
+    if work.misses_left < 1.0:
+        of_one = 1.0 - work.misses_left * (1.0 - of_one)
     n_even = np.log1p(-np.minimum(n_pieces / work.n_experts, 1 - 1e-12)) / math.log1p(
         -min(one, 1 - 1e-9)
     )

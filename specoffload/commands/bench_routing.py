@@ -20,6 +20,7 @@ from specoffload.config.resolution import Config
 from specoffload.config.speculation import NO_DRAFTS
 from specoffload.errors import UsageError
 from specoffload.opening.draft_model import real_text
+from specoffload.opening.header import target_facts
 from specoffload.session.session import Session
 from specoffload.session.startup_lines import show_always_shown
 
@@ -41,6 +42,8 @@ def bench_routing(config: Config, own: BenchOptions) -> None:
     config = on_some_device(with_bench_context(config))
     options = replace(config.spec.options, drafters=NO_DRAFTS.drafters)
     route = replace(config.streaming.route, n_kept=own.n_kept)
+    if why := route.no_effect_reason(target_facts(config).n_experts_used):
+        raise UsageError(f"--route-cached would change nothing: {why}")
     streaming = replace(config.streaming, route=route)
     config = replace(config, spec=replace(config.spec, options=options), streaming=streaming)
     strengths = tuple(dict.fromkeys((0.0, *own.strengths)))

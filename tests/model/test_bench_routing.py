@@ -43,11 +43,10 @@ def test_a_stronger_preference_keeps_fewer_choices_and_diverges(
     assert float(strong[7]) != float(exact[7])
 
 
-def test_all_choices_left_to_the_router_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    own = BenchOptions(n_predict=8, strengths=(1.0,), n_kept=4)  # the model uses 4 experts
-    bench.bench_routing(config_with_splits(), own)
-    shown = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if "│" in line]
-    assert [cell.strip() for cell in shown[1]][:2] == ["1", "100.0%"]
+def test_a_bench_in_which_every_choice_is_the_routers_own_is_refused() -> None:
+    own = BenchOptions(n_predict=8, strengths=(1.0,), n_kept=4)
+    with pytest.raises(UsageError, match="change nothing: --route-keep 4 leaves all 4 experts"):
+        bench.bench_routing(config_with_splits(), own)
 
 
 ROWS = (

@@ -131,8 +131,8 @@ def test_a_row_says_what_cached_routing_brings_if_it_is_asked_for(r1: Path) -> N
         "--route-cached 1 changes nothing: --route-keep 8 leaves all 8 experts of a token" in left
     )
     shown = words_of(*asked, "--route-cached", "0.5")
-    said = r"answers about [\d.]+ to [\d.]+ tokens/s with --route-cached 0.5 \(a guess from drawn"
-    assert re.search(f"cached routing: {said} routing\\). Texts differ", shown)
+    said = r"answers about [\d.]+(?: to [\d.]+)? tokens/s with --route-cached 0.5 \(a guess from"
+    assert re.search(f"cached routing: {said} drawn routing\\). Texts differ", shown)
     assert "--route-cached 0.5" in shown.split("start: ")[1].split("llama.cpp:")[0]
 
 
