@@ -92,3 +92,14 @@ def test_the_end_is_found_far_below_the_cells_that_were_freed() -> None:
     assert cells.end == 15_001
     cells.remove(1, 0)
     assert (cells.end, cells.n_used) == (10, 10)
+
+
+def test_cells_that_others_need_do_not_leave_with_a_sequence() -> None:
+    cells = Cells(N_CELLS, 3)
+    cells.place([0] * 6, range(6))
+    cells.copy(0, 1, 0, 4)
+    cells.copy(0, 2, 0, 2)
+    assert abs(cells.freed_by(0, ()) - (2 / 3 + 2 / 2 + 2)) < 1e-9
+    assert cells.freed_by(0, [1]) == 2.0
+    assert cells.freed_by(0, [2]) == 3.0
+    assert cells.freed_by(1, [0]) == 0.0

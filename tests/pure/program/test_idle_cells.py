@@ -81,12 +81,14 @@ def test_a_slot_leaves_when_its_rents_exceed_its_move_out_and_back() -> None:
     place.slots[0].saved_bytes = 10  # 5 s out, and 5 s back
     assert place.steps_until_moved(0) == 10
     place.idle.moved_out(10, 2.0)
-    place.idle.moved_back(10, 6.0)
+    place.idle.moved_back(10, 8.0)
     counters = place.idle.counters
     assert (counters.idle_moves, counters.idle_move_bytes, counters.idle_move_s) == (1, 10, 2.0)
-    assert (counters.idle_returns, counters.idle_return_s) == (1, 6.0)
+    assert (counters.idle_returns, counters.idle_return_s) == (1, 8.0)
     place.idle.moved_out(10, 4.0)
-    assert place.idle.costs.seconds(10) == pytest.approx(9.0), "the mean of both ways out, and back"
+    assert place.idle.costs.seconds(10) == pytest.approx(11.0), (
+        "the mean of both ways out, and back"
+    )
 
 
 def test_the_account_of_a_slot_that_is_used_again_begins_anew() -> None:

@@ -13,7 +13,12 @@ import pytest
 from offload.errors import DeviceFailed
 from offload.schedule.division import MeasuredCosts, SideTimes, SplitCosts, expected, split_pairs
 from offload.stream.split_measuring import Beside, SplitSides
-from offload.times.split_corrections import SplitCorrections, largest_ratio
+from offload.times.split_corrections import (
+    SplitCorrections,
+    SplitTiming,
+    TimedSide,
+    largest_ratio,
+)
 from specdec.decoding.loop import StepReport
 from specoffload.speculation.split_retiming import SplitRetiming
 
@@ -276,3 +281,23 @@ def test_every_timing_of_a_split_layer_comes_in_turn() -> None:
     counts = [seen.count(timing) for timing in every]
     assert len(every) == 13  # 2 of the device, as 1 row needs 32 slots; 10 of the CPU; the link
     assert max(counts) - min(counts) <= 1
+
+
+def test_a_timing_that_was_not_possible_leaves_its_turn_to_another() -> None:
+    corrections = SplitCorrections(TRUE)
+    seen = []
+    for _ in range(13):
+        seen.append(corrections.next(4, 4 * N_USED, N_SLOTS))
+        corrections.skip(seen[-1])
+    assert len(set(seen)) == 13
+
+
+def test_device_times_that_were_not_repeated_stay_between_those_that_were() -> None:
+    corrections = SplitCorrections(replace(TRUE, device=scaled(TRUE.device, 50.0, (4, 16))))
+    for n_rows in (2, 8):
+        for n_experts in (2, 4):
+            seconds = TRUE.device.fixed_s + n_experts * TRUE.device.by_rows_s[n_rows]
+            corrections.see(SplitTiming(TimedSide.DEVICE, n_rows, n_experts), seconds)
+    found = corrections.costs().device.by_rows_s
+    assert found[2] <= found[4] <= found[8]
+    assert found[8] <= found[16] <= 4.001 * found[8]
