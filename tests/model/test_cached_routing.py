@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +18,10 @@ from lab.options import Streaming, engine_options
 from lab.synth import write_preset
 from offload.decode import SMALL_BATCH
 from offload.engine import EngineOptions, open_engine
-from offload.schedule.cached_choice import RouteOptions
+from offload.ggml.backend import Stream
+from offload.schedule.cached_choice import ChoiceCounts, RouteOptions
 from offload.schedule.splitter import all_on_device
+from offload.stream.cached_routing import CachedRouting
 
 PRESETS = {
     "deepseek2": "deepseek-v2-lite",
@@ -107,6 +110,48 @@ def test_several_sequences_choose_as_the_numpy_form_does(
             engine.sequences.extend_batch(parts)
         spied.assert_same(engine)
         assert spied.n_other > 0 or engine.facts.n_experts_used == 1
+
+
+def test_penalties_are_the_strength_times_the_mean_range_and_uploaded_after_a_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier graphs may still read the penalties that are replaced."""
+    path = write_preset(PRESETS["qwen3moe"], tmp_path / "m.gguf", size="tiny", seed=1)
+    see, upload, wait = ChoiceCounts.see, CachedRouting._upload, Stream.synchronize
+    begin = CachedRouting.begin
+    calls: list[str] = []
+    lost: list[float] = []
+
+    def spied(counts: ChoiceCounts, group: int, scores: Rows, penalty: Rows, *rest: Any) -> None:
+        mean = counts.ranges[group].mean if group in counts.ranges else 0.0
+        assert penalty.min() in (0.0, np.float32(-0.25 * mean))
+        lost.append(float(penalty.min()))
+        see(counts, group, scores, penalty, *rest)
+
+    def begun(routing: CachedRouting, *arguments: Any, **more: Any) -> None:
+        calls.append("begin")
+        begin(routing, *arguments, **more)
+
+    def uploaded(routing: CachedRouting) -> None:
+        calls.append("upload")
+        upload(routing)
+
+    def waited(stream: Stream) -> None:
+        calls.append("wait")
+        wait(stream)
+
+    with open_engine(path, routed(path, RouteOptions(0.25))) as engine:
+        engine.opened.routing.is_on = routing_of(engine).is_on = True
+        monkeypatch.setattr(ChoiceCounts, "see", spied)
+        monkeypatch.setattr(CachedRouting, "begin", begun)
+        monkeypatch.setattr(CachedRouting, "_upload", uploaded)
+        monkeypatch.setattr(Stream, "synchronize", waited)
+        logits(engine)
+        monkeypatch.undo()
+    assert min(lost) < 0.0
+    uploads = [i for i, call in enumerate(calls) if call == "upload"]
+    assert len(uploads) > 2
+    assert all(calls[i - 1] == "wait" for i in uploads[1:]), "the first is of a new table"
 
 
 def test_nothing_changes_if_every_expert_is_in_a_slot(
