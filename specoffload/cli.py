@@ -325,9 +325,11 @@ def _bench_agent(line: CommandLine, options: Options, own: BenchOptions) -> None
     """Play an agent's tasks with the model of `options`, or at the given addresses."""
     from specoffload.commands.bench_agent import N_PREDICT, bench_agent, bench_agent_at
 
-    others = own.by_drafter or own.by_policy or own.vs or own.n_pp or own.n_tg or own.n_pl
-    others = others or own.texts or own.output or own.strengths
-    if others or line.of(SweepOptions).is_asked:
+    others = (
+        *(own.by_drafter, own.by_policy, own.vs, own.n_pp, own.n_tg, own.n_pl),
+        *(own.texts, own.output, own.strengths, line.of(SweepOptions).is_asked),
+    )
+    if any(others):
         raise UsageError(
             "--agent plays tasks alone: leave out --drafters, --policies, --texts, --vs, --output, "
             "--route-cached, -npl, -npp, -ntg and lists of values"

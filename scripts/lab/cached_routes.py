@@ -170,7 +170,8 @@ def _highest(ranks: NDArray[np.float64], n: int) -> NDArray[np.bool_]:
     """True for the `n` experts that rank highest, of those that were ever used."""
     cached = np.zeros(ranks.size, np.bool_)
     cached[np.argpartition(-ranks, n - 1, axis=None)[:n]] = True
-    return cached.reshape(ranks.shape) & (ranks != NEVER_USED)
+    was_used: NDArray[np.bool_] = ranks != NEVER_USED
+    return cached.reshape(ranks.shape) & was_used
 
 
 def strongest(text: RouterScores, share: float, n_kept: int = RouteOptions.n_kept) -> float:

@@ -269,7 +269,8 @@ _OFFLOAD = (
     _offload(
         "tensor_split", "--tensor-split -ts LLAMA_ARG_TENSOR_SPLIT", SHARES,
         "Share of the model's layers for each device, e.g. 3,1.", commands=OPENS | {"tune numa"},
-        more="With --device auto, all GPUs are used then.", default_words="planned",
+        more="With --device auto, all GPUs that have their own memory are used then.",
+        default_words="planned",
     ),
     _offload(
         "split_mode", "--split-mode -sm LLAMA_ARG_SPLIT_MODE", SPLIT_MODE,
