@@ -42,8 +42,8 @@ def bench_routing(config: Config, own: BenchOptions) -> None:
     config = on_some_device(with_bench_context(config))
     options = replace(config.spec.options, drafters=NO_DRAFTS.drafters)
     route = replace(config.streaming.route, n_kept=own.n_kept)
-    if why := route.no_effect_reason(target_facts(config).n_experts_used):
-        raise UsageError(f"--route-cached would change nothing: {why}")
+    if reason := route.no_effect_reason(target_facts(config).n_experts_used):
+        raise UsageError(f"--route-cached would change nothing: {reason}")
     streaming = replace(config.streaming, route=route)
     config = replace(config, spec=replace(config.spec, options=options), streaming=streaming)
     strengths = tuple(dict.fromkeys((0.0, *own.strengths)))
@@ -69,10 +69,10 @@ def bench_routing(config: Config, own: BenchOptions) -> None:
         "next token's distribution from the model's own, in nats. Perplexity is that of this text: "
         "one with your own (-f FILE) says more"
     )
+    report.data({"routing": [asdict(row) for row in rows], "machine": machine()})
     if own.plot is not None:
         plot_routing(rows, title, own.plot)
         report.note(f"plotted {own.plot}")
-    report.data({"routing": [asdict(row) for row in rows], "machine": machine()})
 
 
 def _measured(

@@ -157,8 +157,8 @@ def _route_words(planned: Planned, route: RouteOptions) -> str:
     """Return what --route-cached is expected to bring, and what it costs."""
     name = f"--route-cached {route.strength:g}"
     routed = planned.preferring_cached(route)
-    if why := route.no_effect_reason(planned.facts.n_experts_used):
-        return f"{name} changes nothing: {why}"
+    if reason := route.no_effect_reason(planned.facts.n_experts_used):
+        return f"{name} changes nothing: {reason}"
     if routed.expected["decode_tps"] <= planned.expected["decode_tps"]:
         return f"no faster answers are expected with {name}: they do not wait for missing experts"
     return (

@@ -467,7 +467,7 @@ _BENCH_FLAGS = (
     ),
     _bench(
         "strengths", "--route-cached", RATES,
-        "Compare only strengths of --route-cached on a text of -n tokens, e.g. 0,0.5,1.",
+        "Compare only strengths of --route-cached on a text of -n tokens, e.g. 0.02,0.05,0.25.",
         more="The text is that of -f, or a built-in one ([bench.md](bench.md#cached-routing)).",
     ),
     _bench(

@@ -22,6 +22,7 @@ from offload.images.mtmd import ImagePrompt
 from offload.notes import Note, NoteKind, OnProgress, kind_of
 from offload.plan.host import DRAFT_MODEL
 from offload.plan.workload import TokenMix
+from offload.schedule.cached_choice import RouteOptions
 from specoffload import report
 from specoffload.config.resolution import Config
 from specoffload.config.speculation import ignored
@@ -39,6 +40,7 @@ from specoffload.kept_machine import measure_disk
 from specoffload.opening.draft import open_draft
 from specoffload.opening.draft_model import DraftModel
 from specoffload.opening.drafters import without_asked_rows
+from specoffload.opening.header import target_facts
 from specoffload.opening.start import open_target, session_start
 from specoffload.session.infill import Fill, FillMarkers, fill_prompt
 from specoffload.session.kept_prompts import KeptPrompts
@@ -65,6 +67,18 @@ def _said(what: str, close: Callable[..., None], *given: object) -> None:
     except Exception as e:
         log.warning("%s: %s", what, e)
         log.debug("the failure while closing", exc_info=True)
+
+
+def _with_useful_route(config: Config) -> tuple[Config, str]:
+    """Turn --route-cached off if no choice can change, so that nothing else changes either.
+
+    Returns the configuration, and the reason or "".
+    """
+    route = config.streaming.route
+    reason = route.no_effect_reason(target_facts(config).n_experts_used) if route.is_on else ""
+    if reason:
+        config = replace(config, streaming=replace(config.streaming, route=RouteOptions()))
+    return config, reason
 
 
 class Session:
@@ -98,6 +112,7 @@ class Session:
         if config.slot_save_path is not None:
             made_folder(config.slot_save_path, "--slot-save-path: no slots can be saved")
         measures = prices or thorough is not None  # these measure T(n)
+        config, self._idle_route_reason = _with_useful_route(config)
         start = session_start(config, imports_costs=not measures)
         self.config, self.choices = config, start.choices
         self.speculation: Speculation | None = None  # None: every token is decoded alone
@@ -191,11 +206,11 @@ class Session:
 
     def _prefer_cached(self) -> tuple[str, ...]:
         """Turn --route-cached on, now that everything is measured. Returns a line on it."""
+        if reason := self._idle_route_reason:
+            return (ignored("--route-cached", reason),)
         route = self.config.streaming.route
         if not route.is_on:
             return ()
-        if why := route.no_effect_reason(self.target.facts.n_experts_used):
-            return (ignored("--route-cached", why),)
         if not self.target.prefer_cached():
             return (ignored("--route-cached", "no experts are copied to a GPU"),)
         words = (

@@ -86,6 +86,9 @@ def test_it_is_said_if_every_choice_is_left_to_the_router() -> None:
         assert any(words in note for note in session.notes)
         assert not any("prefers cached" in note for note in session.notes)
         assert answer_of(session, PROMPT)[1].n_choices == 0
+        opened = session.target.opened
+        assert all(device.routing is None for device in opened.devices)
+        assert not session.config.streaming.route.is_on
 
 
 @pytest.mark.parametrize("words", [("--route-cached", "1.5"), ("--route-cached", "-1"),
