@@ -63,21 +63,23 @@ def hit_rate(share: Real, in_use: Real, n_experts: int) -> Real:
 
 
 # Share of misses that are left, by strength of the preference for cached experts. It is that of
-# drawn routing with slots for a sixteenth of the experts; with more, fewer are left
+# drawn routing with slots for a sixteenth of the experts. With fewer slots, more are left
 # (docs/hybrid.md).
+_DRAWN_SHARE = 1 / 16
 _MISSES_LEFT = ((0.0, 1.0), (0.1, 0.7), (0.25, 0.38), (0.5, 0.25), (1.0, 0.25))
 
 
-def misses_left(route: RouteOptions, n_used: int) -> float:
+def misses_left(route: RouteOptions, n_used: int, share: float = 1.0) -> float:
     """Return a guess of the share of misses that are left if routers prefer cached experts.
 
-    A token uses `n_used` experts. The best `route.n_kept` of them miss as often as before. They are
+    A token uses `n_used` experts, and `share` of all experts have a slot. The best `route.n_kept` of them miss as often as before. They are
     used more often than the others, so they miss about two thirds as often as these.
     """
     strengths, left = zip(*_MISSES_LEFT, strict=True)
     n_kept = min(route.n_kept, n_used)
     of_kept = n_kept / max(1e-12, n_kept + 1.5 * (n_used - n_kept))
-    return float(max(np.interp(route.strength, strengths, left), of_kept * (route.strength > 0)))
+    most = max(np.interp(route.strength, strengths, left), of_kept * (route.strength > 0))
+    return float(1.0 - (1.0 - most) * min(1.0, share / _DRAWN_SHARE))
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,7 @@ def copied_hits(work: ModelWork, sharing: Sharing, pieces: Real) -> Real:
         if work.hits is None:
             guess = hit_rate(share, pieces / max(1, work.n_experts), work.n_experts)
             held_hits = np.maximum(share, guess)
+            held_hits = 1.0 - work.misses_left * (1.0 - held_hits)
         else:
             held_hits = kept_hits(work, share, pieces)
         hits = np.maximum(hits, holds * held_hits)

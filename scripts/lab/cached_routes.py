@@ -167,9 +167,12 @@ def replay(text: RouterScores, share: float, route: RouteOptions) -> Replayed:
 
 
 def _highest(ranks: NDArray[np.float64], n: int) -> NDArray[np.bool_]:
-    """True for the `n` experts that rank highest, of those that were ever used."""
+    """True for the `n` experts that rank highest, of those that were ever used.
+
+    Of equal ranks, the last by number is the highest, as in `recorded_hits`.
+    """
     cached = np.zeros(ranks.size, np.bool_)
-    cached[np.argpartition(-ranks, n - 1, axis=None)[:n]] = True
+    cached[np.argsort(ranks, axis=None, kind="stable")[ranks.size - n :]] = True
     was_used: NDArray[np.bool_] = ranks != NEVER_USED
     return cached.reshape(ranks.shape) & was_used
 

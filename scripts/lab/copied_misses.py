@@ -70,7 +70,7 @@ def rows() -> Iterator[Row]:
 
 
 def main() -> None:
-    """Print the table of docs/log.md, and how often copying is faster."""
+    """Print a row for each model, machine and use of experts; docs/log.md has their ratios, and how often copying is faster."""
     found = list(rows())
     heads = ("model", "machine", "experts' use", "split", "copied", "read by the card",
              "copied ÷ split")  # fmt: skip

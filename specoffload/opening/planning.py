@@ -254,7 +254,10 @@ class Planned:
 
     def preferring_cached(self, route: RouteOptions) -> Planned:
         """Return the plan for routers that prefer cached experts, with a guess of what it saves."""
-        left = misses_left(route, self.facts.n_experts_used)
+        sharing = self.plan.sharing
+        n_streamed = self.work.n_experts * (self.work.n_expert_layers - sharing.n_resident)
+        share = float(sharing.n_cached / max(1, n_streamed))
+        left = misses_left(route, self.facts.n_experts_used, share)
         return replace(self, use=replace(self.use, misses_left=left))
 
     @property
