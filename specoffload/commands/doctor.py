@@ -88,7 +88,7 @@ def doctor(folder: Path, *, threads_now: str, numa: bool) -> None:
             "library": library,
             "links": links,
             "measurements": [asdict(one) for one in of_all],
-            "kept": [asdict(model) for model in kept],
+            "kept": [_kept_json(model) for model in kept],
             "findings": [asdict(finding) for finding in findings],
             "last": last,
         }
@@ -243,6 +243,11 @@ class MachineNow:
     devices: frozenset[tuple[str, str]]  # names in lower case, and descriptions
     threads: str  # thread counts of a start without --threads
     build: str
+
+
+def _kept_json(model: KeptModel) -> dict[str, Any]:
+    shown = asdict(model)
+    return shown | {"why_not": shown.pop("reason")}
 
 
 @dataclass(frozen=True)
