@@ -103,6 +103,7 @@ def _tree(
         return None
     successors = trees.successors(at)
     recorded, expanded, likeliest = [-1], [-1], -1  # the record's index of each node, root first
+    goes_on = True  # down the likeliest path, which the policy judges
     while expanded:
         for i in expanded:
             n_before = len(growth.nodes)
@@ -112,6 +113,7 @@ def _tree(
             recorded += [node.token for node in growth.nodes[n_before:]]
             if i == likeliest and after:
                 likeliest = n_before
+                goes_on = goes_on and walk.feed(growth.nodes[n_before].p)
         expanded = growth.ahead()
     policy.grown(walk, growth, 1, 1)
     nodes, _ = growth.chosen()

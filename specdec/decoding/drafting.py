@@ -22,8 +22,8 @@ from specdec.types import (
     Round,
     Target,
     Trees,
+    TreeTarget,
     Walk,
-    holds_trees,
 )
 
 
@@ -54,7 +54,7 @@ class ChainDrafting:
         self._walks: dict[
             int, Mapping[str, Walk]
         ] = {}  # walks by sequence and drafter, for several sequences
-        self._holds_trees = holds_trees(target)
+        self._n_leaves = target.n_tree_leaves if isinstance(target, TreeTarget) else 0
         self._n_shared = 1  # members whose batch the policy prices
         self._n_rows = 0  # rows of the last round of an only member
 
@@ -145,18 +145,24 @@ class ChainDrafting:
         self._drafter.forget(sequence)
 
     def _trees_for(self, member: BatchMember) -> Trees | None:
-        """Return the policy's prices of trees, or None if the member has limits of its own."""
-        if not self._holds_trees:
+        """Return the policy's prices of trees, or None if the member has limits of its own.
+
+        None after images, too, because their tokens may share positions.
+        """
+        if not self._n_leaves or member.images:
             return None
         # Only the target's own choice can go down a tree.
         is_free = bounded(self.policy, member.bounds) is self.policy
         return self.policy.trees if is_free and isinstance(member.accept, MatchAcceptance) else None
 
     def _n_nodes(self, member: BatchMember, n_history: int) -> int:
-        """The most nodes of a member's tree. Only its depth is limited by the text's end."""
+        """The most nodes of a member's tree. Only its depth is limited by the text's end.
+
+        Each node may be a leaf, and each leaf takes a sequence of the target.
+        """
         target = self._target
         n_rows = min(target.n_outputs, target.n_batch, target.n_ctx - n_history)
-        n_most = min(self.policy.n_max, n_rows - 1)
+        n_most = min(self.policy.n_max, n_rows - 1, self._n_leaves)
         return n_most if member.bounds.n_max is None else min(n_most, member.bounds.n_max)
 
     def _limit(self, member: BatchMember, n_left: int, n_history: int) -> int:

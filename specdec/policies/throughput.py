@@ -213,7 +213,7 @@ class Throughput(Policy):
             return None
         price = [rate * (time_s - times[0]) for time_s in times[: n + 1]]
         price = self._priced_now(price)
-        budget = _TRUST_TOKENS + known.n_judged
+        budget = _TRUST_TOKENS + known.n_judged - known.block
         while n > N_PROBED and price[n] - price[0] > budget:
             n -= 1
         seen = np.array(known.seen)

@@ -8,14 +8,17 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from fake_target import FakeTarget
-from parts import OwnDraws, generated, plain
+from parts import OwnDraws, generated, member_of, plain
 
 from lab.lattice import PAGE, Branches, every_curve, replay, row
 from lab.trees import load
 from offload.decode import Rows
 from specdec.costs.profile import CostProfile
+from specdec.decoding.drafting import ChainDrafting
+from specdec.decoding.loop import DecodingLoop
 from specdec.drafters.rows import BlockDrafter
 from specdec.policies.throughput import Throughput
+from specdec.types import Round
 
 STREAMS, DENSE, MIXTURE = "streams (modelled)", "mistral-large-2411", "deepseek-r1-0528-q4_x"
 N_VOCAB = 12
@@ -112,6 +115,20 @@ def test_a_lattice_gives_trees_of_one_pass_that_change_no_text() -> None:
         texts[has_lattice] = [token for r in rounds for token in r.emitted]
     assert texts[False] == texts[True] == plain(FakeTarget(n_vocab=N_VOCAB), [1, 2], 300)[2:]
     assert lengths[True] > 1.1 * lengths[False]
+
+
+def test_no_tree_follows_an_image() -> None:
+    """Its tokens may share positions, and then the target refuses trees."""
+    target, drafter, _ = pair()
+    loop = DecodingLoop(target, ChainDrafting(target, drafter, Throughput(FLAT)))
+    loop.add(member_of(0, [1, 2, 3], 60, images=((0, 1),)))
+    rounds: list[Round] = []
+    while not loop.is_idle:
+        step = loop.step()
+        assert not step.failed
+        rounds += [round_ for _, round_ in step.rounds]
+    assert any(round_.draft.tokens for round_ in rounds)
+    assert not any(round_.draft.parents for round_ in rounds)
 
 
 def test_a_shorter_block_has_no_deeper_tree_and_drawn_tokens_none() -> None:

@@ -148,7 +148,7 @@ def test_trees_write_the_plain_text(
     )
     text = [1, 2, 3]
     for round_ in generated(
-        target, text, n, ModelDrafter(draft), Throughput(FLAT, n_max=n_leaves), end=end
+        target, text, n, ModelDrafter(draft), Throughput(FLAT), end=end
     ):
         text = [*text, *round_.emitted]
         assert target.tokens(0) == text[:-1]
