@@ -6,7 +6,7 @@ our weights. A graph that passes here writes only into the client's buffers, and
 and the weights, if the numbers of `IdRange` are in range at each computation. Two cases are left to
 the kernel. Row numbers that a graph computes as floats (MiniMax-M3) are checked by ggml's CPU
 backend, which then ends the process, and not by GPU backends. The place of the largest value
-(ARGMAX) is -1 on CUDA if all are NaNs, so that the floats before a table's first row are read.
+(ARGMAX) is -1 on CUDA if all are NaNs or minus infinity: then floats before a table are read.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ def _check_integers(table: NodeTable, span: Ints, named: Mapping[int, str]) -> t
             counted = row if limited == RESULT else int(table.sources[row, limited])
             limit = int(table.shape[counted, dim])
             takes_data = kind not in (Integers.EXPERTS, Integers.BIASES)
-            # CUDA's kernel gives -1 for the largest value of NaNs. So floats may be read by it, but
+            # CUDA's kernel gives -1 for a row of NaNs or -inf. So floats may be read by it, but
             # it is no place to write to, and what it reads is never a number of a row itself.
             takes_argmax = kind is Integers.ROWS_OF_FIRST and table.type[row] == _types().f32
             bad[row] |= not origins.are_below(

@@ -223,8 +223,8 @@ class _SplitChoice:
 
 # graph_check.py cannot see numbers that a graph computes, and a GPU's kernels do not check them.
 _UNCHECKED = (
-    "row numbers that a client's graph computes as floats, or from NaNs, are not checked on a GPU: "
-    "let only clients that you trust connect (--allow)"
+    "row numbers that a client's graph computes as floats, or from NaNs or infinities, are not "
+    "checked on a GPU: let only clients that you trust connect (--allow)"
 )
 
 

@@ -217,7 +217,7 @@ def tried(name: str, way: Way) -> Operations:
 
 
 def _blocks(folder: Path, of: str) -> tuple[Path, list[Path]]:
-    """A target, and its block drafts of a variant: one with a map of tokens if there is such."""
+    """A target and its block drafts of a variant. One of Qwen3-MoE's two has a map of tokens."""
     if of == _STREAMS:
         target = write_preset("deepseek-v4-flash", folder / "target.gguf", quant="f32")
         layers = tuple(range(read_facts(target).n_layers))
@@ -225,7 +225,7 @@ def _blocks(folder: Path, of: str) -> tuple[Path, list[Path]]:
             block.write_block(folder, target, "dspark-conf", streams=True, target_layers=layers)
         ]
     target = eagle.write_target(folder, "qwen3moe")
-    return target, [block.write_block(folder, target, of, mapped=own) for own in (False, True)]
+    return target, [block.write_block(folder, target, of, mapped=mapped) for mapped in (False, True)]
 
 
 def together(found: Iterable[Operations]) -> Operations:

@@ -491,7 +491,7 @@ def place_of_largest(
 
 
 def test_the_place_of_the_largest_value_is_a_row_that_may_be_read(case: Case) -> None:
-    """CUDA gives -1 for NaNs: no place to write to, and no number of a row may be read there."""
+    """CUDA gives -1 for NaNs and -inf: no place to write to, nor a row's number, is read there."""
     place_of_largest(case)()
     for wrong in (
         place_of_largest(case, n_values=33),
