@@ -212,8 +212,9 @@ class TorchDraft:
         """Return the keys and values of the sequence, for `load`. Raises DeviceFailed."""
         with self._computing() as steps, steps.capturer.working():
             rows = steps.network.held(sequence, self.length(sequence))
-            state: bytes = rows.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()
-        return state
+            # One after the other, so that the device holds no second copy of all of them.
+            parts = [part.contiguous().view(-1).view(torch.uint8).cpu() for part in rows]
+            return b"".join(part.numpy().tobytes() for part in parts)
 
     def load(self, sequence: int, state: bytes, tokens: Sequence[int]) -> None:
         """Replace the sequence by a saved one of `tokens`. Raises DeviceFailed, DoesNotFit."""
@@ -224,7 +225,8 @@ class TorchDraft:
             if len(state) != rows.numel() * rows.element_size():
                 raise DeviceFailed(f"{len(state)} bytes are no state of {len(tokens)} tokens")
             raw = torch.frombuffer(bytearray(state), dtype=rows.dtype)
-            rows.copy_(raw.view(rows.shape))
+            for held, part in zip(rows, raw.view(rows.shape), strict=True):
+                held.copy_(part)
             steps.capturer.wait()
         self._lengths[sequence] = len(tokens)
 

@@ -212,6 +212,8 @@ class PromptStore:
             return False
         prompt = save()
         if self._limit_bytes is not None and prompt.size_bytes > self._limit_bytes:
+            prompt = replace(prompt, draft=None)  # the draft model reads the text again
+        if self._limit_bytes is not None and prompt.size_bytes > self._limit_bytes:
             if self._on_evicted is not None:
                 self._on_evicted(prompt)
                 return True

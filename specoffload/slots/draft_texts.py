@@ -43,12 +43,16 @@ class DraftTexts:
         return self._model.saved_bytes(sequence) if is_saved else 0
 
     def saved(self, sequence: int) -> SavedDraft | None:
-        """Return what the model holds, without drafted tokens; None if that is not known.
+        """Return what the model holds, without drafted tokens.
 
-        Raises DeviceFailed.
+        None: that is not known, or cannot be saved. Then the model reads the text again.
         """
-        tokens = () if self._memory is None else self._memory.settled(sequence)
-        return SavedDraft(tokens, self._model.save(sequence)) if tokens else None
+        try:
+            tokens = () if self._memory is None else self._memory.settled(sequence)
+            return SavedDraft(tokens, self._model.save(sequence)) if tokens else None
+        except (DeviceFailed, DoesNotFit) as e:
+            log.warning("what the draft model holds is not kept with a prompt: %s", e)
+            return None
 
     def load(self, sequence: int, saved: SavedDraft) -> None:
         """Restore what the model held. If that fails, the model reads the text again."""

@@ -21,7 +21,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -230,6 +230,7 @@ class PromptFolder:
         """
         if len(prompt.tokens) < LEAST_TOKENS:
             return
+        prompt = replace(prompt, draft=None)  # which files do not have
         with self._work:
             n_bytes = self._waiting_bytes + prompt.size_bytes
             is_full = self._waiting_bytes > 0 and n_bytes > _MOST_WAITING_BYTES
@@ -250,7 +251,7 @@ class PromptFolder:
         """
         self.settle()
         if len(prompt.tokens) >= LEAST_TOKENS:
-            self._keep(prompt, on_written)
+            self._keep(replace(prompt, draft=None), on_written)
 
     def settle(self) -> None:
         """Wait until all prompts are written that `keep` was called with."""

@@ -176,15 +176,15 @@ class Slot:
             n_bytes += self._draft.saved_bytes(self.number)
         return self._target.saved_bytes(self.number) + n_bytes
 
-    def saved(self) -> StoredPrompt:
-        """Return all that `load` needs. Raises DeviceFailed.
+    def saved(self, *, with_draft: bool = True) -> StoredPrompt:
+        """Return all that `load` needs, perhaps with the draft model's state. Raises DeviceFailed.
 
         Long sliding windows keep no checkpoints while the slot can be cut to the ends of its
         prompts. A loaded state cannot be cut, so this one gets checkpoints there.
         """
         target, number = self._target, self.number
         state, tokens = target.save(number), tuple(self.tokens)
-        draft = None if self._draft is None else self._draft.saved(number)
+        draft = self._draft.saved(number) if self._draft is not None and with_draft else None
         stored = StoredPrompt(tokens, state, self.checkpoints, self.salt, draft)
         ends = self._reachable_ends()
         if not ends:
@@ -230,7 +230,7 @@ class Slot:
         """
         if not self.tokens:
             raise BadRequest(f"slot {self.number} holds nothing to save")
-        return write_sequence(path, self.saved(), self._target.made_by)
+        return write_sequence(path, self.saved(with_draft=False), self._target.made_by)
 
     def read(self, path: Path, make_room: MakeRoom) -> int:
         """Restore the sequence that was written to a file. Returns the bytes read.

@@ -13,6 +13,7 @@ from offload.errors import BadRequest, DoesNotFit
 from offload.sequences.sequences import Checkpoint
 from specoffload.slots.choosing import (
     PromptStore,
+    SavedDraft,
     SlotChoice,
     SlotState,
     Source,
@@ -235,6 +236,9 @@ def test_prompts_without_room_in_memory_are_handed_on() -> None:
     kept(store, [5, 6], size=101)
     assert gone == [(1, 2), (5, 6)], "larger than the whole store"
     assert [prompt.tokens for prompt in store.prompts] == [(3, 4)]
+    both = StoredPrompt((9,), bytes(60), draft=SavedDraft((9,), bytes(60)))
+    assert store.add(both.tokens, lambda: both)
+    assert store.prompts[-1] == StoredPrompt((9,), bytes(60)), "the draft reads its text again"
     none = PromptStore(0, can_cut=True, on_evicted=lambda prompt: gone.append(prompt.tokens))
     kept(none, [7], size=1)
     assert (gone[-1], len(none)) == ((7,), 0)
