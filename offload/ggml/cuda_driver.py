@@ -20,6 +20,7 @@ from offload.ggml.backend import Device
 from offload.ggml.library import abi
 
 _SHARED_BYTES = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+_LEAST_SHARED_BYTES = 48 << 10  # of a block, on every card
 _TOKEN_BYTES = 4  # shared memory for each token of a product with ids (ggml-cuda/mmid.cu)
 _NON_BLOCKING = 1
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
@@ -120,8 +121,8 @@ def most_batch_tokens(device: Device) -> int | None:
     """Return the most tokens of a batch whose products with ids the device computes.
 
     ggml-cuda sorts a product's tokens by expert in the shared memory of a block, and aborts if they
-    do not fit (`launch_mm_ids_helper` in ggml/src/ggml-cuda/mmid.cu). Returns None if the device is
-    none of CUDA, or if its driver does not tell.
+    do not fit (`launch_mm_ids_helper` in ggml/src/ggml-cuda/mmid.cu). Without calls of the driver
+    that the doorbell needs, the least of all cards is returned. None: the device is none of CUDA.
     """
     ordinal, number, shared_bytes = number_of(device.name), C.c_int(), C.c_int()
     if ordinal is None or not is_cuda(device):
@@ -130,8 +131,8 @@ def most_batch_tokens(device: Device) -> int | None:
         driver().call("cuDeviceGet", C.byref(number), ordinal)
         driver().call("cuDeviceGetAttribute", C.byref(shared_bytes), _SHARED_BYTES, number)
     except NoDriver:
-        return None
-    return shared_bytes.value // _TOKEN_BYTES or None
+        return _LEAST_SHARED_BYTES // _TOKEN_BYTES
+    return (shared_bytes.value or _LEAST_SHARED_BYTES) // _TOKEN_BYTES
 
 
 class DriverStream:

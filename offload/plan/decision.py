@@ -138,6 +138,7 @@ def _request(found: Found, wanted: Wanted) -> PlanRequest:
 def _most_ubatch(found: Found, wanted: Wanted) -> int | None:
     """Return the largest ubatch that a plan may choose, which the kernels of all devices take."""
     limits = [device.most_tokens for device in found.devices if device.most_tokens]
+    limits += [UBATCHES[-1]] if found.workers else []  # whose cards are not asked
     return None if wanted.most_ubatch is None else min([wanted.most_ubatch, *limits])
 
 

@@ -460,7 +460,8 @@ def _made(model: PlannedModel, request: PlanRequest) -> Plan:
             in_ram = _fastest(model, request, host_bytes)
             from_disk = _fastest(model, request, host_bytes, reads_disk=True) or fastest
             choice = in_ram or from_disk
-            if in_ram is None and choice.n_ubatch != fastest.n_ubatch:
+            is_other = choice.n_ubatch != fastest.n_ubatch
+            if in_ram is None and is_other and fastest.n_ubatch not in LONG_UBATCHES:
                 reasons.append(
                     f"Prompts are computed {choice.n_ubatch} tokens at once instead of "
                     f"{fastest.n_ubatch}, because each time reads experts from the disk"

@@ -123,7 +123,7 @@ class _UbatchSearch:
         """The ubatches that a plan may use, in ascending order."""
         most = min(self._config.most_ubatch, 2 * max(UBATCHES[0], self._work.n_prompt) - 1)
         free = {n for n in SIZES if n <= most and n not in refused}
-        return sorted({self._planned, *free})
+        return sorted({self._planned, *self.kept.trials, *free})
 
     def _try(self, n: int) -> int | None:
         """Measure a ubatch of `n` tokens, or the plan's if it is 0. Returns the size that was used.
@@ -148,7 +148,8 @@ class _UbatchSearch:
         """Time prompts, of which the fastest counts. T(1) was measured when opening."""
         target = session.target
         n_ubatch = target.layout.context.n_ubatch
-        most = min(target.n_ctx - _ROOM, max(self._work.n_prompt, n_ubatch))
+        usual = min(n_ubatch, UBATCHES[-1])  # the planned prompt fills no larger one
+        most = min(target.n_ctx - _ROOM, max(self._work.n_prompt, usual))
         n = max(1, min(most, _N_UBATCHES * n_ubatch))
         prompt = _tokens(target, n)
         times = []

@@ -51,6 +51,7 @@ CUresult cuDeviceGetAttribute(int * value, CUdevice_attribute attribute, CUdevic
     switch (attribute) {
         case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *value = compute_capability() / 10; break;
         case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: *value = compute_capability() % 10; break;
+        case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: *value = 227 << 10; break;
         default: *value = 0;
     }
     return CUDA_SUCCESS;

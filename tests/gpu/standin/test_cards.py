@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from offload.device import DeviceChoice, devices
+from offload.ggml.cuda_driver import most_batch_tokens
 from offload.ggml.drivers import WSL_GPU, Card, CudaDriver
 from offload.ggml.installed import cuda_code
 
@@ -78,3 +80,9 @@ def test_an_older_driver_shows_no_card_and_is_named(root: Path) -> None:
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout.strip() == "False"
+
+
+def test_a_batch_is_at_most_as_large_as_the_shared_memory_of_a_block(standin: DeviceChoice) -> None:
+    assert most_batch_tokens(standin.device) == (227 << 10) // 4  # an H100's
+    (cpu,) = [choice for choice in devices() if not choice.on_gpu and choice.sim is None]
+    assert most_batch_tokens(cpu.device) is None
