@@ -152,7 +152,9 @@ def played(server: Program, day: Day, n_predict: int, *, tells: bool) -> DayRepo
 
 def _cells_of_others(server: Program) -> int:
     found = re.search(r"^specoffload:internal_idle_cells_read\S* (\S+)$", metrics(server), re.M)
-    return int(float(found[1])) if found else 0
+    if found is None:
+        raise SystemExit("agents-day: /metrics does not count cells of other conversations")
+    return int(float(found[1]))
 
 
 def n_equal(one: DayReport, other: DayReport) -> tuple[int, int]:

@@ -133,7 +133,7 @@ def copied_s(
     pool: Any = TimedFillers(clock, fillers, fill_s)
     copier._fillers = pool if fillers > 1 else None
     all_asked = threading.Event()
-    copier._enqueue(lambda: all_asked.wait(10) or None)
+    copier._enqueue(lambda: all_asked.wait(300) or None)
     slots: Any = None
     copier.copy([Transfer(slots, 0, source, 0, N_PIECES * PART)], None)
     all_asked.set()

@@ -154,8 +154,12 @@ def test_a_process_that_is_killed_during_a_move_leaves_whole_files(
     spawning = multiprocessing.get_context("spawn")
     child = spawning.Process(target=_killed_in_a_move, args=(path, disk, texts))
     child.start()
-    child.join(60)
-    assert child.exitcode == -signal.SIGKILL
+    try:
+        child.join(300)
+        assert child.exitcode == -signal.SIGKILL
+    finally:
+        if child.is_alive():
+            child.kill()
     with open_slots(path, SPECS["alone"], 1, **disk) as session:
         found = [together(session, [text], OPTIONS)[0] for text in texts]
     assert [a.tokens for a in found] == wanted
@@ -179,6 +183,7 @@ def _killed_in_a_move(path: Path, disk: dict[str, Any], texts: list[list[int]]) 
         assert folder is not None
         while not folder.n_written and time.monotonic() < end_s:
             time.sleep(0.05)
+        assert folder.n_written
         Slot.saved = killed  # type: ignore[method-assign]
         together(session, [prompt(256, 7, 50)], OPTIONS)
 

@@ -70,7 +70,7 @@ class FakeFactory:
     log: Path | None = None
     n_ctx: int = 512
     load_s: float = 0.0
-    prepare_s: float = 0.0  # of preparing the vocabulary for grammars
+    prepares_until: Path | None = None  # the vocabulary is prepared when this file exists
     bad_model: bool = False
     abort_if: Path | None = None
     bad_if: Path | None = None  # the model is bad while this file exists
@@ -232,7 +232,9 @@ class FakeGenerator:
         return SlotResult(10 * number, 1000, 0.5)
 
     def prepare(self) -> None:
-        time.sleep(self._factory.prepare_s)
+        until = self._factory.prepares_until
+        while until is not None and not until.exists():
+            time.sleep(0.01)
 
     def close(self) -> None:
         self._note("close")
