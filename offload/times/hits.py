@@ -72,8 +72,9 @@ _MISSES_LEFT = ((0.0, 1.0), (0.1, 0.7), (0.25, 0.38), (0.5, 0.25), (1.0, 0.25))
 def misses_left(route: RouteOptions, n_used: int, share: float = 1.0) -> float:
     """Return a guess of the share of misses that are left if routers prefer cached experts.
 
-    A token uses `n_used` experts, and `share` of all experts have a slot. The best `route.n_kept` of them miss as often as before. They are
-    used more often than the others, so they miss about two thirds as often as these.
+    A token uses `n_used` experts, and `share` of all experts have a slot. The best `route.n_kept`
+    of them miss as often as before. They are used more often than the others, so they miss about
+    two thirds as often as these.
     """
     strengths, left = zip(*_MISSES_LEFT, strict=True)
     n_kept = min(route.n_kept, n_used)

@@ -70,7 +70,10 @@ def rows() -> Iterator[Row]:
 
 
 def main() -> None:
-    """Print a row for each model, machine and use of experts; docs/log.md has their ratios, and how often copying is faster."""
+    """Print a row for each model, machine and use of experts, and how often copying is faster.
+
+    docs/log.md has their ratios.
+    """
     found = list(rows())
     heads = ("model", "machine", "experts' use", "split", "copied", "read by the card",
              "copied ÷ split")  # fmt: skip

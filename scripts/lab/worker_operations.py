@@ -225,7 +225,9 @@ def _blocks(folder: Path, of: str) -> tuple[Path, list[Path]]:
             block.write_block(folder, target, "dspark-conf", streams=True, target_layers=layers)
         ]
     target = eagle.write_target(folder, "qwen3moe")
-    return target, [block.write_block(folder, target, of, mapped=mapped) for mapped in (False, True)]
+    return target, [
+        block.write_block(folder, target, of, mapped=mapped) for mapped in (False, True)
+    ]
 
 
 def together(found: Iterable[Operations]) -> Operations:

@@ -245,7 +245,7 @@ class MachineNow:
     build: str
 
 
-def _kept_json(model: KeptModel) -> dict[str, Any]:
+def _kept_json(model: KeptModel) -> dict[str, object]:
     shown = asdict(model)
     return shown | {"why_not": shown.pop("reason")}
 

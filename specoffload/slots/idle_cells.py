@@ -74,7 +74,8 @@ class IdleCells:
             if who != _GAP and not self._move_out(self._slots[who]):
                 stays[who] = rents_s[who]
         if due and _GAP not in due:
-            # A running request may lie above the cells that are free now. These cells are charged at once.
+            # A running request may lie above the cells that are free now. These are charged at
+            # once.
             more_s = self._rents_s(n_tokens).get(_GAP, 0.0) - rents_s.get(_GAP, 0.0)
             due += self._rents.leaving({_GAP: more_s}, self._cost_s)
             stays[_GAP] = stays.get(_GAP, 0.0) + more_s

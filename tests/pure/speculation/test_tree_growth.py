@@ -147,9 +147,7 @@ def test_trees_write_the_plain_text(
         n_vocab=16, seed=seed, agreement=agreement, n_ctx=50, peak=0.4, n_tree_leaves=n_leaves
     )
     text = [1, 2, 3]
-    for round_ in generated(
-        target, text, n, ModelDrafter(draft), Throughput(FLAT), end=end
-    ):
+    for round_ in generated(target, text, n, ModelDrafter(draft), Throughput(FLAT), end=end):
         text = [*text, *round_.emitted]
         assert target.tokens(0) == text[:-1]
     assert text == plain(target, [1, 2, 3], n, end)
