@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.plan.candidates import Candidates, Limits, candidates
-from offload.plan.long_prompts import LONG_UBATCHES, MOST_COST, LongPrompt, longer_ubatch
-from offload.plan.objective import MeasuredDecode, Objective, Seconds, by_measured, measured_s
+from offload.plan.long_prompts import LONG_UBATCHES, LongPrompt, longer_ubatch
+from offload.plan.objective import MeasuredDecode, Objective, Seconds, by_measured
 from offload.plan.slot_layout import SlotLayout
 from offload.plan.weights import Weights, least_slots, ring_slots
 from offload.times.disk import DiskUse
@@ -113,12 +113,9 @@ def choose_sharing(
     its = choices.sharing
     if long_prompt is not None and disk is None and flat.streams[best]:
         long_s = np.broadcast_to(long_prompt.seconds(machine, its, ubatches), fits.shape).ravel()
-        measured = np.broadcast_to(measured_s(decodes, its), fits.shape).ravel()
-        is_slower = measured > (1.0 + MOST_COST) * measured[best]  # False: not measured
         longer = longer_ubatch(
-            long_prompt, long_s, seconds.flat(fits.shape), sizes.ravel(),
-            fits_long.ravel() & ~is_slower, best,
-        )  # fmt: skip
+            long_prompt, long_s, seconds.flat(fits.shape), sizes.ravel(), fits_long.ravel(), best
+        )
         if longer is not None:
             best, why = longer.index, longer.reason
     n_slots, resident, n_dense, n_lent = (

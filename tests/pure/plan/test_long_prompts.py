@@ -24,7 +24,7 @@ from offload.plan.long_prompts import (
     LongPrompt,
     longer_ubatch,
 )
-from offload.plan.objective import MeasuredDecode, Seconds
+from offload.plan.objective import Seconds
 from offload.plan.placement import Plan, PlannedModel, PlanRequest, make_plan
 from offload.plan.sharing import UBATCHES
 from offload.plan.wanted import Wanted
@@ -185,14 +185,6 @@ def test_a_plan_whose_answers_would_lose_keeps_its_ubatch(headers: PublishedFact
         for its in (asked, larger)
     ]
     assert decodes_s[1] > 1.2 * decodes_s[0]
-
-
-def test_measured_answers_that_lose_keep_the_usual_ubatch(headers: PublishedFacts) -> None:
-    facts, asked = headers["Kimi-K2"], request()
-    plan, usual = make_plan(facts, asked), make_plan(facts, replace(asked, most_ubatch=8192))
-    for long_s, wanted in ((0.2, LONG), (0.201, LONG), (0.25, 8192)):
-        decodes = (MeasuredDecode(usual.sharing, 0.2), MeasuredDecode(plan.sharing, long_s))
-        assert make_plan(facts, replace(asked, decodes=decodes)).n_ubatch == wanted, long_s
 
 
 def test_a_model_that_fits_the_card_keeps_the_smallest_ubatch(headers: PublishedFacts) -> None:
