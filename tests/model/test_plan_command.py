@@ -136,6 +136,15 @@ def test_a_row_says_what_cached_routing_brings_if_it_is_asked_for(r1: Path) -> N
     assert "--route-cached 0.5" in shown.split("start: ")[1].split("llama.cpp:")[0]
 
 
+def test_cached_routing_saves_copies_without_split_layers(r1: Path) -> None:
+    asked = (str(r1), "--vram", "24GiB", "--ram", "512GiB", "-c", "4096", "--link", "400GB/s")
+    own, some, strong = (
+        planned(*asked, "--hybrid", "off", "--route-cached", s)["cached_routing"]
+        for s in ("0.001", "0.1", "1")
+    )
+    assert own["decode_tps"] < some["decode_tps"] < strong["decode_tps"]
+
+
 def test_a_plan_says_if_cached_routing_would_bring_nothing(tiny_moe: Path) -> None:
     shown = words_of(str(tiny_moe), "--vram", "24GiB", "--ram", "64GiB", "--route-cached", "0.5")
     assert "no faster answers are expected with --route-cached 0.5" in shown
