@@ -6,6 +6,7 @@ are read and computed too, and then masked.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 
@@ -52,6 +53,13 @@ class CellTimes:
         whole_s = whole * self._ubatch_s(steps, self._context.n_ubatch) if whole else 0.0
         return whole_s + (self._ubatch_s(steps, rest) if rest else 0.0)
 
+    def rent_s(self, end: int, n_cells: float, n_tokens: int) -> float:
+        """Return the seconds that `n_cells` of the cells up to `end` add to a batch of `n_tokens`.
+
+        Attention passes over whole blocks of cells, so a short text may add nothing.
+        """
+        return self.attention_s(_padded(end) - _padded(end - n_cells), n_tokens)
+
     def _ubatch_seconds(self, steps: int, n_tokens: int) -> float:
         n_cells = steps * _STEP_CELLS
         total_s = 0.0
@@ -64,6 +72,10 @@ class CellTimes:
                 attention_s(machine, with_cells, n_tokens) - attention_s(machine, without, n_tokens)
             )
         return max(0.0, total_s)
+
+
+def _padded(n_cells: float) -> int:
+    return -(-math.ceil(n_cells) // _STEP_CELLS) * _STEP_CELLS
 
 
 def _machine(device: DevicePlan, n_threads: int) -> Machine:

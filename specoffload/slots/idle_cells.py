@@ -113,7 +113,11 @@ class IdleCells:
         if gap > 0:
             above = self._top if self._top_end == cells.end else _GAP
             freed[above] = freed.get(above, 0.0) + gap
-        return {who: self._times.attention_s(n, n_tokens) for who, n in freed.items() if n >= 1.0}
+        return {
+            who: rent_s
+            for who, n in freed.items()
+            if n >= 1.0 and (rent_s := self._times.rent_s(cells.end, n, n_tokens))
+        }
 
     def _look(self) -> None:
         """Count each idle slot's cells again if a slot has changed."""

@@ -73,7 +73,22 @@ def test_process_1_ends_in_the_middle_of_a_download(
 @pytest.mark.parametrize(
     "words",
     [
-        ("run", "-m", DEMO, "-no-cnv", "-p", "def f(", "-n", "-1", "--ignore-eos", "-dev", "cpu"),
+        (
+            *(
+                "run",
+                "-m",
+                DEMO,
+                "-no-cnv",
+                "-p",
+                "def f(",
+                "-n",
+                "-1",
+                "--ignore-eos",
+                "-dev",
+                "cpu",
+            ),
+            *("-c", "65536", "--spec-type", "none"),
+        ),
         ("bench", DEMO, "-r", "1000"),
         ("doctor",),
     ],

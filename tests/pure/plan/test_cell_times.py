@@ -51,6 +51,13 @@ def test_cells_cost_in_proportion_in_decodes_and_in_each_ubatch_of_a_prompt(
     assert times.attention_s(0, 2048) == 0.0
 
 
+def test_cells_cost_nothing_in_a_block_that_others_use_too(headers: PublishedFacts) -> None:
+    times = times_of("DeepSeek-R1", headers)
+    assert times.rent_s(60, 30, 1) == times.rent_s(512, 255, 1) == 0.0
+    assert times.rent_s(257, 1, 1) == times.rent_s(512, 256.5, 1) == times.attention_s(256, 1)
+    assert times.rent_s(60_000, 30_000, 7) == pytest.approx(times.attention_s(30_000, 7), rel=0.02)
+
+
 def test_a_token_reads_the_cells_bytes_at_the_caches_rate(headers: PublishedFacts) -> None:
     """Keys and values of 4 heads of 128 in f16, in each of 48 layers."""
     size_bytes = 30_000 * 48 * 4 * 128 * 2 * 2

@@ -37,6 +37,9 @@ class SecondPerCell:
     def attention_s(self, n_cells: float, n_tokens: int) -> float:
         return n_cells * n_tokens
 
+    def rent_s(self, end: int, n_cells: float, n_tokens: int) -> float:
+        return self.attention_s(n_cells, n_tokens)
+
 
 @dataclass
 class Place:
