@@ -62,7 +62,7 @@ def decide(facts: ModelFacts, found: Found, wanted: Wanted) -> Layout:
         n_ubatch, may_choose = layout.context.n_ubatch, wanted.most_ubatch is not None
         if layout.experts is None or n_ubatch not in LONG_UBATCHES or not may_choose:
             return layout
-        # The inputs of so many tokens may be what takes the experts' memory.
+        # A large ubatch needs RAM for its inputs, which may be what the experts lack.
         return _decided(facts, found, replace(wanted, most_ubatch=UBATCHES[-1]))
     except DoesNotFit:
         if n_tuned is None:

@@ -45,6 +45,7 @@ from lab.attack.client import ask_for
 from lab.attack.program import LOOPBACK, Program, serving
 from lab.bench_server.__main__ import DEMO, LOAD_PATIENCE_S, llama_server, metrics
 from lab.bench_server.client import Answer, ask
+from lab.synth.library import write_f32
 from lab.tables import filled, page_of
 from offload.model_file import read_facts
 from specoffload.bench.load import Watch
@@ -59,7 +60,7 @@ _EXACT_TURNS = 3  # a day in the exact setting is shorter, because f32 is slow
 
 @dataclass
 class DayReport:
-    """What clients saw of a day. `texts` has the tokens of each answer, by conversation."""
+    """What clients saw in a day. `texts`: the tokens of each answer, by conversation."""
 
     wall_s: float = 0.0
     first_s: list[float] = field(default_factory=list)
@@ -253,7 +254,9 @@ def by_turns(options: argparse.Namespace, size: DaySize, logs: Path) -> dict[str
 
 def exact_texts(options: argparse.Namespace, size: DaySize, logs: Path) -> tuple[int, int]:
     """Play a short day in the exact setting with four slots and with one. Returns `n_equal`."""
-    in_f32 = argparse.Namespace(**{**vars(options), "model": write_f32(options.model, logs)})
+    in_f32 = argparse.Namespace(
+        **{**vars(options), "model": write_f32(options.model, logs / "f32.gguf")}
+    )
     short = replace(size, n_turns=min(size.n_turns, _EXACT_TURNS))
     day, found = day_of(short, vocabulary(), 1), []
     for n_slots in (N_TALKS, 1):
@@ -262,18 +265,6 @@ def exact_texts(options: argparse.Namespace, size: DaySize, logs: Path) -> tuple
         with serving(log, command, patience_s=LOAD_PATIENCE_S) as server:
             found.append(played(server, day, short.n_predict, tells=False))
     return n_equal(*found)
-
-
-def write_f32(model: Path, folder: Path) -> Path:
-    """Write a copy of the model with weights in f32 to the folder. Returns its path."""
-    import llama_cpp.llama_cpp as native
-
-    path = folder / "f32.gguf"
-    params = native.llama_model_quantize_default_params()
-    params.ftype, params.allow_requantize = native.LLAMA_FTYPE_ALL_F32, True
-    if native.llama_model_quantize(str(model).encode(), str(path).encode(), params) != 0:
-        raise SystemExit(f"agents-day: {model} cannot be written in f32")
-    return path
 
 
 def vocabulary() -> list[str]:

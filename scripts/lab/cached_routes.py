@@ -56,10 +56,10 @@ from specoffload.opening.draft_model import real_text
 
 PAGE = page_of("cached-routes")
 RECORDED = Path(__file__).with_name("pair_scores.npz")
-SHARES = (1 / 16, 1 / 8, 1 / 4, 2 / 5)  # of all experts that have a slot
+SHARES = (1 / 16, 1 / 8, 1 / 4, 2 / 5)  # parts of all experts for which there are slots
 STRENGTHS = (0.1, 0.25, 0.5, 1.0)
 LEAST_KEPT = 0.95  # share of the router's choices
-MOST_MISSES = 0.6  # of those without the preference
+MOST_MISSES = 0.6  # goal: misses with the preference, as a share of those without it
 PAIR = "embedded pair"
 PAIR_USED = 4  # experts that a token of the embedded pair uses
 ROUTINGS = ("prose", "drifting")  # of hybrid_model's drawn ones

@@ -87,16 +87,6 @@ def write_synth(architecture: str, path: Path, quant: str, **more: Any) -> Path:
     return path
 
 
-def f32_copy(source: Path, path: Path) -> Path:
-    """The same weights in f32."""
-    import llama_cpp.llama_cpp as native
-
-    params = native.llama_model_quantize_default_params()
-    params.ftype, params.allow_requantize = native.LLAMA_FTYPE_ALL_F32, True
-    assert native.llama_model_quantize(str(source).encode(), str(path).encode(), params) == 0
-    return path
-
-
 class RecordedGraph(TorchDispatchMode):
     """The operations of one step with the tensors that they used, as a CUDA graph records them.
 

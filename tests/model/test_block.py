@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,11 +107,9 @@ ARCHITECTURES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("preset", ARCHITECTURES)
-def test_a_block_draft_opens_beside_each_architecture(models: Path, preset: str) -> None:
-    """It drafts beside those whose graphs name their layers, and a line says why beside others."""
-    target = write_preset(preset, models / f"block-{preset}.gguf", size="tiny", quant="f32")
-    draft = write_block(models, target, name="-each", target_layers=(0, 1))
+@contextmanager
+def writing_plain_texts(target: Path, draft: Path) -> Iterator[Session]:
+    """A session with a block draft, which has written two texts of the target alone."""
     spec = {"--spec-type": "dflash", "--spec-policy": "fixed", "--spec-draft-n-max": BLOCK}
     with (
         open_slots(target, {"--spec-type": "none"}, 1) as plain,
@@ -117,6 +117,15 @@ def test_a_block_draft_opens_beside_each_architecture(models: Path, preset: str)
     ):
         for text in ([7], [5, 6, 7, 8] * 5):
             assert written(session, text, 20) == written(plain, text, 20)
+        yield session
+
+
+@pytest.mark.parametrize("preset", ARCHITECTURES)
+def test_a_block_draft_opens_beside_each_architecture(models: Path, preset: str) -> None:
+    """It drafts beside those whose graphs name their layers, and a line says why beside others."""
+    target = write_preset(preset, models / f"block-{preset}.gguf", size="tiny", quant="f32")
+    draft = write_block(models, target, name="-each", target_layers=(0, 1))
+    with writing_plain_texts(target, draft) as session:
         row_draft = session.target.opened.row_draft
         assert (row_draft is not None and row_draft.n_taken > 40) == ARCHITECTURES[preset]
         told = any("the library gives none of" in note for note in session.notes)
@@ -149,13 +158,7 @@ MIXTURES = ("bailingmoe3", "gemma4", "lfm2moe", "mimo2", "minimax-01", "nemotron
 def test_a_block_draft_opens_beside_each_mixture(models: Path, architecture: str) -> None:
     target = write_mixture(architecture, models / f"block-{architecture}.gguf", "f32")
     draft = write_block(models, target, name="-each", target_layers=(0, 2))
-    spec = {"--spec-type": "dflash", "--spec-policy": "fixed", "--spec-draft-n-max": BLOCK}
-    with (
-        open_slots(target, {"--spec-type": "none"}, 1) as plain,
-        open_slots(target, spec, 1, draft=draft) as session,
-    ):
-        for text in ([7], [5, 6, 7, 8] * 5):
-            assert written(session, text, 20) == written(plain, text, 20)
+    with writing_plain_texts(target, draft) as session:
         row_draft = session.target.opened.row_draft
         assert row_draft is not None
         assert row_draft.n_taken > 40

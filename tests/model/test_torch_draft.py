@@ -19,7 +19,6 @@ from draft_parts import (  # noqa: E402
     LiveBytes,
     RecordingCapturer,
     exact_llama,
-    f32_copy,
     storage,
     write_synth,
 )
@@ -29,6 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
 from lab.options import engine_options  # noqa: E402
 from lab.synth import write_preset  # noqa: E402
+from lab.synth.library import write_f32  # noqa: E402
 from offload.engine import open_engine  # noqa: E402
 from offload.errors import BadModel, BadRequest, DeviceFailed, DoesNotFit  # noqa: E402
 from offload.torch_draft.draft import Drafted, TorchDraft  # noqa: E402
@@ -64,7 +64,7 @@ def files(request: pytest.FixtureRequest, models: Path) -> Files:
     else:
         path = write_synth(name, models / f"draft-{name}.gguf", "bf16")
         prompts = random_prompts(512)
-    return Files(path, f32_copy(path, models / f"draft-{name}-f32.gguf"), prompts)
+    return Files(path, write_f32(path, models / f"draft-{name}-f32.gguf"), prompts)
 
 
 def real_prompts(path: Path) -> list[list[int]]:
@@ -166,7 +166,7 @@ QUANTS = ("f16", "bf16", "q8_0", "q4_0", "q4_K", "q6_K", "q5_0")
 @pytest.mark.parametrize("quant", QUANTS)
 def test_every_quantisation_is_read_as_libllama_reads_it(quant: str, tmp_path: Path) -> None:
     path = write_synth("qwen2", tmp_path / "quant.gguf", quant, n_embd=256, n_ff=256)
-    exact = f32_copy(path, tmp_path / "exact.gguf")
+    exact = write_f32(path, tmp_path / "exact.gguf")
     options = TorchDraftOptions(n_ctx=N_CTX, dtype="f32")
     with TorchDraft(path, options) as draft, exact_llama(exact) as llama:
         types = {place.entry.type for place in draft.facts.weights.values()}

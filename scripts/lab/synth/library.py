@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as C
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,3 +31,14 @@ def quantize(values: NDArray[np.float32], type_number: int, row_bytes: int) -> N
             f"ggml_quantize_chunk wrote {written} bytes of type {type_number}, not {out.nbytes}"
         )
     return out
+
+
+def write_f32(source: Path, path: Path) -> Path:
+    """Write a model's weights in f32 to `path`, and return it. Raises DeviceFailed."""
+    import llama_cpp.llama_cpp as native
+
+    params = native.llama_model_quantize_default_params()
+    params.ftype, params.allow_requantize = native.LLAMA_FTYPE_ALL_F32, True
+    if native.llama_model_quantize(str(source).encode(), str(path).encode(), params) != 0:
+        raise DeviceFailed(f"{source} cannot be written in f32")
+    return path
