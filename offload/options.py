@@ -12,6 +12,7 @@ from offload.plan.wanted import Wanted
 from offload.remote.address import RemoteOptions
 from offload.store.store import StoreOptions
 from offload.stream.options import StreamingOptions
+from offload.stream.read_speed import MeasureReads
 from offload.threads.numa_plan import NumaPlan
 
 
@@ -47,6 +48,8 @@ class EngineOptions:
     measure_links: MeasureLinks | None = None  # returns several links' rates; None: typical
     trial_folder: Path | None = None  # folder for results of AMX trials; None: try at each start
     measure_layouts: MeasureLayouts | None = None  # None: repack all, as llama.cpp does
+    # Decides whether kernels read rows of prompts from pinned memory; None: they do, on CUDA.
+    measure_reads: MeasureReads | None = None
 
     @property
     def processors(self) -> tuple[Processors, Processors]:

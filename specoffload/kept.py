@@ -32,6 +32,7 @@ from offload.plan.workload import TokenMix
 from offload.routing.routing import SHARES, CountedHits
 from offload.schedule.division import DeviceCosts, MeasuredCosts
 from offload.times.hits import Sharing
+from offload.times.mapped_reads import MappedReads
 from offload.times.table import CostTable
 from specdec.costs.calibration import Bins
 from specdec.whole_file import is_folder, read_text, whole_file
@@ -157,6 +158,14 @@ class KeptLinks:
 
 
 @dataclass
+class KeptReads:
+    """Measurements of a device's reads of pinned memory, and the day of the first."""
+
+    measured: list[MappedReads]
+    date: str
+
+
+@dataclass
 class KeptEngines:
     """The measured seconds of a draft token, by the name of the engine."""
 
@@ -185,6 +194,7 @@ class Kept:
     numa: TuneResult | None = None
     disks: dict[str, KeptDisk] = field(default_factory=dict)  # by the kernel's name; machine.json
     links: dict[str, KeptLinks] = field(default_factory=dict)  # by the devices; machine.json
+    reads: dict[str, KeptReads] = field(default_factory=dict)  # by the device; machine.json
     batch_costs: str = ""  # T(n) of `profile --import`, as GGML_BATCH_COSTS; "": none
     batch_costs_date: str = ""
     layouts: dict[str, KeptLayouts] = field(default_factory=dict)  # by kind; machine.json

@@ -60,6 +60,7 @@ class Profile(Protocol):
     numa: TuneResult | None
     disks: dict[str, Any]
     links: dict[str, Any]
+    reads: dict[str, Any]
     layouts: dict[str, Any]
     workers: list[DeviceCosts]
     mix: TokenMix
@@ -87,6 +88,7 @@ class Bounds:
 
 DISK_RATE = Bounds(1e6, 1e12, "bytes/s")
 LINK_RATE = Bounds(1e7, 1e13, "bytes/s")
+FIRST_READ = Bounds(0.0, _TIMES_SLOWER * _SLOW_CALL_S, "s")  # or copy, whatever its bytes
 PRODUCT = Bounds(1e-9, 60.0, "s")  # a product of one weight
 TOKEN = Bounds(1e-7, 600.0, "s")  # a token of a prompt, of a draft or of an answer
 DECODE = Bounds(1e-6, 3600.0, "s")
@@ -134,7 +136,7 @@ def drop_absurd(kept: Profile, expert_bytes: float | None = None) -> list[str]:
 
 
 def _drop_of_parts(kept: Profile) -> Iterator[str]:
-    """Drop what is out of bounds of disks, links, layouts of weights and engines of drafts."""
+    """Drop what is out of bounds of disks, links, reads, layouts of weights and draft engines."""
     yield from _without(
         kept.disks, "the speed of disk", lambda one: DISK_RATE.reason(one.rates.values())
     )
@@ -142,6 +144,7 @@ def _drop_of_parts(kept: Profile) -> Iterator[str]:
         kept.links, "the speed of links from RAM to",
         lambda one: LINK_RATE.reason([*one.alone, *one.together]),
     )  # fmt: skip
+    yield from _without(kept.reads, "the reads of pinned memory by", _reads_reason)
     yield from _without(
         kept.layouts, "the times of layouts of",
         lambda one: PRODUCT.reason(
@@ -194,6 +197,19 @@ def _drop_of_layers(kept: Profile, expert_bytes: float | None) -> Iterator[str]:
         if reason := split_reason(worker.costs, expert_bytes):
             kept.workers.remove(worker)
             yield f"the split costs of {worker.device}: {reason}"
+
+
+def _reads_reason(reads: Any) -> str:
+    """Return a clause on no measurement, or on a value that is out of bounds, or ""."""
+    if not reads.measured:
+        return "none was measured"
+    rates = [
+        rate
+        for one in reads.measured
+        for rate in (one.bytes_per_s, one.beside_bytes_per_s, one.copy_bytes_per_s)
+    ]
+    first_s = [s for one in reads.measured for s in (one.first_s, one.copy_first_s)]
+    return LINK_RATE.reason(rates) or FIRST_READ.reason(first_s)
 
 
 def _numa_reason(tuned: TuneResult) -> str:

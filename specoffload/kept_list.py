@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from statistics import median, quantiles
 
 from offload.schedule.division import MeasuredCosts
+from offload.times.mapped_reads import usual_reads
 from offload.times.table import CostTable
-from specoffload.kept import Kept, KeptRun
+from specoffload.kept import Kept, KeptReads, KeptRun
 from specoffload.kept_bounds import is_old
 
 _CORRECTED = "corrected in use"
@@ -58,6 +60,8 @@ def of_machine(kept: Kept) -> list[Measurement]:
     for name, links in sorted(kept.links.items()):
         rates = f"{_rate(min(links.alone))} alone, {_rate(min(links.together))} together"
         measurements.append(Measurement(f"links to {name}", rates, links.date))
+    for name, reads in sorted(kept.reads.items()):
+        measurements.append(_of_reads(name, reads))
     for name, times in sorted(kept.layouts.items()):
         measurements.append(Measurement(f"layouts of {name}", times.words, times.date))
     if kept.numa is not None:
@@ -90,6 +94,20 @@ def of_model(kept: Kept, run: KeptRun | None) -> list[Measurement]:
     for worker in kept.workers:
         measurements += _of_split(f" with {worker.device}", worker.costs, worker.date, USED)
     return measurements
+
+
+def _of_reads(name: str, reads: KeptReads) -> Measurement:
+    usual = usual_reads(reads.measured)
+    value = (
+        f"{_rate(usual.bytes_per_s)}, {_rate(usual.beside_bytes_per_s)} beside copies, "
+        f"first {_time(usual.first_s)}"
+    )
+    rates = [one.bytes_per_s for one in reads.measured]
+    spread = None
+    if len(rates) > 1:
+        low, _, high = quantiles(rates, n=4, method="inclusive")
+        spread = (high - low) / 2 / median(rates)
+    return Measurement(f"reads of pinned memory by {name}", value, reads.date, spread)
 
 
 def refused(clauses: Sequence[str]) -> list[Measurement]:

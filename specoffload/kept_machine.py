@@ -1,4 +1,4 @@
-"""Keeps a machine's measurements that hold for every model: NUMA, disks, links and layouts.
+"""Keeps a machine's measurements for all models: NUMA, disks, links, reads and layouts.
 
 They are measured once and kept in `machine.json` (`specoffload.kept`).
 """
@@ -20,8 +20,10 @@ from offload.notes import Note, NoteKind
 from offload.plan.repacking import LayoutTimes, WeightKind
 from offload.store.disk_speed import DEPTHS, disk_of, disk_speed
 from offload.stream.link_speed import link_speeds
+from offload.stream.read_speed import measure_reads
+from offload.times.mapped_reads import MappedReads, usual_reads
 from specdec.whole_file import is_folder
-from specoffload.kept import KeptDisk, KeptFile, KeptLayouts, KeptLinks, today
+from specoffload.kept import KeptDisk, KeptFile, KeptLayouts, KeptLinks, KeptReads, today
 from specoffload.kept_bounds import is_old
 
 TUNE = "`specoffload tune numa`"
@@ -150,6 +152,28 @@ def link_lines(choices: Sequence[DeviceChoice], links: KeptLinks) -> list[str]:
             line += f", {together / 1e9:.1f} GB/s{others}"
         lines.append(f"{line} (measured on {links.date})")
     return lines
+
+
+# -- reads of pinned memory ------------------------------------------------------------------------
+
+_MOST_READS = 5  # measurements of which the medians count, so that two disturbed ones do not
+
+
+def reads_of(folder: Path | None, choice: DeviceChoice) -> MappedReads:
+    """Return how fast a device's kernels read pinned memory: medians over several starts.
+
+    Each start measures once more until `_MOST_READS` measurements are kept in `folder`, and all are
+    replaced when they are old. None: nothing is kept. Raises DoesNotFit or DeviceFailed.
+    """
+    kept = None if folder is None else KeptFile(folder).load()[0].reads.get(choice.words)
+    if kept is None or is_old(kept.date, today()):
+        kept = KeptReads([], today())
+    if len(kept.measured) >= _MOST_READS:
+        return usual_reads(kept.measured)
+    new = KeptReads([*kept.measured, measure_reads(choice)], kept.date)
+    if folder is not None:
+        KeptFile(folder).update(lambda file: file.reads.update({choice.words: new}))
+    return usual_reads(new.measured)
 
 
 # -- layouts of weights on the CPU --------------------------------------------------------------

@@ -51,6 +51,15 @@ def is_cuda(device: Device) -> bool:
     return device.backend.has_driver and number_of(device.name) is not None
 
 
+def maps_pinned(device: Device) -> bool:
+    """True if the device's kernels read pinned host memory over a link, by its host address.
+
+    CUDA maps it into each device's address space (unified addressing). An integrated GPU has no
+    link.
+    """
+    return is_cuda(device) and not device.is_integrated
+
+
 class NoDriver(Exception):
     """There is no driver of CUDA, it lacks a call, or it refused one. The text says which."""
 

@@ -143,10 +143,12 @@ class PlacedWeights:
         if hybrid is not None and several:
             hybrid = replace(hybrid, nth=nth)
         plan, reason = planned.plan.lending()
+        has_experts = any(map(is_experts, plan.streamed))  # without them, prompts have no passes
         builder = ExecutorBuilder(
             choice, streaming, self._notes, self.store, hybrid, self._routing,
             trace=streaming.trace.of_device(choice.name) if several else streaming.trace,
             most_tokens=min(context.n_ubatch, context.n_ctx or context.n_ubatch),
+            measure_reads=self._options.measure_reads if has_experts else None,
         )  # fmt: skip
         crossover = self._start.crossovers[nth]
         if crossover.note:

@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from offload.device import DeviceChoice
-from offload.errors import DoesNotFit
+from offload.errors import DeviceFailed, DoesNotFit
 from offload.ggml.backend import Stream
 from offload.ggml.compute_buffer import ComputeBuffer
+from offload.ggml.cuda_driver import maps_pinned
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.memory import HasAddress
-from offload.notes import Note, NoteKind, kind_of
+from offload.notes import Note, NoteKind
 from offload.plan.devices import DevicePlan
 from offload.plan.host import BOUNCE_BYTES
 from offload.plan.placement import Plan
@@ -40,7 +41,9 @@ from offload.stream.device import MakeExecutor, StreamingDevice
 from offload.stream.doorbell import try_bell
 from offload.stream.executor import Executor
 from offload.stream.options import StreamingOptions
+from offload.stream.read_speed import MeasureReads
 from offload.stream.split_path import Hybrid
+from offload.times.mapped_reads import reads_pay
 from offload.trace.trace import NO_TRACE, Trace
 from offload.units import plural
 
@@ -66,10 +69,12 @@ class ExecutorBuilder:
         *,
         trace: Trace = NO_TRACE,
         most_tokens: int = 0,
+        measure_reads: MeasureReads | None = None,
     ) -> None:
         """`notes` gets sentences for the user. `store` holds the streamed weights.
 
         `hybrid`, `recorder` and `most_tokens`: as for Executor. `trace` is the device's own.
+        `measure_reads` decides whether kernels read pinned memory. None: they do where they can.
         """
         self._choice, self._options, self._notes = choice, options, notes
         self._store, self._hybrid, self._recorder = store, hybrid, recorder
@@ -78,6 +83,22 @@ class ExecutorBuilder:
         if rings and (why_not := try_bell(choice.device)):
             words = f"{choice.name}: the host waits for the GPU in each split layer: {why_not}"
             notes.append(Note(NoteKind.DEVICE, words))
+        self._reads_pinned = self._should_read_pinned(measure_reads)
+
+    def _should_read_pinned(self, measure: MeasureReads | None) -> bool:
+        """True if kernels read prompts' rows from pinned memory. A note says why, if measured."""
+        choice = self._choice
+        if measure is None or not maps_pinned(choice.device):
+            return maps_pinned(choice.device)
+        try:
+            reads = measure(choice)
+        except (DoesNotFit, DeviceFailed) as e:
+            pays, why = False, f"how fast kernels read them was not measured: {e}"
+        else:
+            pays, why = reads_pay(reads), reads.words
+        way = "kernels read rows of prompts" if pays else "copies bring rows of prompts"
+        self._notes.append(Note(NoteKind.COPIES, f"{choice.name}: {way} from RAM: {why}"))
+        return pays
 
     def executors(self, plan: Plan, *, copies: bool = True) -> MakeExecutor:
         """Return a function that makes a stream's executor for the plan's slots.
@@ -90,6 +111,7 @@ class ExecutorBuilder:
             return Executor(
                 stream, host, plan.layout, self._options, copier, self._hybrid, self._recorder,
                 compute, trace=self._trace, most_tokens=self._most_tokens,
+                reads_pinned=self._reads_pinned,
             )  # fmt: skip
 
         return make
@@ -107,7 +129,7 @@ class ExecutorBuilder:
         if bounce is None:
             return DeviceCopier(stream, self._trace)
         # Executors are made anew when slots are sized.
-        if not any(kind_of(note) is NoteKind.COPIES for note in self._notes):
+        if _BOUNCING not in self._notes:
             self._notes.append(_BOUNCING)
         return BounceCopier(stream, bounce, self._trace)
 

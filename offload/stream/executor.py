@@ -101,13 +101,15 @@ class Executor:
         *,
         trace: Trace = NO_TRACE,
         most_tokens: int = 0,
+        reads_pinned: bool = False,
     ) -> None:
         """`host` holds the weights that stream through the slots of `layout`.
 
         With `hybrid`, layers are split in the batches that `hybrid.ways` names. While `recorder`
         is on, it records the experts that routers choose for small batches. `compute` is the
         buffer in which the stream's graphs are computed, if slots may continue in it. `most_tokens`
-        has the largest batch, for which memory is taken at once; 0: it is unknown.
+        has the largest batch, for which memory is taken at once; 0: it is unknown. With
+        `reads_pinned`, the device's kernels read rows of prompts from pinned host memory.
         """
         self._stream, self._host, self._layout = stream, host, layout
         self._prefetch, self._trace = options.prefetch, trace
@@ -138,7 +140,9 @@ class Executor:
         cpu = None
         if hybrid is not None and host.experts is None:
             cpu = PromptSide(hybrid, stream.device, self.counters)
-        self._passes = PassRunner(parts, layout, self.ids, most_tokens, cpu)
+        self._passes = PassRunner(
+            parts, layout, self.ids, most_tokens, cpu, reads_pinned=reads_pinned
+        )
         routing = RoutingParts(self.guess, self._recorder, likeliest, most, n_used)
         self.player = GraphPlayer(parts, routing, self._split)
         # A split layer of the last decode, to be timed; None: there is none.

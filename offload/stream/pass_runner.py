@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.ggml.backend import Device, Stream
-from offload.ggml.cuda_driver import is_cuda
 from offload.ggml.graph import Graph
 from offload.ggml.rewriting import Scratch
 from offload.ggml.tensor import new_tensor
@@ -38,10 +37,13 @@ class PassRunner:
         ids: IdExchange,
         most_tokens: int = 0,
         cpu: PromptSide | None = None,
+        *,
+        reads_pinned: bool = False,
     ) -> None:
         """With `cpu`, the CPU computes a part of each layer. None: the device computes all.
 
         `most_tokens`: tokens of the largest batch, for which memory is taken at once; 0: unknown.
+        `reads_pinned`: the device's kernels read tables and results from pinned host memory.
         """
         self._cpu = cpu
         # Number of experts that the last layer copied, by number of tokens and splitter.
@@ -58,8 +60,7 @@ class PassRunner:
         # Copied tables have a stream of their own. Behind a pass on the computing stream, they
         # would only be ready after that pass, and then wait for all copies that are ready by then.
         self._side: Stream | None = None
-        # CUDA's devices read pinned memory by its host address (offload/stream/passes.py).
-        self._reads_pinned = is_cuda(device)
+        self._reads_pinned = reads_pinned
         # The rows of the CPU's pairs come on another one, so that no tables wait for them.
         self._fetching: Stream | None = None
         if device.has_async_and_events and not device.backend.waits_between_graphs:

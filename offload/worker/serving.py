@@ -41,6 +41,7 @@ from offload.stream.bell_use import BELLS, NoDoorbell
 from offload.stream.building import ExecutorBuilder
 from offload.stream.device import BatchRules
 from offload.stream.options import StreamingOptions
+from offload.stream.read_speed import measure_reads
 from offload.stream.split_path import Hybrid
 from offload.stream.ways_in_use import WaysInUse
 from offload.times.min_batch import MinBatch
@@ -269,7 +270,10 @@ def _open(
         )
     )
     hybrid = _hybrid(options, ways)
-    builder = ExecutorBuilder(choice, streaming, notes, store, hybrid)
+    builder = ExecutorBuilder(
+        choice, streaming, notes, store, hybrid,
+        measure_reads=measure_reads if plan.streamed else None,
+    )  # fmt: skip
     (crossover,) = start.crossovers
     if crossover.note:
         notes.append(crossover.note)

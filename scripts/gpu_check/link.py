@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from mapped import NoMapped, measure_mapped
 from setting import Setting
 from words import NoWords, measure_words
 
@@ -27,7 +28,7 @@ _N_SMALL, _N_LARGE = 50, 7  # repetitions of copies below and above 1 MB
 
 
 def measure(setting: Setting) -> bool:
-    """Fill `link` of the report: bandwidth, copies by size, latencies, words. Always True."""
+    """Fill `link` of the report: bandwidth, copies, latencies, kernels, words. Always True."""
     most = (4 << 20) if setting.args.small else LARGE_BYTES
     link = setting.report["link"] = measure_link(setting.choice, most)
     setting.show("host to device", [link])
@@ -39,6 +40,14 @@ def measure(setting: Setting) -> bool:
     setting.show("copies of pinned memory; enqueue = the call, done = until it has arrived",
                  link["copies"])  # fmt: skip
     setting.show("latencies", link["latencies"])
+    setting.save()
+    try:
+        link["mapped"] = measure_mapped(setting.choice, most)
+        title = "kernels that read and write pinned memory; beside = while copies go the same way"
+        setting.show(title, link["mapped"]["rows"])
+        setting.show("what a start measures of it", [link["mapped"]["start"]])
+    except NoMapped as reason:
+        link["why_no_mapped"] = str(reason)
     setting.save()
     try:
         link["words"] = measure_words()

@@ -28,7 +28,7 @@ from specdec.options import AcceptRule, DrafterName, PolicyName
 from specoffload.config.options import DraftEngine, Toggle
 from specoffload.config.resolution import Config
 from specoffload.config.speculation import SpecConfig
-from specoffload.kept_machine import layouts_of
+from specoffload.kept_machine import layouts_of, reads_of
 from specoffload.opening.choices import StartChoices
 from specoffload.opening.draft import draft_bytes
 from specoffload.opening.header import target_facts
@@ -137,6 +137,7 @@ def target_options(
         measure_links=None if there is not None and there.has_links else link_rates(folder),
         trial_folder=spec.profile_dir,
         measure_layouts=None if folder is None else partial(layouts_of, folder),
+        measure_reads=partial(reads_of, folder),
     )
 
 

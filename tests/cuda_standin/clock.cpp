@@ -114,10 +114,30 @@ double Unit::take(double ready_s, double length_s) {
     return end;
 }
 
-bool Unit::is_busy(double s) {
+double Unit::end_beside(double ready_s, double length_s, double share, double beside_share) {
     std::lock_guard<std::mutex> lock(mutex_);
-    const auto                  next = busy_.upper_bound(s);
-    return next != busy_.begin() && std::prev(next)->second > s;
+    auto                        next = busy_.upper_bound(ready_s);
+    if (next != busy_.begin() && std::prev(next)->second > ready_s) {
+        --next;  // it is busy already
+    }
+    double now_s = ready_s, late_s = 0;  // `late_s`: what it is busy with ends later than without this work
+    for (; next != busy_.end(); ++next) {
+        const double work_s = next->second - std::max(next->first, ready_s);
+        const double idle_s = std::max(0.0, next->first + late_s - now_s);
+        if (length_s <= share * idle_s) {
+            break;
+        }
+        length_s -= share * idle_s;
+        now_s += idle_s;
+        const double both_s = work_s / (1 - beside_share);
+        if (length_s <= beside_share * both_s) {
+            return now_s + length_s / beside_share;
+        }
+        length_s -= beside_share * both_s;
+        now_s += both_s;
+        late_s += both_s - work_s;
+    }
+    return now_s + length_s / share;
 }
 
 }  // namespace standin

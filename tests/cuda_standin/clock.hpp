@@ -34,6 +34,8 @@ namespace standin {
     X(value_wait_s, 3e-6)       /* from the host's write until the stream goes on */                       \
     X(value_call_s, 1e-6)       /* on the host: to enqueue one of them */                                  \
     X(mapped_s, 1.5e-6)         /* of a kernel's first access to pinned memory, beside its bytes */        \
+    X(mapped_share, 1)          /* share of an idle link that a kernel's accesses to pinned memory fill */ \
+    X(mapped_beside, 0.5)       /* the same while a copy in the same direction runs */                     \
     X(poll_s, 0.5e-6)           /* on the host: until a loop sees what a stream wrote */                   \
     /* Of the CPU that computes experts (standin_compute). */                                              \
     X(host_expert_s, 40e-6)     /* of one expert of one token */                                           \
@@ -66,9 +68,10 @@ extern thread_local double * stream_now_s;
 // Lets the running item take this long.
 void spend(double s);
 
-// Lets the running item read pinned memory over a device's link. Beside a copy it has half of the link, and copies
-// that come later have as much less time.
-void read_over_link(int device, double bytes);
+// Lets the running item, a kernel, read pinned memory over a device's link (`to_device`) or write it (`to_host`). While
+// a copy in the same direction runs, it has `mapped_beside` of the link. Copies that come later lose the link for its
+// bytes, so the link moves as many bytes in all.
+void access_over_link(int device, Direction direction, double bytes);
 
 // A line in the file STANDIN_TIMELINE, if it is set: what ran where, from when to when, and its bytes or kernels.
 void note(const char * what, int device, double begin_s, double end_s, size_t amount);
@@ -79,7 +82,9 @@ class Unit {
     // Takes the first free time of that length from `ready_s` on. Returns its end.
     double take(double ready_s, double length_s);
 
-    bool is_busy(double s);
+    // Work that would take `length_s` of the whole unit begins at `ready_s`. It has `share` of the unit, and
+    // `beside_share` while the unit is busy. Returns its end. Takes no time of the unit.
+    double end_beside(double ready_s, double length_s, double share, double beside_share);
 
   private:
     std::mutex               mutex_;

@@ -83,13 +83,24 @@ double cost_s(const ggml_tensor * node) {
     }
 }
 
-double bytes_over_link(const ggml_tensor * node) {
-    double n_bytes = 0;
-    for (int i = 0; i < 2 && node->op == GGML_OP_SET_ROWS; ++i) {
-        const double of_source = bytes(node->src[i]);
-        n_bytes += is_pinned(node->src[i]->data, static_cast<size_t>(of_source)) ? of_source : 0;
+bool may_be_pinned(const ggml_tensor * node, const ggml_tensor * used) {
+    switch (node->op) {
+        case GGML_OP_SET_ROWS: return used == node->src[0] || used == node->src[1];
+        case GGML_OP_GET_ROWS: return used == node->src[0] || used == node->src[1] || used == node;
+        default: return false;
     }
-    return n_bytes;
+}
+
+void add_over_link(const ggml_tensor * node, Costs & costs) {
+    if (node->op != GGML_OP_SET_ROWS && node->op != GGML_OP_GET_ROWS) {
+        return;
+    }
+    // GET_ROWS reads only the rows that it gathers.
+    const ggml_tensor * rows = node->src[0];
+    const double of_rows = node->op == GGML_OP_SET_ROWS ? bytes(rows) : row_bytes(rows) * elements(node->src[1]);
+    costs.read_bytes += is_pinned(rows->data, 1) ? of_rows : 0;
+    costs.read_bytes += is_pinned(node->src[1]->data, 1) ? bytes(node->src[1]) : 0;
+    costs.written_bytes += node->op == GGML_OP_GET_ROWS && is_pinned(node->data, 1) ? bytes(node) : 0;
 }
 
 void take_time(int device, const std::vector<Launch> & launches, const Costs & costs) {
@@ -113,8 +124,11 @@ void take_time(int device, const std::vector<Launch> & launches, const Costs & c
     for (; next < costs_s.size(); ++next) {
         spend(costs_s[next]);
     }
-    if (costs.link_bytes > 0) {
-        read_over_link(device, costs.link_bytes);
+    if (costs.read_bytes > 0) {
+        access_over_link(device, Direction::to_device, costs.read_bytes);
+    }
+    if (costs.written_bytes > 0) {
+        access_over_link(device, Direction::to_host, costs.written_bytes);
     }
     note("graph", device, began_s, *stream_now_s, n_kernels);
 }

@@ -18,14 +18,18 @@ bool has_kernel(const ggml_tensor * node);
 // more. Other nodes take no time beside their kernels'. Ids of experts must have been computed.
 double cost_s(const ggml_tensor * node);
 
-// Bytes that a node's kernel reads over the link. Only the rows and places of SET_ROWS may lie in pinned memory.
-double bytes_over_link(const ggml_tensor * node);
+// True if kernels may find this tensor of a node in pinned memory: what GET_ROWS and SET_ROWS read, and the result of
+// GET_ROWS. Other kernels would go there by mistake.
+bool may_be_pinned(const ggml_tensor * node, const ggml_tensor * used);
 
-// The virtual time of computed nodes.
+// The virtual time of computed nodes, and the bytes of pinned memory that their kernels read and write.
 struct Costs {
     std::vector<double> kernels_s;  // of each node that has a kernel
-    double              link_bytes = 0;
+    double              read_bytes = 0, written_bytes = 0;
 };
+
+// Adds the bytes that a node's kernel reads and writes over the link.
+void add_over_link(const ggml_tensor * node, Costs & costs);
 
 // Lets the running stream take the time of the launched kernels, which compute these nodes.
 void take_time(int device, const std::vector<Launch> & launches, const Costs & costs);

@@ -64,17 +64,22 @@ Engines & engines() {
 
 }  // namespace
 
-void read_over_link(int device, double bytes) {
+void access_over_link(int device, Direction direction, double bytes) {
+    if (!stream_now_s) {
+        return;  // there is no clock
+    }
     Unit * unit;
     {
         std::lock_guard<std::mutex> lock(engines().mutex);
-        unit = &engines().all[{device, Direction::to_device}].unit;
+        unit = &engines().all[{device, direction}].unit;
     }
-    const double alone_s = bytes / rates.link_bytes_per_s;
-    const double length_s = rates.mapped_s + (unit->is_busy(*stream_now_s) ? 2 : 1) * alone_s;
-    unit->take(*stream_now_s, alone_s);
-    note("read", device, *stream_now_s, *stream_now_s + length_s, static_cast<size_t>(bytes));
-    spend(length_s);
+    const double begin_s = *stream_now_s + rates.mapped_s;
+    const double link_s  = bytes / rates.link_bytes_per_s;
+    const double share   = rates.mapped_share;
+    const double end_s   = unit->end_beside(begin_s, link_s, share, std::min<double>(share, rates.mapped_beside));
+    unit->take(begin_s, link_s);
+    note(direction == Direction::to_device ? "read" : "write", device, *stream_now_s, end_s, static_cast<size_t>(bytes));
+    *stream_now_s = end_s;
 }
 
 Work on_engine(Direction direction, const Stream & stream, const void * handle, size_t bytes, bool is_pinned,

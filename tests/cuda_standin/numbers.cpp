@@ -105,7 +105,7 @@ class CopiedGraph {
             for (int i = begin; i < next && has_clock(); ++i) {
                 if (has_kernel(nodes_[i])) {
                     costs.kernels_s.push_back(cost_s(nodes_[i]));
-                    costs.link_bytes += bytes_over_link(nodes_[i]);
+                    add_over_link(nodes_[i], costs);
                 }
             }
             if (is_skipped(nodes_[begin])) {
@@ -210,13 +210,11 @@ ggml_status (*cuda_compute)(ggml_backend_t, ggml_cgraph *);
 ggml_backend_t (*cuda_init)(ggml_backend_dev_t, const char *);
 
 // A kernel that gets an address outside of its device's memory ends a real CUDA context. Pinned memory is mapped there.
-// Only the rows and places of SET_ROWS may lie there: other kernels would read it by mistake.
 void check(const ggml_tensor * node, const ggml_tensor * used, int device) {
     static const auto name_of  = BASE(ggml_op_name);
     static const auto bytes_of = BASE(ggml_nbytes);
     const size_t      size     = bytes_of(used);
-    const bool        may_be_pinned = node->op == GGML_OP_SET_ROWS && (used == node->src[0] || used == node->src[1]);
-    if (may_be_pinned && is_pinned(used->data, size)) {
+    if (may_be_pinned(node, used) && is_pinned(used->data, size)) {
         return;
     }
     if (size && device_of(used->data, size) != device && counters.bad_addresses++ < 10) {

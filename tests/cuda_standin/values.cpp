@@ -193,13 +193,17 @@ void standin_compute_for(CUstream handle, double s) {
 }
 
 // Lets a stream copy rows by a kernel of that graph, or of the one launched next. Either side may be pinned memory:
-// then the kernel takes as long as the link, and the latency of one access.
+// then the kernel goes over the link.
 void standin_move(CUstream handle, void * to, const void * from, size_t n_bytes) {
-    const HostCall call;
-    const bool     is_on_host = is_pinned(to, n_bytes) || is_pinned(from, n_bytes);
-    stream_of(handle)->call("kernel", [=] {
+    const HostCall  call;
+    const StreamPtr stream = stream_of(handle);
+    const bool      writes = is_pinned(to, n_bytes), reads = is_pinned(from, n_bytes);
+    stream->call("kernel", [=, device = stream->device] {
         std::memmove(to, from, n_bytes);
-        spend(rates.kernel_s + (is_on_host ? rates.mapped_s + static_cast<double>(n_bytes) / rates.link_bytes_per_s : 0));
+        spend(rates.kernel_s);
+        if (writes || reads) {
+            access_over_link(device, writes ? Direction::to_host : Direction::to_device, static_cast<double>(n_bytes));
+        }
     });
 }
 

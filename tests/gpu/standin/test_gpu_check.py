@@ -39,5 +39,16 @@ def test_the_whole_call_passes_with_small_models(tmp_path: Path) -> None:
     assert turns
     assert all(row["layers_rung"] > 0 for row in turns)
     assert all(row["same"] for row in report["decode"] if "same" in row)
+    moved = report["link"]["mapped"]["rows"]
+    assert [row["moved_bytes"] for row in moved] == 2 * [
+        4096,
+        16384,
+        65536,
+        262144,
+        1 << 20,
+        4 << 20,
+    ]
+    assert {row["direction"] for row in moved} == {"to the device", "to the host"}
+    assert report["link"]["mapped"]["start"]["kernels_read"] in {True, False}
     assert len(report["link"]["words"]) == 5, report["link"].get("why_no_words")
     assert all(row["taken_s"] > 0.0 for row in report["link"]["words"])

@@ -18,6 +18,7 @@ from offload.model_file import read_facts
 from offload.plan.ubatch_search import UbatchTrial
 from offload.plan.workload import TokenMix
 from offload.schedule.division import DeviceCosts, MeasuredCosts, SideTimes
+from offload.times.mapped_reads import MappedReads
 from offload.times.table import CostTable, DecodeTime, Way
 from specoffload.config.resolution import demo_file
 from specoffload.kept import (
@@ -28,6 +29,7 @@ from specoffload.kept import (
     KeptFile,
     KeptLayouts,
     KeptLinks,
+    KeptReads,
     KeptRun,
     KeptUbatch,
 )
@@ -46,6 +48,7 @@ def profile() -> Kept:
     table = CostTable(16, 4, {Way.IN_PLACE: {1: DecodeTime(0.1, 0.05, 3, DAY)}})
     draft = KeptDraft(0.01)
     candidate = Candidate(Strategy.SINGLE, 4)
+    reads = MappedReads(2e-6, 2e10, 1e10, 6e-6, 2.2e10)
     return Kept(
         runs=[KeptRun({"device": "d"}, table=table, split=costs, date=DAY, drafts={"m": draft},
                       splits={"CUDA0": costs})],
@@ -53,6 +56,7 @@ def profile() -> Kept:
         numa=TuneResult(candidate, (Trial(candidate, {1: 0.1}),), (), "node0:4c,8g", DAY),
         disks={"nvme0": KeptDisk({1: 1e9, 8: 3e9}, DAY)},
         links={"CUDA0": KeptLinks([2e10], [1e10], DAY)},
+        reads={"CUDA0, card": KeptReads([reads, replace(reads, bytes_per_s=1e10)], DAY)},
         layouts={"q4_K": KeptLayouts(1e-3, 2e-3, 1e-5, 2e-5, DAY)},
         workers=[DeviceCosts("sim", 1, "b", costs, DAY)],
         ubatches=[KeptUbatch({"c": "4096"}, 512, DAY, {512: UbatchTrial(1e-3, 0.1)})],

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from test_kept_list import whole
 from offload.model_file import read_facts
 from offload.plan.repacking import LayoutTimes, WeightKind
 from offload.schedule.division import DeviceCosts
+from offload.times.mapped_reads import MappedReads, reads_pay
 from specdec.costs.calibration import Bins
 from specoffload import kept_machine
 from specoffload.commands.doctor import MachineNow, kept_models
@@ -154,6 +156,7 @@ def test_nothing_is_used_for_ever_without_a_look(file: KeptFile) -> None:
     assert {name for name, state in states.items() if not state.startswith(kinds)} == set()
     again = {name.split(" (")[0] for name, state in states.items() if state == AGAIN}
     assert {"disk nvme0", "links to CUDA0", "layouts of q4_K", "draft engines"} <= again
+    assert "reads of pinned memory by CUDA0, card" in again
     assert {name for name, state in states.items() if state == OLD} == {
         "threads and placement", "ubatch", "imported T(n)",
     }  # fmt: skip
@@ -180,6 +183,53 @@ def test_old_times_of_layouts_are_measured_again(
         assert found is not None
         assert found.repacked_prompt_s == 2.0 + n_measured
     assert len(measured) == 1 + n_measured
+
+
+CARD: Any = SimpleNamespace(words="CUDA0, card")
+READS = MappedReads(2e-6, 2e10, 1e10, 6e-6, 2e10)
+DISTURBED = MappedReads(2e-6, 1e9, 1e9, 6e-6, 2e10)  # by which copies would bring rows
+
+
+@pytest.fixture
+def each_read(monkeypatch: pytest.MonkeyPatch) -> list[MappedReads]:
+    """The next measurements of reads of pinned memory. Each start takes the first one."""
+    coming: list[MappedReads] = []
+    monkeypatch.setattr(kept_machine, "measure_reads", lambda _: coming.pop(0))
+    return coming
+
+
+def test_a_disturbed_measurement_of_reads_heals(
+    each_read: list[MappedReads], tmp_path: Path
+) -> None:
+    each_read += [DISTURBED, READS, READS, DISTURBED, READS]
+    used = [kept_machine.reads_of(tmp_path, CARD) for _ in range(7)]  # the last ones measure not
+    assert [reads_pay(reads) for reads in used] == [False, *[True] * 6]
+    assert each_read == []
+
+
+@pytest.mark.parametrize(("days", "n_again"), [(0, 0), (29, 0), (30, 5)])
+def test_old_reads_are_measured_again(
+    days: int, n_again: int, each_read: list[MappedReads], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    then = datetime.now(UTC).date() - timedelta(days)
+    monkeypatch.setattr(kept_machine, "today", then.isoformat)
+    each_read += [READS] * 5
+    for _ in range(5):
+        assert kept_machine.reads_of(tmp_path, CARD) == READS
+    monkeypatch.setattr(kept_machine, "today", today)
+    each_read += [DISTURBED] * 5
+    last = [kept_machine.reads_of(tmp_path, CARD) for _ in range(6)][-1]
+    assert len(each_read) == 5 - n_again
+    assert last == (DISTURBED if n_again else READS)
+
+
+def test_reads_are_measured_at_each_start_if_nothing_is_kept(
+    each_read: list[MappedReads], tmp_path: Path
+) -> None:
+    each_read += [READS, DISTURBED]
+    assert [kept_machine.reads_of(None, CARD) for _ in range(2)] == [READS, DISTURBED]
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_worker_measures_what_is_old_or_contradicts_itself(file: KeptFile) -> None:

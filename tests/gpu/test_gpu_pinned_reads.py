@@ -1,0 +1,115 @@
+"""Rows of prompts are read by kernels or copied, as measured, with the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from on_gpu import Logits, assert_same, options, slots_for
+from splits import SPLITTERS
+
+from lab.options import engine_options
+from offload.backends import CUDA
+from offload.device import DeviceChoice
+from offload.engine import EngineOptions, open_engine
+from offload.errors import DeviceFailed
+from offload.ggml.backend import Device
+from offload.ggml.cuda_driver import maps_pinned
+from offload.notes import NoteKind, kind_of
+from offload.stream.passes import PassGraph, PinnedLaunch
+from offload.stream.read_speed import measure_reads
+from offload.times.mapped_reads import MappedReads, reads_pay
+
+FAST = MappedReads(1.5e-6, 24e9, 12e9, 6e-6, 25e9)
+SLOW = replace(FAST, bytes_per_s=6e9)
+BATCHES = (100, 3, 70)
+
+
+@pytest.fixture
+def cuda(gpu: DeviceChoice) -> DeviceChoice:
+    if not maps_pinned(gpu.device):
+        pytest.skip(f"kernels of {gpu.name} do not read pinned memory")
+    return gpu
+
+
+def shared(gpu: DeviceChoice, path: Path, **changes: Any) -> EngineOptions:
+    """Options with which the CPU computes a part of each layer of a prompt."""
+    streaming = slots_for(path, "half", hybrid=True, splitter=SPLITTERS["random"](), lend=False)
+    return engine_options(options(gpu, streaming, n_ctx=512, n_ubatch=128), **changes)
+
+
+def run(path: Path, opened: EngineOptions) -> tuple[Logits, list[str]]:
+    """The logits of two prompts and a small batch, and the lines on how rows come."""
+    with open_engine(path, opened) as engine:
+        rows = []
+        for n in BATCHES:
+            engine.sequences.rewind(0, 0)
+            tokens = [(13 * i + 5 * n) % engine.n_vocab for i in range(n)]
+            rows.append(engine.sequences.extend(0, tokens, n_logits=n))
+        assert engine.counters().n_pairs_host > 0
+        notes = engine.opened.notes
+        return np.concatenate(rows), [note for note in notes if kind_of(note) is NoteKind.COPIES]
+
+
+def seen(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, called: list[str]) -> None:
+    """Note in `called` each call of a method."""
+    method = getattr(owner, name)
+
+    def noted(*arguments: Any) -> Any:
+        called.append(name)
+        return method(*arguments)
+
+    monkeypatch.setattr(owner, name, noted)
+
+
+def test_both_ways_give_the_same_bits(
+    cuda: DeviceChoice, moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways: list[str] = []
+    for owner, name in ((PinnedLaunch, "fill"), (PassGraph, "read_from")):
+        seen(monkeypatch, owner, name, ways)
+    by_kernels, said = run(moe, shared(cuda, moe, measure_reads=lambda _: FAST))
+    assert {*ways} == {"fill", "read_from"}
+    assert said == [f"{cuda.name}: kernels read rows of prompts from RAM: {FAST.words}"]
+    ways.clear()
+    by_copies, said = run(moe, shared(cuda, moe, measure_reads=lambda _: SLOW))
+    assert not ways
+    assert said == [f"{cuda.name}: copies bring rows of prompts from RAM: {SLOW.words}"]
+    assert_same(cuda, by_copies, by_kernels)
+
+
+def test_a_measurement_that_fails_leaves_rows_to_copies(cuda: DeviceChoice, moe: Path) -> None:
+    def fails(_: DeviceChoice) -> MappedReads:
+        raise DeviceFailed("no such kernel")
+
+    _, said = run(moe, shared(cuda, moe, measure_reads=fails))
+    assert said == [
+        f"{cuda.name}: copies bring rows of prompts from RAM: how fast kernels read them was not "
+        "measured: no such kernel"
+    ]
+
+
+@pytest.mark.parametrize("is_integrated", [False, True])
+def test_devices_without_a_link_or_mapped_memory_are_not_measured(
+    gpu: DeviceChoice, moe: Path, monkeypatch: pytest.MonkeyPatch, is_integrated: bool
+) -> None:
+    asked: list[DeviceChoice] = []
+
+    def measured(choice: DeviceChoice) -> MappedReads:
+        asked.append(choice)
+        return FAST
+
+    if is_integrated:
+        monkeypatch.setattr(Device, "is_integrated", True)
+    _, said = run(moe, shared(gpu, moe, measure_reads=measured))
+    assert bool(asked) == bool(said) == (gpu.device.backend is CUDA and not is_integrated)
+
+
+def test_a_measurement_has_plausible_values(cuda: DeviceChoice) -> None:
+    found = measure_reads(cuda)
+    assert 0.0 <= found.first_s < 1e-2
+    assert min(found.bytes_per_s, found.beside_bytes_per_s, found.copy_bytes_per_s) > 1e7
+    assert reads_pay(found) in {True, False}
