@@ -51,7 +51,8 @@ def measure_mapped(choice: DeviceChoice, most_bytes: int) -> dict[str, Any]:
         probe = Mapped(stack, choice, sizes[-1])
         rows = [probe.row(direction, n) for direction in (TO_DEVICE, TO_HOST) for n in sizes]
     reads = measure_reads(choice)
-    return {"rows": rows, "start": {**asdict(reads), "kernels_read": reads_pay(reads)}}
+    start: dict[str, Any] = {f"read_{name}": value for name, value in asdict(reads).items()}
+    return {"rows": rows, "start": start | {"kernels_read": reads_pay(reads)}}
 
 
 class Mapped:
@@ -110,7 +111,8 @@ class Mapped:
         times = {"kernel": kernel_s, "copy": copy_s, "beside": beside_s}
         row: dict[str, Any] = {"direction": direction, "moved_bytes": size_bytes}
         for way, taken_s in times.items():
-            row |= {f"{way}_s": taken_s, f"{way}_bytes_per_s": size_bytes / max(taken_s, 1e-9)}
+            rate = size_bytes / taken_s if taken_s > 0.0 else None  # lost in the kernel's own time
+            row |= {f"{way}_s": taken_s, f"{way}_bytes_per_s": rate}
         return row
 
     def _graphs(self, direction: str, n: int) -> tuple[Graph, Graph]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ MIB = 1 << 20
 LINK = 1e9  # bytes/s
 UNIT_S = 64 * MIB / LINK  # seconds of 64 MiB over the link
 FIRST = 0.1  # of a kernel's first access, in these units
+FIRST_S, COPY_S = 1.5e-6, 2e-6  # of a kernel's first access and of a copy, as a start measures them
 TO_DEVICE, TO_HOST = 1, 2
+GPU_CHECK = str(Path(__file__).parents[3] / "scripts" / "gpu_check")
 
 
 class Link:
@@ -117,8 +120,8 @@ def measured() -> dict[str, Any]:
     from offload.times.mapped_reads import reads_pay
 
     link = Link()
-    link.rate("mapped_s", 1.5e-6)
-    link.rate("copy_s", 2e-6)
+    link.rate("mapped_s", FIRST_S)
+    link.rate("copy_s", COPY_S)
     use_virtual_time()
     gpu = next(device for device in devices() if device.on_gpu)
     fast = measure_reads(gpu)
@@ -129,10 +132,26 @@ def measured() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def table() -> dict[str, Any]:
+    """What scripts/gpu-check measures, with rows of up to 4 MB."""
+    from mapped import measure_mapped
+
+    from lab.virtual_gpu import use_virtual_time
+    from offload.device import devices
+
+    link = Link()
+    link.rate("mapped_s", FIRST_S)
+    link.rate("copy_s", COPY_S)
+    use_virtual_time()
+    gpu = next(device for device in devices() if device.on_gpu)
+    return measure_mapped(gpu, 4 * MIB)
+
+
 def child(name: str) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, __file__, name],
-        env={**os.environ, "STANDIN_CLOCK": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, "STANDIN_CLOCK": "1",
+             "PYTHONPATH": os.pathsep.join([*sys.path, GPU_CHECK])},
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -160,7 +179,7 @@ def test_a_start_measures_the_cards_reads_and_decides_by_them() -> None:
     found = child("measured")
     fast, slow = found["fast"], found["slow"]
     for reads in (fast, slow):
-        assert reads["first_s"] == pytest.approx(1.5e-6, rel=0.2)
+        assert reads["first_s"] == pytest.approx(FIRST_S, rel=0.2)
         assert reads["copy_bytes_per_s"] == pytest.approx(LINK, rel=0.02)
         # Whether the copies beside a read come first is up to the streams' threads.
         assert 0.4 * reads["bytes_per_s"] < reads["beside_bytes_per_s"] <= 1.02 * LINK
@@ -169,5 +188,21 @@ def test_a_start_measures_the_cards_reads_and_decides_by_them() -> None:
     assert found["pay"] == [True, False]
 
 
+def test_gpu_check_shows_kernels_and_copies_of_both_directions() -> None:
+    found = child("table")
+    rows = {(row["direction"], row["moved_bytes"]): row for row in found["rows"]}
+    assert {size for _, size in rows} == {4096 << (2 * n) for n in range(6)}
+    for direction in ("to the device", "to the host"):
+        for size in (64 << 10, 4 * MIB):
+            row, link_s = rows[direction, size], size / LINK
+            # Kernels that read have the rows' places in pinned memory, too.
+            places_s = size / 1024 / LINK if direction == "to the device" else 0.0
+            alone_s = FIRST_S + link_s + places_s
+            assert row["kernel_s"] == pytest.approx(alone_s, rel=0.01), row
+            assert row["copy_s"] == pytest.approx(COPY_S + link_s, rel=0.01), row
+            assert 0.99 * alone_s <= row["beside_s"] <= 2.01 * alone_s, row
+    assert found["start"]["kernels_read"]
+
+
 if __name__ == "__main__":
-    print(json.dumps({"steps": steps, "measured": measured}[sys.argv[1]]()))
+    print(json.dumps({"steps": steps, "measured": measured, "table": table}[sys.argv[1]]()))
