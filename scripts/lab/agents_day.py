@@ -48,7 +48,7 @@ from lab.bench_server.client import Answer, ask
 from lab.synth.library import write_f32
 from lab.tables import filled, page_of
 from offload.model_file import read_facts
-from specoffload.bench.load import Watch
+from specoffload.bench.load import Load, Watch
 from specoffload.config.resolution import demo_prompts
 
 PAGE = page_of("agents-day")
@@ -227,8 +227,10 @@ def command_of(options: argparse.Namespace, program: Path | None = None, *more: 
     return [*words, *own, *([] if "-np" in more else ["-np", str(N_TALKS)]), *more]
 
 
-def by_turns(options: argparse.Namespace, size: DaySize, logs: Path) -> dict[str, list[DayReport]]:
-    """Play days on both servers in turns."""
+def by_turns(
+    options: argparse.Namespace, size: DaySize, logs: Path
+) -> tuple[dict[str, list[DayReport]], Load]:
+    """Play days on both servers in turns. Also returns the load by other programs meanwhile."""
     commands = {OURS: command_of(options)}
     if (program := llama_server(options.vs)) is not None:
         commands[THEIRS] = command_of(options, program)
@@ -243,13 +245,16 @@ def by_turns(options: argparse.Namespace, size: DaySize, logs: Path) -> dict[str
         warm_up = replace(size, n_turns=1)
         for server in servers.values():
             played(server, day_of(warm_up, vocabulary(), 0), size.n_predict, tells=False)
+        watch = Watch()
         for n in range(1, options.rounds + 1):
             day = day_of(size, vocabulary(), n)
             for name in (*servers,) if n % 2 else (*reversed(servers),):
                 found = played(servers[name], day, size.n_predict, tells=name == OURS)
                 reports[name].append(found)
                 print(f"round {n}, {name}: {found.wall_s:.1f} s", file=sys.stderr)
-    return reports
+        # The servers still run: a process that ended without being waited for would count as
+        # another program.
+        return reports, watch.others()
 
 
 def exact_texts(options: argparse.Namespace, size: DaySize, logs: Path) -> tuple[int, int]:
@@ -295,10 +300,8 @@ def main(words: list[str] | None = None) -> None:
         options.turns, (options.words[0], options.words[1]), options.system_words,
         options.document_words, options.tokens,
     )  # fmt: skip
-    watch = Watch()
     with tempfile.TemporaryDirectory() as name:
-        reports = by_turns(options, size, Path(name))
-        load = watch.others()
+        reports, load = by_turns(options, size, Path(name))
         exact = None if options.no_exact else exact_texts(options, size, Path(name))
     when = datetime.now(UTC).date()
     where = (

@@ -64,6 +64,7 @@ TABLES = (
     Tables("split-price", "docs/gpu.md", ("split price",), "2 minutes"),
     Tables("architectures", "docs/models.md", ("mixtures",), "not measured"),
     Tables("agents-day", "docs/results.md", ("agents day",), "5 minutes"),
+    Tables("four-slots", "docs/results.md", ("four slots",), "10 minutes"),
     Tables("stream-price", "docs/log.md", ("streams",), "3 seconds"),
     Tables("readme", "README.md", ("measured",), "40 minutes"),
     Tables("readme", "docs/results.md", ("answers", "readme"), "40 minutes"),
