@@ -263,6 +263,13 @@ class Draft:
     candidates: tuple[tuple[tuple[int, float], ...], ...] = ()
     n_extra_rows: int = 0  # nodes of a tree's draft steps beyond the first of each step
 
+    @property
+    def resting(self) -> Draft:
+        """The draft of the rounds that rest after this empty one: it has nothing to learn from."""
+        if not (self.dropped or self.others or self.n_steps or self.catch_up_s):
+            return self
+        return Draft((), (), self.source, self.decision)
+
     def judged_by(self, emitted: Sequence[int]) -> tuple[tuple[float, bool], ...]:
         """Pairs (p, True if right) of the kept and then the dropped tokens.
 
@@ -358,6 +365,18 @@ class Policy(Protocol):
         return ()
 
     @property
+    def rest_of_looks(self) -> int:
+        """Rounds in which drafters without a model are not asked, after they proposed nothing."""
+        return 0
+
+    def postponed(self, walk: Walk, source: str, n_tokens: int) -> Walk | None:
+        """The walk that replaces `walk` if reading `n_tokens` first costs the drafter too much.
+
+        None: the drafter may read them.
+        """
+        return None
+
+    @property
     def trees(self) -> Trees | None:
         """The policy as one that prices trees. None if it drafts chains only."""
         return None
@@ -442,9 +461,15 @@ class DraftRequest:
         self.n_same: int | None = None
         self.walks: dict[str, Walk] = {}
 
-    def begin(self, limit: int, source: str) -> Walk:
-        """Begin the policy's walk for a draft of at most `limit` tokens by the drafter `source`."""
-        walk = self.walks[source] = self.policy.begin(limit, source)
+    def begin(self, limit: int, source: str, n_unread: Callable[[], int] = int) -> Walk:
+        """Begin the policy's walk for a draft of at most `limit` tokens by the drafter `source`.
+
+        `n_unread` returns how many tokens the drafter must read before its first step.
+        """
+        walk = self.policy.begin(limit, source)
+        if walk.wants and (n := n_unread()):
+            walk = self.policy.postponed(walk, source, n) or walk
+        self.walks[source] = walk
         return walk
 
     def reading(self, history: Sequence[int], n_same: int) -> DraftRequest:

@@ -28,17 +28,19 @@ _LEAST_COMPARED = 8.0  # differences, with decay, from which a drafter may lead
 _BETWEEN = 24  # least tokens between two later trials
 _SURE = 3.0  # standard errors by which a drafter must gain more to lead
 _FADE = 0.99  # decay of older differences, per difference
+_LONG_REST = 31  # rounds of rest if nobody wants to be asked earlier
 _MOST_APART = 3.0  # cap on a difference, in tokens
 
 
 class _Proposals:
     """All proposals for one request so far, and the best of them."""
 
-    __slots__ = ("best", "drafts", "gain")
+    __slots__ = ("best", "drafts", "gain", "paid_rest")
 
     def __init__(self, nothing: Draft) -> None:
         self.best, self.gain = nothing, 0.0
         self.drafts: list[Draft] = []
+        self.paid_rest = _LONG_REST  # rounds in which no drafter that spends steps is asked
 
     def add_free(self, draft: Draft, gain: float) -> None:
         if draft.tokens or draft.dropped:
@@ -48,6 +50,7 @@ class _Proposals:
 
     def add_paid(self, paid: Draft, gain: float) -> None:
         self.drafts.append(paid)
+        self.paid_rest = min(self.paid_rest, paid.decision.rest)
         if not self.best.tokens:
             self.best, self.gain = paid, gain
         elif paid.tokens and gain >= self.gain:
@@ -56,11 +59,12 @@ class _Proposals:
             # exact for any proposal.
             self.best, self.gain = replace(paid, rows=()), gain
 
-    def outcome(self) -> Draft:
+    def outcome(self, rest_of_looks: int) -> Draft:
+        """The draft of the chain. Free drafters rest for `rest_of_looks` rounds if it is empty."""
         best = self.best
-        if best.decision.rest:
-            # Only the draft model rests; another drafter may have a proposal at any time.
-            best = replace(best, decision=replace(best.decision, rest=0))
+        rest = 0 if best.tokens else min(self.paid_rest, rest_of_looks)
+        if best.decision.rest != rest:
+            best = replace(best, decision=replace(best.decision, rest=rest))
         drafts = [d for d in self.drafts if d.source != best.source]
         # All steps count for this round, even if another draft is verified.
         n_steps = best.n_steps + sum([d.n_steps for d in drafts])
@@ -185,7 +189,8 @@ class ChainDrafter:
                 offer.add_free(draft, _gain(request, drafter))
         if self._paid:
             self._ask_paid(requests, offers)
-        return [offer.outcome() for offer in offers]
+        looks = [request.policy.rest_of_looks if self.free else 0 for request in requests]
+        return [offer.outcome(rest) for offer, rest in zip(offers, looks, strict=True)]
 
     def _ask_paid(self, requests: Sequence[DraftRequest], offers: Sequence[_Proposals]) -> None:
         """Ask the leader if free drafts are poor, and drafters whose trial is due."""

@@ -16,6 +16,9 @@ class TokenMemory(Protocol):
 
     n_rows: int  # tokens decoded so far
 
+    def n_unread(self, sequence: int, history: Sequence[int]) -> int:
+        """The number of tokens that `tail` would evaluate before the draft's first decode."""
+
     def tail(self, sequence: int, history: Sequence[int]) -> tuple[list[int], float]:
         """The tokens that the draft must decode first, and the seconds spent on earlier ones."""
 
@@ -62,6 +65,14 @@ class DraftMemory:
         self._forgetting = model if isinstance(model, ForgettingModel) else None
         self._held: dict[int, _HeldTokens] = {}
         self.n_rows = 0  # tokens decoded so far
+
+    def n_unread(self, sequence: int, history: Sequence[int]) -> int:
+        held = self._held.get(sequence)
+        n_held = 0
+        if held is not None:
+            n_held = _n_same(held, history, min(len(held.tokens), len(history) - 1))
+        n = len(history) - n_held
+        return n - 1 if n > BATCHED_TAIL else 0
 
     def tail(self, sequence: int, history: Sequence[int]) -> tuple[list[int], float]:
         """The last tokens of `history` that the model lacks, and the seconds spent on earlier ones.
@@ -120,9 +131,7 @@ class DraftMemory:
             held = self._held[sequence] = _HeldTokens()
         # The last token of the history is always decoded, since its logits are needed.
         tokens, most = held.tokens, min(len(held.tokens), len(history) - 1)
-        n = min(held.n_checked, most)
-        while n < most and tokens[n] == history[n]:
-            n += 1
+        n = _n_same(held, history, most)
         if len(tokens) > n:
             n = self._cut(sequence, held, n)
         return list(history[n:])
@@ -143,3 +152,11 @@ class DraftMemory:
             held.checkpoint, held.checkpoint_length = None, -1
         del held.tokens[n:]
         return n
+
+
+def _n_same(held: _HeldTokens, history: Sequence[int], most: int) -> int:
+    """The number of first tokens, at most `most`, that the model holds as in `history`."""
+    n = min(held.n_checked, most)
+    while n < most and held.tokens[n] == history[n]:
+        n += 1
+    return n

@@ -97,7 +97,7 @@ class ModelDrafter:
         limit = min(asked.limit, room + 1)  # the last drafted token is not decoded
         if self._most is not None:
             limit = min(limit, self._most)
-        walk = asked.begin(limit, self.name)
+        walk = asked.begin(limit, self.name, lambda: self._memory.n_unread(sequence, asked.history))
         if not walk.wants:
             return Draft((), (), self.name, Decision(0, walk.reason, walk.rest))
         draws, temperature = None, 0.0

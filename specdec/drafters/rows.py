@@ -61,6 +61,10 @@ class RowMemory:
         self._layers = layers
         self.n_rows = 0  # tokens decoded for drafts so far
 
+    def n_unread(self, sequence: int, history: Sequence[int]) -> int:
+        n = len(self._layers.tail(sequence, history))
+        return n - 1 if n > BATCHED_TAIL else 0
+
     def tail(self, sequence: int, history: Sequence[int]) -> tuple[list[int], float]:
         """The tokens that the draft must compute first, and the seconds spent on earlier tokens."""
         tail = self._layers.tail(sequence, history)

@@ -136,6 +136,14 @@ class _Bounded(Policy):
     def begin(self, limit: int, source: str) -> Walk:
         return _BoundedWalk(self._policy.begin(limit, source), self._bounds)
 
+    @property
+    def rest_of_looks(self) -> int:
+        return self._policy.rest_of_looks
+
+    def postponed(self, walk: Walk, source: str, n_tokens: int) -> Walk | None:
+        inner = walk.within if isinstance(walk, _BoundedWalk) else walk
+        return self._policy.postponed(inner, source, n_tokens)
+
     def learn(self, round_: Round) -> None:
         self._policy.learn(round_)
 
@@ -149,6 +157,11 @@ class _BoundedWalk:
         self._walk, self._bounds = walk, bounds
         self._p_min = bounds.p_min or 0.0
         self._is_over = False
+
+    @property
+    def within(self) -> Walk:
+        """The policy's own walk."""
+        return self._walk
 
     @property
     def wants(self) -> bool:

@@ -21,6 +21,7 @@ import numpy as np
 from specdec.costs.calibration import Calibration
 from specdec.costs.profile import CostProfile, KnownCosts, LiveCosts
 from specdec.options import BY_BLOCK
+from specdec.policies.looks import Looks, ReadingTimes
 from specdec.policies.same_size import SameSize
 from specdec.policies.tree import N_WIDE, TreeGrowth, TreePrices, source_of
 from specdec.policies.value import CENTRES, allocate, extra_time, level
@@ -46,6 +47,7 @@ _MOST_ALONE = 32  # rounds without a draft that are learnt from together
 _LOSS_TOKENS, _LOSS_SHARE = 2.0, 0.003  # allowed loss: tokens, plus a share of emitted tokens
 # Further share of allowed loss within which a probe that gained tokens resumes drafting.
 _LOSS_MORE = 0.0015
+_READ_OF_WON = 0.1  # share of the gained tokens that reading for a probe may cost
 _TRUST_TOKENS = 3.0  # tokens that a new drafter may cost; each judged token adds one
 _MOVED = 0.3  # change of a drafter's log-odds after which its plan is rebuilt
 _ROW_MEMORY = 0.1  # weight of the newest share of a step that further rows take
@@ -97,6 +99,7 @@ class Throughput(Policy):
         self._n_plans, self._plain_s = self._costs.n_plans, self._costs.times[0]
         self._had_no_unit = self._costs.is_relative
         self._same = SameSize()
+        self._looks, self._reading = Looks(), ReadingTimes()
         self._saved_tokens = 0.0  # saved by a batch as large as the last one
 
     @property
@@ -123,6 +126,30 @@ class Throughput(Policy):
     def _budget(self) -> float:
         """Tokens that speculation may still lose before it must prove itself; negative: it must."""
         return self._won + _LOSS_TOKENS + _LOSS_SHARE * self._n_tokens
+
+    @property
+    def rest_of_looks(self) -> int:
+        return 0 if self._beside else self._looks.rest
+
+    def postponed(self, walk: Walk, source: str, n_tokens: int) -> Walk | None:
+        """A probe waits until the time of reading the prompt fits what speculation may lose."""
+        if not (isinstance(walk, ThroughputWalk) and walk.is_probe) or self._costs.is_relative:
+            self._reading.expected_s(source, n_tokens, 0.0)
+            return None
+        known = self._sources[source]
+        reading_s = self._reading.expected_s(source, n_tokens, self._step_of(source))
+        price = self.rate * reading_s + (walk.n_probed - 1) * known.step + known.block
+        allowed = max(0.0, self._budget - (1.0 - _READ_OF_WON) * max(0.0, self._won))
+        if price <= allowed:
+            return None
+        self._walks.pop(source, None)
+        known.until = self._n_rounds + _IDLE_ROUNDS
+        reason = (
+            f"reading {n_tokens} tokens of the text first takes the time of {price:.1f} tokens, "
+            f"and drafts may cost {allowed:.1f}"
+        )
+        known.not_asked = NotAsked(reason, _IDLE_ROUNDS - 1)
+        return known.not_asked
 
     def begin(self, limit: int, source: str) -> Walk:
         known = self._sources.get(source)
@@ -163,7 +190,9 @@ class Throughput(Policy):
         if not self._saved_tokens or not 0 <= same < len(price):
             return price
         price = [*price]
-        price[same] -= self._saved_tokens
+        # A draft after plain decoding changes the size twice: now, and when plain decoding goes on.
+        n_changes = 1 if same else 2
+        price[same] -= n_changes * self._saved_tokens
         return price
 
     def _think_anew(self) -> None:
@@ -259,6 +288,8 @@ class Throughput(Policy):
         if not (self._walks or draft.tokens or draft.dropped or draft.others or draft.n_steps):
             self._n_rounds += 1
             self._alone_s.append(round_.verify_s)
+            if round_.draft_s > 0.0:
+                self._look(round_)
             if len(self._alone_s) >= _MOST_ALONE:
                 self._learn_alone()
             return
@@ -286,6 +317,26 @@ class Throughput(Policy):
             rollback_s=round_.rollback_s,
             draft_s=self._without_rows(draft, round_.draft_s),
         )
+        if draft.catch_up_s:
+            self._has_read(draft)
+        elif not draft.n_steps:
+            self._look(round_)
+
+    def _look(self, round_: Round) -> None:
+        """Learn what a round without draft steps cost and gained."""
+        if self._beside or self._costs.is_relative:
+            return
+        self._looks.looked(round_.draft_s * self._plain_rate)
+        if n := round_.n_drafted:
+            extra_s = float(extra_time(np.array(self._costs.planned), 1)[n])
+            self._looks.gained(len(round_.emitted) - 1 - extra_s * self._plain_rate)
+
+    def _has_read(self, draft: Draft) -> None:
+        """Count the time in which a draft model read the prompt, as far as drafts may lose it."""
+        self._reading.took(draft.source, draft.catch_up_s)
+        if not self._costs.is_relative:
+            spent = draft.catch_up_s * self._plain_rate
+            self._won -= min(spent, max(0.0, self._budget + _LOSS_TOKENS))
 
     def overhear(
         self,
@@ -428,6 +479,7 @@ class Throughput(Policy):
         usual_s = n_steps * self._costs.draft_step_s if steps_s is None else steps_s
         took = self._costs.times[n_rows - 1] + usual_s
         self._n_tokens += n_emitted
+        self._looks.emitted(n_emitted)
         if not is_retry:  # retries of doubted sizes have a budget of their own
             self._won += n_emitted - took * self._plain_rate
         self._tokens = self._tokens * keep + (n_emitted if n_expected is None else n_expected)
@@ -454,6 +506,7 @@ class Throughput(Policy):
             self._observe(1, verify_s, 0.0, 0, 0.0)
         self.calibration.elapse_all(n)
         self._n_tokens += n
+        self._looks.emitted(n)
         keep = (1.0 - 1.0 / _RATE_ROUNDS) ** n
         come = (1.0 - keep) * _RATE_ROUNDS
         self._tokens = self._tokens * keep + come

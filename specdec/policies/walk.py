@@ -178,6 +178,11 @@ class ThroughputWalk:
         return self.wants
 
     @property
+    def n_probed(self) -> int:
+        """Tokens that a probe drafts at least, if they are likely."""
+        return self._n_probed
+
+    @property
     def gain(self) -> float:
         return self.best + self._price[0]
 

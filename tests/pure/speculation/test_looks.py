@@ -1,0 +1,182 @@
+"""What drafters may cost before they have drafted a token: looks, and reading a prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fake_target import FakeTarget
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.costs.profile import CostProfile
+from specdec.drafters.chain import ChainDrafter
+from specdec.drafters.memory import BATCHED_TAIL, DraftMemory
+from specdec.policies.looks import Looks, ReadingTimes
+from specdec.policies.rules import DraftBounds, Fixed, bounded
+from specdec.policies.throughput import Throughput
+from specdec.policies.walk import ThroughputWalk
+from specdec.types import Decision, Draft, DraftRequest, Round
+
+NO_TOKENS = Decision(0, "nothing")
+DEAR = CostProfile((1.0, 2.8, 3.0, 3.6, 4.7, 5.5, 6.2, 6.9, 7.5), 1.0)  # no draft of a model pays
+FLAT = CostProfile((1.0, 1.02, 1.04, 1.06, 1.08, 1.1, 1.12, 1.14, 1.16), 0.01)
+
+
+def played(looks: Looks, n_tokens: int, cost: float, gain_every: int = 0) -> int:
+    """Number of looks while `n_tokens` are written one by one. Some looks gain 3 tokens."""
+    n_looks = rest = 0
+    for n in range(n_tokens):
+        looks.emitted(1)
+        if rest:
+            rest -= 1
+            continue
+        n_looks += 1
+        looks.looked(cost)
+        if gain_every and n % gain_every == 0:
+            looks.gained(3.0)
+        else:
+            rest = looks.rest
+    return n_looks
+
+
+@given(st.floats(0.001, 5.0), st.integers(100, 3000))
+def test_looks_that_gain_nothing_cost_a_share_of_the_time(cost: float, n_tokens: int) -> None:
+    n_looks = played(Looks(), n_tokens, cost)
+    # A rest has at most 32 rounds, so that a text that begins to repeat itself is seen.
+    assert n_looks * cost <= 1.0 + 0.004 * n_tokens + cost * (1 + n_tokens / 32)
+    assert n_looks >= n_tokens // 33
+
+
+def test_looks_of_a_slow_model_never_rest() -> None:
+    assert played(Looks(), 2000, 0.003) == 2000
+
+
+def test_looks_that_gain_more_than_they_cost_go_on() -> None:
+    assert played(Looks(), 2000, 0.1, gain_every=10) >= 1900
+    assert played(Looks(), 2000, 0.1) <= 150
+
+
+def test_one_slow_look_does_not_end_the_others() -> None:
+    looks = Looks()
+    for cost in (0.01, 0.01, 20.0, 0.01):
+        looks.looked(cost)
+    assert looks.rest == 0
+
+
+def test_reading_is_priced_by_a_step_and_then_as_it_took() -> None:
+    times = ReadingTimes()
+    assert times.expected_s("draft", 160, 1.0) == pytest.approx(11.0)
+    times.took("draft", 1.6)
+    times.took("draft", 99.0)  # nothing was asked for
+    assert times.expected_s("draft", 1000, 1.0) == pytest.approx(11.0)
+    assert times.expected_s("mtp", 160, 1.0) == pytest.approx(11.0)
+
+
+# -- the policy ------------------------------------------------------------------------------------
+
+
+def asked(policy: Throughput, n_unread: int, **bounds: Any) -> Any:
+    request = DraftRequest(0, [1] * 9, bounded(policy, DraftBounds(**bounds)), 8)
+    return request.begin(8, "draft", lambda: n_unread)
+
+
+def wrote(policy: Throughput, n_tokens: int) -> None:
+    for _ in range(n_tokens):
+        policy.learn(Round(Draft((), (), "draft", NO_TOKENS), 0, (1,), 0.0, 1.0))
+
+
+def test_a_probe_waits_until_reading_the_prompt_is_affordable() -> None:
+    policy = Throughput(DEAR)
+    walk = asked(policy, 160)
+    assert not walk.wants
+    assert walk.rest == 31
+    assert "reading 160 tokens of the text first takes the time of 11.0 tokens" in walk.reason
+    wrote(policy, 1000)
+    assert not asked(policy, 160).wants
+    wrote(policy, 3100)
+    assert asked(policy, 160).wants  # the way back
+
+
+def test_a_short_text_is_read_for_a_probe_at_once() -> None:
+    walk = asked(Throughput(DEAR), 5)
+    assert isinstance(walk, ThroughputWalk)
+    assert walk.is_probe
+
+
+def test_a_limit_of_the_request_does_not_hide_the_price() -> None:
+    assert not asked(Throughput(DEAR), 160, p_min=0.5).wants
+
+
+def test_a_draft_that_should_pay_reads_the_longest_prompt() -> None:
+    assert asked(Throughput(FLAT), 100_000).wants
+
+
+def test_the_time_of_reading_is_a_loss_of_speculation() -> None:
+    policies = [Throughput(DEAR), Throughput(DEAR)]
+    for policy, catch_up_s in zip(policies, (0.0, 2.0), strict=True):
+        assert asked(policy, 5).wants
+        draft = Draft((), (), "draft", NO_TOKENS, ((7, 0.5),), n_steps=1, catch_up_s=catch_up_s)
+        policy.learn(Round(draft, 0, (1,), 1.0, 1.0))
+        wrote(policy, 300)
+    assert [asked(policy, 9).wants for policy in policies] == [True, False]
+
+
+# -- chain and loop --------------------------------------------------------------------------------
+
+
+class Silent:
+    """A drafter that never has a proposal. `rest`: rounds in which it need not be asked."""
+
+    def __init__(self, name: str, rest: int = 0) -> None:
+        self.name, self.rest = name, rest
+
+    def propose(self, requests: Any) -> list[Draft]:
+        return [Draft((), (), self.name, Decision(0, "nothing", self.rest)) for _ in requests]
+
+    def learn(self, sequence: int, round_: Round) -> None: ...
+    def heard(self, sequence: int) -> None: ...
+    def forget(self, sequence: int) -> None: ...
+
+
+class Resting(Fixed):
+    def __init__(self, rest: int) -> None:
+        super().__init__(4)
+        self._rest = rest
+
+    @property
+    def rest_of_looks(self) -> int:
+        return self._rest
+
+
+@pytest.mark.parametrize(
+    ("looks", "paid", "expected"), [(0, 31, 0), (20, 31, 20), (20, 5, 5), (20, 0, 0)]
+)
+def test_a_chain_rests_as_long_as_nobody_wants_to_be_asked(
+    looks: int, paid: int, expected: int
+) -> None:
+    chain = ChainDrafter([Silent("suffix")], Silent("draft", paid))
+    (draft,) = chain.propose([DraftRequest(0, [1, 2], Resting(looks), 4)])
+    assert draft.decision.rest == expected
+    (free,) = ChainDrafter([Silent("suffix"), Silent("ngram")]).propose(
+        [DraftRequest(0, [1, 2], Resting(looks), 4)]
+    )
+    assert free.decision.rest == looks
+
+
+def test_rounds_of_rest_have_nothing_to_learn_from() -> None:
+    seen = Draft((), (), "suffix", Decision(0, "too dear", 9), ((4, 0.5),), n_steps=1)
+    assert seen.resting == Draft((), (), "suffix", Decision(0, "too dear", 9))
+    empty = Draft((), (), "suffix", Decision(0, "nothing", 9))
+    assert empty.resting is empty
+
+
+def test_a_draft_model_knows_how_much_it_has_not_read() -> None:
+    memory = DraftMemory(FakeTarget())
+    history = [*range(1, 40)]
+    assert memory.n_unread(0, history) == 38
+    memory.tail(0, history)
+    assert memory.n_unread(0, history) == 0
+    memory.forget(0)  # the next request compares
+    assert memory.n_unread(0, [*history, *range(BATCHED_TAIL)]) == BATCHED_TAIL
+    assert memory.n_unread(0, [9] * 39) == 38
