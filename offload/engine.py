@@ -65,7 +65,7 @@ class Engine(ModelText):
 
     def __repr__(self) -> str:
         on = self.start.choice.name
-        return f"Engine({self.facts.path.name} on {on}, {self.sequences.n_ctx} cells)"
+        return f"Engine({self.facts.path.name} on {on}, {self.sequences.n_cells} cells)"
 
     @property
     def start(self) -> Start:
@@ -307,4 +307,9 @@ class Engine(ModelText):
     @property
     def n_ctx(self) -> int:
         """Tokens that one sequence can hold."""
+        return self.opened.context.n_ctx_each
+
+    @property
+    def n_cells(self) -> int:
+        """Tokens that all sequences together can hold."""
         return self.opened.context.n_ctx

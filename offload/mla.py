@@ -67,7 +67,8 @@ class Site:
     def is_value_projection(self) -> bool:
         """True if the shapes are those of a value projection, so that both forms compute the same.
 
-        All sequences share one KV cache (kv_unified), so the fourth dimension is always 1.
+        Sequences with a KV cache of their own each are the fourth dimension of a batch. Such a
+        batch of several sequences is no site, because tokens then have two strides.
         """
         product, permuted, output = self.product, self.permuted, self.output
         kv_lora, v_dim, n_head, _ = self.weight.shape

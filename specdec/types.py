@@ -36,6 +36,11 @@ class Target(Protocol):
         ...
 
     @property
+    def needs_equal_lengths(self) -> bool:
+        """True if parts of a batch share their costs only as far as they have equal lengths."""
+        ...
+
+    @property
     def n_batch(self) -> int:
         """Most tokens of one decode."""
         ...

@@ -114,3 +114,31 @@ class Cells:
             return (first,)
         free: NDArray[np.int64] = np.flatnonzero(self._n_owners[first:] == 0)[:n] + first
         return [int(cell) for cell in free]
+
+
+class OwnCells(Cells):
+    """The cells of sequences that have their own. None passes over another's, so none is counted.
+
+    `n_used` and `end` are 0.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0, 0)
+
+    def place(self, sequences: Sequence[int | Sequence[int]], positions: Sequence[int]) -> None:
+        pass
+
+    def remove(self, sequence: int, start: int) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
+
+    def top_of(self, sequence: int) -> int:
+        return 0
+
+    def freed_by(self, sequence: int, needed: Collection[int]) -> float:
+        return 0.0
+
+    def shares(self, sequence: int) -> bool:
+        return False

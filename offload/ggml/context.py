@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from offload.decode import SMALL_BATCH, Batch
 from offload.errors import BadRequest, DecodeStopped, DeviceFailed, DoesNotFit, OffloadError
-from offload.ggml.cells import Cells
+from offload.ggml.cells import Cells, OwnCells
 from offload.ggml.compute_buffer import ComputeBuffer
 from offload.ggml.library import interrupt, log
 from offload.ggml.library.callback import Pending
@@ -225,7 +225,9 @@ class Context:
         if target is not None:
             params.ctx_type, params.ctx_other = context_type, target.handle
         # The library rounds n_ctx up to this multiple, but caps n_batch by the n_ctx it was given.
-        params.n_ctx = -(-options.n_ctx // _CTX_PADDING) * _CTX_PADDING
+        # Each stream is rounded up, too.
+        padding = _CTX_PADDING * options.n_streams
+        params.n_ctx = -(-options.n_ctx // padding) * padding
         params.n_batch = options.n_batch
         n_sequences = options.n_sequences + options.n_tree_leaves
         params.n_ubatch, params.n_seq_max = options.n_ubatch, n_sequences
@@ -238,7 +240,10 @@ class Context:
         self._was_small = False  # True if the scheduler's last plan was for a small graph
         params.n_threads, params.n_threads_batch = options.n_threads, options.n_threads_batch
         params.flash_attn_type = FLASH_ATTN[options.flash_attn]
-        params.offload_kqv, params.kv_unified = options.kv_offload, True
+        params.offload_kqv, params.kv_unified = options.kv_offload, options.n_streams == 1
+        if options.n_streams > 1 and options.n_tree_leaves:
+            raise BadRequest("the leaves of a tree of drafts share cells (kv_unified)")
+        self.n_streams = options.n_streams  # parts of the KV cache that hold a sequence each
         # Our threshold, in supports_op, replaces ggml's own offload of host weights.
         params.op_offload = False
         if model.watch is not None:
@@ -257,6 +262,9 @@ class Context:
             raise _no_context(options.n_ctx, log.take_reason())
         self._memory = lib.llama_get_memory(self.handle)
         self.n_ctx = int(lib.llama_n_ctx(self.handle))
+        self.n_ctx_each = self.n_ctx // self.n_streams  # most tokens of one sequence
+        if options.most_each:
+            self.n_ctx_each = min(self.n_ctx_each, options.most_each)
         self.n_rs_seq = int(lib.llama_n_rs_seq(self.handle))
         self.n_batch = int(lib.llama_n_batch(self.handle))
         self.n_ubatch = int(lib.llama_n_ubatch(self.handle))
@@ -264,7 +272,8 @@ class Context:
         self._logit_rows = _LibraryRows(model.n_vocab)
         self._hidden_rows = _LibraryRows(model.row_width)
         self.n_vocab, self.row_width = model.n_vocab, model.row_width
-        self.cells = Cells(self.n_ctx, n_sequences)
+        own = self.n_streams > 1
+        self.cells = OwnCells() if own else Cells(self.n_ctx, n_sequences)
         # A decode that a signal aborts is redone. Recurrent memory does not allow that, so signals
         # then wait for the end of the decode.
         self._can_abort = not model.is_recurrent
@@ -360,7 +369,7 @@ class Context:
         asked = with_a_row_each(wanted, n_ubatch, self._n_outputs)
         was_small, self._was_small = self._was_small, False
         if asked is not wanted or was_small:
-            self._lib.llama_graph_reserve(self.handle, n_ubatch, 1, self._n_outputs)
+            self._lib.llama_graph_reserve(self.handle, n_ubatch, self.n_streams, self._n_outputs)
         return asked
 
     def _plan_small(self, tenant: Tenant, n_tokens: int) -> None:
@@ -373,8 +382,8 @@ class Context:
         if buffer is None:
             return
         if buffer.has_moved or (is_small and not buffer.is_planned_small):
-            n = min(SMALL_BATCH, self._n_ubatch)
-            self._lib.llama_graph_reserve(self.handle, n, 1, min(n, self._n_outputs))
+            n, n_streams = min(SMALL_BATCH, self._n_ubatch), self.n_streams
+            self._lib.llama_graph_reserve(self.handle, n, n_streams, min(n, self._n_outputs))
             self._pending.raise_first()
             tenant.planned_small()
         self._was_small = buffer.is_planned_small
@@ -508,7 +517,11 @@ class Context:
         return int(self._lib.llama_memory_seq_pos_max(self._memory, sequence))
 
     def copy_sequence(self, source: int, target: int, start: int = -1, end: int = -1) -> None:
-        """Let `target` share the cells of `source` at positions [start, end); -1: all."""
+        """Let `target` share the cells of `source` at positions [start, end); -1: all.
+
+        Sequences with cells of their own share none (`n_streams`).
+        """
+        assert self.n_streams == 1
         self._lib.llama_memory_seq_cp(self._memory, source, target, start, end)
         self.cells.copy(source, target, start, end)
 

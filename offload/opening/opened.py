@@ -286,9 +286,15 @@ class Opening:
         return replaced | {
             "model (hash)": model_hash(self.facts),
             "rope setting": ", ".join(rope) or "the file's own",
+            **self._made_in_streams(),
             "type of cached keys": self.shape.type_k,
             "type of cached values": self.shape.type_v or self.shape.type_k,
         }
+
+    def _made_in_streams(self) -> dict[str, str]:
+        """The library writes the number of streams into a state, and reads no other number."""
+        n_streams = self.context.n_streams
+        return {"--no-kv-unified": f"{n_streams} slots"} if n_streams > 1 else {}
 
     # -- opening and closing --------------------------------------------------------------------
 
@@ -348,6 +354,8 @@ class Opening:
             n_rs_seq=0,
             swa_full=True,
             kv_offload=True,  # the cache of a layer that drafts is small
+            kv_unified=True,  # so all sequences may share its cells
+            most_each=0,
             n_tree_leaves=0,  # drafts from rows are chains, not trees
         )
         context: RowContext
@@ -376,13 +384,13 @@ class Opening:
             return None
         step = row_step(context, self.threads, self.devices)
         if isinstance(context, BlockContext):
-            return BlockDraft(context, step, self.context.n_ctx, self.shape.n_sequences)
-        return RowDraft(context, step, self.context.n_ctx, self.shape.n_sequences)
+            return BlockDraft(context, step, self.context.n_ctx_each, self.shape.n_sequences)
+        return RowDraft(context, step, self.context.n_ctx_each, self.shape.n_sequences)
 
     def _warm_up(self) -> None:
         """Compute the largest ubatch once, so that kernels allocate all the memory they need."""
         o = self.shape
-        n = min(o.n_ubatch, self.context.n_ctx - 1)
+        n = min(o.n_ubatch, self.context.n_ctx_each - 1)
         wanted = [i >= n - o.n_outputs for i in range(n)]
         with self.weights.ways.trying(replace(self.weights.ways.now, min_batch=MinBatch(1, 1))):
             self.context.decode(Batch([0] * n, range(n), [0] * n, wanted, o.n_ubatch))

@@ -152,7 +152,7 @@ def _repacking(start: Start) -> Repacking:
         return Repacking(True)
     facts = layout.local_facts
     weights = [e for e in facts.loaded if not (layout.reads_disk and is_experts(e))]
-    work = workload_of(start.context.n_ctx, o.wanted.mix)
+    work = workload_of(start.context.n_ctx_each, o.wanted.mix)
     return choose_layouts(weights, o.measure_layouts, work)
 
 

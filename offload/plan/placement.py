@@ -283,7 +283,7 @@ class PlanRequest:
 
     @property
     def workload(self) -> PlannedWork:
-        return workload_of(None if self.context is None else self.context.n_ctx, self.mix)
+        return workload_of(None if self.context is None else self.context.n_ctx_each, self.mix)
 
     @property
     def objective(self) -> Objective:
@@ -301,7 +301,7 @@ class PlanRequest:
         if self.most_ubatch is None:
             return (self.context.n_ubatch,)
         most = self.most_ubatch
-        needed = [n for n in UBATCHES if n == UBATCHES[0] or n < 2 * self.context.n_ctx]
+        needed = [n for n in UBATCHES if n == UBATCHES[0] or n < 2 * self.context.n_ctx_each]
         return tuple(n for n in (*needed, *SMALL_UBATCHES) if n <= most) or (most,)
 
     @property
@@ -312,7 +312,7 @@ class PlanRequest:
             return ()
         if len(self.ubatches) == 1 or not self.workload.n_prompt:
             return ()  # the ubatch was measured, or there are no prompts
-        return tuple(n for n in LONG_UBATCHES if n <= min(most, context.n_ctx))
+        return tuple(n for n in LONG_UBATCHES if n <= min(most, context.n_ctx_each))
 
     @property
     def gpu_layers(self) -> frozenset[int]:
@@ -401,7 +401,7 @@ class PlannedModel:
         context = request.context
         if context is None or not request.long_ubatches:
             return None
-        n_tokens = min(context.n_ctx, LONGEST_PROMPT)
+        n_tokens = min(context.n_ctx_each, LONGEST_PROMPT)
         work = with_prompt(self.work, self.facts, context, n_tokens)
         splits = request.plan_for_splits and request.shares_prompts
         return LongPrompt(n_tokens, request.workload.n_prompt, work, splits)

@@ -72,6 +72,7 @@ class RowDraft:
     """A drafter that uses the model's own layers, with the interface of specdec's draft models."""
 
     can_rewind = True
+    needs_equal_lengths = False
 
     def __init__(self, context: RowContext, step: RowStep, n_ctx: int, n_sequences: int) -> None:
         """`step` decodes tokens in `context`. `n_ctx`: most tokens of a sequence of the target."""

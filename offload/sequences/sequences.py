@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from offload.decode import Batch, Rows
-from offload.errors import BadRequest, DecodeStopped, DoesNotFit
+from offload.errors import BadRequest, DecodeStopped, DeviceFailed, DoesNotFit
 from offload.ggml.cells import Cells
 from offload.ggml.context import ON_DEVICE, PARTIAL_STATE, Context
 from offload.ggml.library import interrupt
@@ -31,6 +31,9 @@ Decode = Callable[[Batch], Rows]  # returns the logits [number wanted, n_vocab],
 # Decodes an image: (its numbers, sequence, position of its first place).
 DecodeImage = Callable[[Sequence[int], int, int], None]
 
+# Least share of a text that is worth copying all of it to a sequence with cells of its own. The
+# rest is copied for nothing. Copying a token out and in takes a tenth of reading one, or less.
+_WORTH_COPYING = 1 / 8
 _LONG_TOKENS = 128  # tokens of a batch from which a recurrent memory is saved, so that it may stop
 
 # A saved sequence ends with the follower's data, if there is any, its size in bytes and a magic.
@@ -124,7 +127,9 @@ class Sequences:
         self._tree_of = 0  # its sequence
         self._tree_tokens: list[int] = []  # by node
         self.device_checkpoints = memory.device_checkpoints
-        self.n_vocab, self.n_ctx = context.n_vocab, context.n_ctx
+        self.n_vocab, self.n_ctx = context.n_vocab, context.n_ctx_each
+        self.n_cells = context.n_ctx  # of all sequences together
+        self.has_own_cells = context.n_streams > 1  # each sequence has; otherwise all share them
         self.can_rewind = not memory.is_recurrent
         self._is_hybrid = memory.is_hybrid
         self._n_ubatch = context.n_ubatch
@@ -365,7 +370,16 @@ class Sequences:
         return next(cut, length)
 
     def __repr__(self) -> str:
-        return f"Sequences({self._n_sequences} of {self.n_ctx} cells, lengths {self._lengths})"
+        return f"Sequences({self._n_sequences} of {self.n_cells} cells, lengths {self._lengths})"
+
+    @property
+    def needs_equal_lengths(self) -> bool:
+        """True if an ubatch takes equally many tokens of each sequence.
+
+        Recurrent memories batch so, and so do caches with cells for each sequence (`split_equal`).
+        What is longer goes into further ubatches.
+        """
+        return not self.can_rewind or self.has_own_cells
 
     @property
     def keeps_ubatches(self) -> bool:
@@ -418,14 +432,15 @@ class Sequences:
 
         Snapshots of several sequences are usable only if one ubatch computed all of them: the next
         ubatch may move a sequence's state to another cell without its snapshots
-        (llama-memory-recurrent.cpp: find_slot). One ubatch takes sequences of equal length, and,
-        unless the memory is hybrid, only neighbours.
+        (llama-memory-recurrent.cpp: find_slot). One ubatch takes sequences of equal length, and
+        only neighbours, unless the memory is hybrid and all share one cache.
         """
         if len(parts) > 1:
             if len({n for _, n in parts}) > 1 or parts[0][1] * len(parts) > self._n_ubatch:
                 return 0
             first, last = min(parts)[0], max(parts)[0]
-            if not self._is_hybrid and last - first >= len(parts):
+            takes_any = self._is_hybrid and not self.has_own_cells
+            if not takes_any and last - first >= len(parts):
                 return 0
         return self.n_rs_seq
 
@@ -688,23 +703,52 @@ class Sequences:
     # -- sharing and saving ----------------------------------------------------------------------
 
     def can_share(self, source: int, n_tokens: int) -> bool:
-        """True if another sequence can begin with the first `n_tokens` tokens of `source`."""
-        whole = n_tokens == self.length(source)
-        return whole or (self.can_rewind and self._window_holds(source, n_tokens))
+        """True if another sequence can begin with the first `n_tokens` tokens of `source`.
+
+        A sequence with cells of its own gets a copy of all tokens, of which it keeps the first.
+        A copy has no keys that sliding windows have passed, so it cannot be cut.
+        """
+        n_held = self.length(source)
+        if n_tokens == n_held:
+            return True
+        if self.has_own_cells and (self._n_swa or n_tokens < _WORTH_COPYING * n_held):
+            return False
+        return self.can_rewind and self._window_holds(source, n_tokens)
 
     def share(self, source: int, sequence: int, n_tokens: int) -> None:
-        """Let an empty sequence begin with the first `n_tokens` of `source`. They share the cells.
+        """Let an empty sequence begin with the first `n_tokens` of `source`.
 
-        Raises BadRequest if `can_share` returns False, or if the sequence is not empty.
+        They share the cells, unless each sequence has its own. Then they are copied. Raises
+        BadRequest if `can_share` returns False, or if the sequence is not empty. Raises
+        DeviceFailed if a copy fails. The sequence is empty then.
         """
         if self.length(sequence) or not self.can_share(source, n_tokens):
             raise BadRequest(f"sequence {sequence} cannot begin with {n_tokens} tokens of {source}")
         if n_tokens:
-            self._context.copy_sequence(source, sequence, 0, self._position(source, n_tokens))
+            self._share_cells(source, sequence, n_tokens)
         self._begun(sequence, n_tokens)
         self._set_images(sequence, [i for i in self._images[source] if i.end <= n_tokens])
         if self._follower is not None:
             self._follower.shared(source, sequence, n_tokens)
+
+    def _share_cells(self, source: int, sequence: int, n_tokens: int) -> None:
+        """Give a sequence the cells of the first `n_tokens` of `source`, or a copy of them.
+
+        The library copies only whole streams, and only at the next decode, from what the source
+        holds by then (`llama_kv_cache::seq_cp`). So the copy goes through a saved state.
+        """
+        end = self._position(source, n_tokens)
+        if not self.has_own_cells:
+            self._context.copy_sequence(source, sequence, 0, end)
+            return
+        try:
+            state, n_held = self._context.state(source, 0), self.length(source)
+            self._context.set_state(sequence, state, 0, n_held)
+            if n_tokens < n_held and not self._context.remove(sequence, end):
+                raise DeviceFailed(f"a copy of {n_held} tokens was not cut to {n_tokens}")
+        except BaseException:
+            self._context.remove(sequence, 0)
+            raise
 
     @property
     def goes_back_by_checkpoints(self) -> bool:

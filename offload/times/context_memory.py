@@ -112,6 +112,25 @@ class ContextOptions:
     swa_full: bool = False  # keep keys that sliding windows have passed
     device_checkpoints: bool = True  # a recurrent state's checkpoint stays on the device
     kv_offload: bool = True  # False: the KV cache is in RAM; recurrent states are on the device
+    kv_unified: bool = True  # False: each sequence has cells of its own, an equal part of them
+    most_each: int = 0  # most tokens of one sequence; 0: as many as its cells hold
+
+    @property
+    def n_streams(self) -> int:
+        """Number of separate parts of the KV cache. Each holds one sequence, or one holds all."""
+        return 1 if self.kv_unified else self.n_sequences
+
+    @property
+    def n_ctx_each(self) -> int:
+        """Cells that one sequence may use, before the library rounds them up to 256."""
+        return self.n_ctx // self.n_streams
+
+    @property
+    def of_one(self) -> ContextOptions:
+        """The context as one sequence attends to it: its own cells, or all that are shared."""
+        if self.n_streams == 1:
+            return self
+        return replace(self, n_ctx=self.n_ctx_each, n_sequences=1)
 
 
 @dataclass(frozen=True)
@@ -172,7 +191,8 @@ def host_input_bytes(facts: ModelFacts, spec: ContextOptions) -> int:
     counted as f32; with flash attention they are f16, so that the library takes less.
     """
     shape = _Shape(facts)
-    n_ctx = _padded(spec.n_ctx or trained_context(facts, spec.rope))
+    spec = replace(spec, n_ctx=spec.n_ctx or trained_context(facts, spec.rope)).of_one
+    n_ctx = _padded(spec.n_ctx)
     cells = n_ctx + (_window_cells(shape, spec) if shape.windowed else 0)
     return min(spec.n_ubatch, n_ctx) * _F32 * (cells + _INPUT_ROWS * shape.n_embd + _INPUT_NUMBERS)
 
@@ -284,7 +304,7 @@ def most_state_bytes(facts: ModelFacts, spec: ContextOptions) -> int:
     """
     memory, shape = context_memory(facts, spec), _Shape(facts)
     cells = memory.kv_bytes + memory.host_kv_bytes + memory.recurrent_bytes
-    notes = _padded(spec.n_ctx) * _NOTES_BYTES
+    notes = _cells(spec) * _NOTES_BYTES
     if facts.n_mtp_layers:
         cells += _mtp_cache_bytes(shape, spec) + 4 * shape.n_embd  # with one of two hidden rows
         notes *= 2
@@ -475,10 +495,16 @@ def _padded(n: int) -> int:
 
 
 def _window_cells(shape: _Shape, spec: ContextOptions) -> int:
-    n_ctx = _padded(spec.n_ctx)
+    """Return the cells of a layer with a window, for one stream of the cache."""
+    n_ctx, n_sequences = _padded(spec.n_ctx_each), spec.n_sequences // spec.n_streams
     if spec.swa_full:
         return n_ctx
-    return _padded(min(n_ctx, shape.window * spec.n_sequences + spec.n_ubatch))
+    return _padded(min(n_ctx, shape.window * n_sequences + spec.n_ubatch))
+
+
+def _cells(spec: ContextOptions) -> int:
+    """Return the cells of a layer that keeps all tokens, for all streams of the cache."""
+    return spec.n_streams * _padded(spec.n_ctx_each)
 
 
 def _kv_bytes_by_layer(shape: _Shape, spec: ContextOptions) -> dict[int, int]:
@@ -490,7 +516,7 @@ def _kv_bytes_by_layer(shape: _Shape, spec: ContextOptions) -> dict[int, int]:
     kv_bytes: dict[int, int] = {}
     for layer in shape.caching:
         is_windowed = layer in shape.windowed
-        cells = _window_cells(shape, spec) if is_windowed else _padded(spec.n_ctx)
+        cells = spec.n_streams * _window_cells(shape, spec) if is_windowed else _cells(spec)
         k, v = shape.head_k, shape.head_v
         if is_windowed:
             k = facts.number("attention.key_length_swa", k)
@@ -500,7 +526,7 @@ def _kv_bytes_by_layer(shape: _Shape, spec: ContextOptions) -> dict[int, int]:
             kv_bytes[layer] += cells * row_bytes(spec.type_v, v * heads_kv[layer])
     if facts.architecture in _SPARSE:
         for layer, width in _indexer_widths(shape, spec).items():
-            kv_bytes[layer] += _padded(spec.n_ctx) * width
+            kv_bytes[layer] += _cells(spec) * width
     return kv_bytes
 
 
@@ -528,7 +554,7 @@ def _compressed_bytes_by_layer(shape: _Shape, spec: ContextOptions) -> dict[int,
     """
     facts = shape.facts
     ratios = facts.per_layer("attention.compress_ratios")
-    window = _padded(min(spec.n_ctx, shape.window + spec.n_ubatch))
+    window = _padded(min(spec.n_ctx_each, shape.window + spec.n_ubatch))
     row = row_bytes(spec.type_k, shape.head_k)
     indexer_row = row_bytes(spec.type_k, facts.number("attention.indexer.key_length"))
     cache_bytes = {}
@@ -536,7 +562,7 @@ def _compressed_bytes_by_layer(shape: _Shape, spec: ContextOptions) -> dict[int,
         cells, ratio = window, ratios[layer]
         size_bytes = cells * row
         if ratio:
-            compressed = _padded(-(-spec.n_ctx // ratio))
+            compressed = _padded(-(-spec.n_ctx_each // ratio))
             size_bytes += compressed * (row + indexer_row * (ratio == _INDEXED_RATIO))
         cache_bytes[layer] = spec.n_sequences * size_bytes
     return cache_bytes
@@ -580,8 +606,8 @@ def _compute_bytes(shape: _Shape, spec: ContextOptions, *, attends: bool = True)
     The buffer holds masks and the activations of a layer's widest part, or the logits if those are
     larger. Without `attends`, everything that reads the KV cache is computed elsewhere.
     """
-    n_tokens = min(spec.n_ubatch, _padded(spec.n_ctx))
-    n_ctx = _padded(spec.n_ctx) if attends else 0
+    n_tokens = min(spec.n_ubatch, _cells(spec))
+    n_ctx = _padded(spec.n_ctx_each) if attends else 0  # a token attends to one stream
     width = _F32 * max(_attention_width(shape), _ffn_width(shape))
     width = max(width, _selecting_bytes(shape, n_ctx, spec.n_sequences))
     # A mask over compressed keys is shorter. It is needed twice.
@@ -696,5 +722,5 @@ def _pool_bytes(shape: _Shape, spec: ContextOptions) -> int:
     heads_kv = max(facts.per_layer("attention.head_count_kv", 1), default=1)
     for kind, head in ((spec.type_k, shape.head_k), (spec.type_v, shape.head_v)):
         if _is_quantised(kind):
-            pools += _padded(spec.n_ctx) * head * heads_kv * 2
+            pools += _cells(spec) * head * heads_kv * 2
     return pools

@@ -23,7 +23,7 @@ def prompt_context(context: ContextOptions, n_prompt: float, n_before: int = 0) 
 
     These are the `n_before` tokens that precede the prompt, and half of the prompt.
     """
-    return replace(context, n_ctx=max(1, int(n_before + n_prompt / 2)))
+    return replace(context.of_one, n_ctx=max(1, int(n_before + n_prompt / 2)))
 
 
 def with_prompt(

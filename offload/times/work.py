@@ -201,7 +201,11 @@ def model_work(
 
 
 def with_context(work: ModelWork, facts: ModelFacts, context: ContextOptions) -> ModelWork:
-    """Return the work of decodes that attend to `context.n_ctx` tokens of a context."""
+    """Return the work of decodes that attend to all cells that a sequence of the context may use.
+
+    These are `context.n_ctx`, or an equal part of them if each sequence has cells of its own.
+    """
+    context = context.of_one
     attending = replace(work, context=WeightWork(*attention_work(facts, context)))
     if context.kv_offload:
         return attending

@@ -65,6 +65,7 @@ class TorchDraft:
     """A draft model in torch. Close it, or use it with `with`."""
 
     can_rewind = True
+    needs_equal_lengths = False
 
     def __init__(
         self,

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lab.plans import plan_of
@@ -22,58 +21,32 @@ from lab.synth.published import published_facts
 from lab.tables import filled, page_of
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts
-from offload.times.decodes import attention_s, best_s
-from offload.times.prompts import prefill_s, with_prompt
-from offload.times.work import with_context
-from specoffload.opening.planning import PlannedDevice
+from specoffload.opening.own_cells import OwnCellsPrice, own_cells_price
 
 TITLES = ("DeepSeek-R1", "Qwen3-30B-A3B", "gpt-oss-120b")
 STREAMS, DEPTHS = (2, 4, 8), (4096, 16384, 61440)
-CARD_GIB, N_PROMPT = 24, 2048
+CARD_GIB = 24
 COLUMNS = (
     "model", "conversations", "tokens of each", "a decode", "own cells only", "shorter by",
     "2,048 prompt tokens", "own cells only", "shorter by",
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class StreamPrice:
-    """Seconds of a decode of all streams, and of a prompt's tokens in one: shared and own cells."""
-
-    decode_s: float
-    own_decode_s: float
-    prompt_s: float
-    own_prompt_s: float
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        decode = f"{1e3 * self.decode_s:.1f} ms", f"{1e3 * self.own_decode_s:.1f} ms"
-        prompt = f"{self.prompt_s:.2f} s", f"{self.own_prompt_s:.2f} s"
-        return (
-            *decode, f"{100 * (1 - self.own_decode_s / self.decode_s):.0f} %",
-            *prompt, f"{100 * (1 - self.own_prompt_s / self.prompt_s):.0f} %",
-        )  # fmt: skip
-
-
-def price(facts: ModelFacts, n_streams: int, depth: int) -> StreamPrice:
+def price(facts: ModelFacts, n_streams: int, depth: int) -> OwnCellsPrice:
     """Price streams of `depth` tokens each, on the default plan for them. Raises DoesNotFit."""
-    planned = plan_of(facts, CARD_GIB, None, n_ctx=n_streams * depth)
-    (part,) = planned.parts
-    context, hybrid = part.context, part.request.plan_for_splits
-    decode = with_context(part.work, facts, replace(context, n_ctx=n_streams * depth))
-    decode_s = float(best_s(part.machine, decode, part.plan.sharing, n_streams, hybrid=hybrid))
-    # All streams' cells are read once in either way. A token computes with those of one stream.
-    spared_s = attention_s(part.machine, decode, n_streams) - attention_s(part.machine, decode, 1)
-    prompts_s = [_prompt_s(part, depth + n * depth) for n in (n_streams - 1, 0)]
-    return StreamPrice(decode_s, decode_s - float(spared_s), *prompts_s)
+    return own_cells_price(
+        plan_of(facts, CARD_GIB, None, n_ctx=n_streams * depth), n_streams, depth
+    )
 
 
-def _prompt_s(part: PlannedDevice, n_cells: int) -> float:
-    """Return the seconds of a prompt's tokens that attend to `n_cells` cells."""
-    work = with_prompt(part.work, part.facts, part.context, 0, n_cells)
-    sharing, n_ubatch = part.plan.sharing, min(part.plan.n_ubatch, N_PROMPT)
-    hybrid = part.request.plan_for_splits
-    return float(prefill_s(part.machine, work, sharing, N_PROMPT, n_ubatch, hybrid=hybrid))
+def _cells(priced: OwnCellsPrice) -> tuple[str, ...]:
+    """The last cells of a row: a decode, and a prompt, with the share that own cells spare."""
+    decode = f"{1e3 * priced.decode_s:.1f} ms", f"{1e3 * priced.own_decode_s:.1f} ms"
+    prompt = f"{priced.prompt_s:.2f} s", f"{priced.own_prompt_s:.2f} s"
+    return (
+        *decode, f"{100 * (1 - priced.own_decode_s / priced.decode_s):.0f} %",
+        *prompt, f"{100 * (1 - priced.own_prompt_s / priced.prompt_s):.0f} %",
+    )  # fmt: skip
 
 
 def rows(
@@ -89,7 +62,7 @@ def rows(
             for depth in depths:
                 head = title, str(n_streams), f"{depth:,}"
                 try:
-                    yield *head, *price(facts, n_streams, depth).cells
+                    yield *head, *_cells(price(facts, n_streams, depth))
                 except DoesNotFit:
                     yield *head, "does not fit", *[""] * (len(COLUMNS) - len(head) - 1)
 

@@ -204,7 +204,7 @@ class ChainDrafting:
             [_undecided(d, m.bounds) for d, m in zip(drafts, members, strict=True)],
             min(self._target.n_outputs, self._target.n_batch),
             n_beside=sum([len(draft.rows) for draft in drafts]),
-            are_equal=not self._target.can_rewind,
+            are_equal=self._target.needs_equal_lengths,
         )
         if counts is None:
             return None

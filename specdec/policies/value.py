@@ -162,8 +162,9 @@ def allocate(
 def level(chains: Sequence[Sequence[float]], times: Sequence[float], rate: float) -> int:
     """The best number of drafted tokens to verify if it is the same for every sequence of a batch.
 
-    Recurrent models need equal lengths, because sequences of different lengths are computed in
-    separate batches and do not share costs. The arguments are those of `allocate`.
+    Recurrent models need equal lengths, and so do sequences with cells of their own, because
+    sequences of different lengths are computed in separate batches and do not share costs. The
+    arguments are those of `allocate`.
     """
     n_rows = len(chains)
     best, best_value, total = 0, 0.0, 0.0

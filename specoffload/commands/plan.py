@@ -23,6 +23,7 @@ from specoffload.config.resolution import Config, usual_parallel
 from specoffload.opening.cards import CardCount, card_counts, layers_and_slots
 from specoffload.opening.context_size import ContextCost, planned_contexts, planner_of
 from specoffload.opening.flag_costs import flag_cost
+from specoffload.opening.own_cells import OwnCellsPrice, own_cells_price
 from specoffload.opening.planning import Planned, PlannedDevice
 
 
@@ -48,14 +49,16 @@ def plan_config(
     cards = card_counts(planner, planned)
     idle = planned.idle_cost(parallel or usual_parallel(planned.context.n_ctx))
     route = config.streaming.route
+    own_cells = _own_cells(planned, parallel or usual_parallel(planned.context.n_ctx))
     show_plan(
-        planned, contexts, begin, cost, cards, idle,
+        planned, contexts, begin, cost, cards, idle, own_cells,
         cache_ram_mib=cache_ram_mib, route=route, details=details,
     )  # fmt: skip
     report.data(
         as_dict(planned, Others(cache_ram_mib))
         | {
             "idle_slots": idle and asdict(idle),
+            "own_cells": own_cells and asdict(own_cells) | {"helps": own_cells.helps},
             "cached_routing": _routed(planned, route),
             "contexts": [_context(its) for its in contexts.costs],
             "cards": [_cards(its) for its in cards],
@@ -63,6 +66,13 @@ def plan_config(
             and {"flags": list(cost.flags), "expected_without": _speeds(cost.planned)},
         }
     )
+
+
+def _own_cells(planned: Planned, n_parallel: int) -> OwnCellsPrice | None:
+    """Price cells of its own for each slot. None with one slot, or if the CPU computes alone."""
+    if n_parallel < 2 or planned.on_cpu:
+        return None
+    return own_cells_price(planned, n_parallel, planned.context.n_ctx // n_parallel)
 
 
 DEFAULT_OTHERS = Others()

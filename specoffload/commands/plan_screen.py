@@ -22,6 +22,7 @@ from specoffload.config.options import ServeOptions
 from specoffload.opening.cards import CardCount, layers_and_slots
 from specoffload.opening.context_size import Contexts
 from specoffload.opening.flag_costs import FlagCost
+from specoffload.opening.own_cells import OwnCellsPrice
 from specoffload.opening.planning import ACCEPTED, IdleCost, Planned, PlannedDevice
 from specoffload.opening.speeds import mtp_speed, prompt_words, rounded, speed_words
 
@@ -41,6 +42,7 @@ def show_plan(
     cost: FlagCost | None = None,
     cards: Sequence[CardCount] = (),
     idle: IdleCost | None = None,
+    own_cells: OwnCellsPrice | None = None,
     *,
     cache_ram_mib: int = ServeOptions.cache_ram_mib,
     route: RouteOptions = NO_PREFERENCE,
@@ -50,8 +52,9 @@ def show_plan(
 
     `cache_ram_mib` is the value of --cache-ram, and `route` that of --route-cached. `cost` has the
     given flags without which the machine would be faster. `cards` are plans with other numbers of
-    GPUs. `idle` is the cost of idle conversations. `start` are the arguments of the command to
-    start. With `details`, all reasons are printed, too.
+    GPUs. `idle` is the cost of idle conversations. `own_cells` is what cells of its own for each
+    would change, which is named where it helps. `start` are the arguments of the command to start.
+    With `details`, all reasons are printed, too.
     """
     report.named(first_lines(planned, start, cache_ram_mib, route))
     if cost is not None:
@@ -72,6 +75,8 @@ def show_plan(
         _show_contexts(planned, contexts)
     if idle is not None:
         report.paragraph(_idle_words(idle))
+    if own_cells is not None and own_cells.helps:
+        report.paragraph(_own_cells_words(own_cells))
     _show_memory(planned, details=details)
     if planned.plan.streamed:
         _show_batches(planned)
@@ -95,6 +100,19 @@ def _idle_words(cost: IdleCost) -> str:
         f"{_duration(cost.prompt_s)} to a prompt of {cost.n_prompt:,} tokens (estimate). They move "
         f"to RAM before they have cost more than that takes: {_duration(cost.move_s)} out and back "
         f"for {size_words(cost.size_bytes)} (--cache-idle-slots)"
+    )
+
+
+def _own_cells_words(price: OwnCellsPrice) -> str:
+    """Return a sentence on what cells of its own for each conversation would change."""
+    n = price.n_conversations
+    others = f"{n - 1} others" if n > 2 else "another"
+    prompt, decode = price.own_beside_s / price.prompt_s, price.own_decode_s / price.decode_s
+    return (
+        f"With --no-kv-unified, each of {n} conversations has {price.depth:,} tokens of its own. "
+        f"With all of them full and at work, a prompt of {price.n_prompt:,} tokens beside {others} "
+        f"would take {prompt:.2f} × as long as with shared cells, and a token of each "
+        f"{decode:.2f} × (estimate)"
     )
 
 

@@ -180,6 +180,7 @@ _CHAT_FLAGS = (
 )  # fmt: skip
 
 _serve = partial(flag, ServeOptions, panel=Panel.SERVER, commands=_SERVE)
+_ONE_SLOT = "there is one slot"
 _NO_LOG = "only serve writes a log; results go to standard output, notes to standard error"
 # Values of ik_llama.cpp's flag, and of llama.cpp's environment variable.
 _UI = choice(
@@ -292,6 +293,19 @@ _SERVE_FLAGS = (
         "drafts, each moves once its cells have cost as much time as moving it out and back.",
     ),
     _serve(
+        "kv_unified", "--kv-unified -kvu !--no-kv-unified !-no-kvu LLAMA_ARG_KV_UNIFIED", SWITCH,
+        "Let all slots share the cells of one KV cache.", rare=True, elsewhere=_ONE_SLOT,
+        more="With --no-kv-unified each slot has cells of its own, --ctx-size ÷ --parallel. This "
+        "is then the context of each request. No conversation slows down another by its length, "
+        "and none can use what the others leave. llama-server separates the slots unless "
+        "--parallel is left out. Here they share the cells unless this flag separates them.",
+    ),
+    _serve(
+        "kv_unified_per_slot", "--kv-unified-per-slot LLAMA_ARG_KV_UNIFIED_PER_SLOT", INT,
+        "Most tokens of one slot. 0 sets no limit.", least=0, rare=True, elsewhere=_ONE_SLOT,
+        more="Without --ctx-size, the context has this many tokens for each slot.",
+    ),
+    _serve(
         "cache_disk", "--cache-disk", DISK_ROOM,
         "Keep prompts in files, which the next start finds. They may take up to SIZE, e.g. 50GiB.",
         default_words="off", rare=True,
@@ -318,7 +332,7 @@ _SERVE_FLAGS = (
     _serve(
         "slot_similarity", "--slot-prompt-similarity -sps", FLOAT,
         "Share of a prompt that an idle slot must hold to be chosen for it. With 0 none is chosen.",
-        least=0, most=1, rare=True, elsewhere="there is one slot",
+        least=0, most=1, rare=True, elsewhere=_ONE_SLOT,
     ),
     _serve(
         "models_dir", "--models-dir LLAMA_ARG_MODELS_DIR", PATH,

@@ -230,6 +230,8 @@ class ServeOptions:
     parallel: int | None = None
     cache_ram_mib: int = 8192  # -1: no limit
     cache_idle_slots: bool = True
+    kv_unified: bool = True  # False: each slot has cells of its own
+    kv_unified_per_slot: int = 0  # most tokens of a slot; 0: as many as its cells hold
     cache_disk: DiskRoom | None = None  # None: no prompts are kept on the disk
     slot_save_path: Path | None = None
     slot_similarity: float = 0.1  # least share of a prompt that a reused slot holds

@@ -115,6 +115,8 @@ class Config(OpeningOptions):
     parallel: int = 1  # requests that run at once
     cache_ram_bytes: int | None = 0  # RAM for prompts of earlier requests; None: no limit
     cache_idle_slots: bool = True  # idle conversations may leave the cells
+    kv_unified: bool = True  # False: each slot has cells of its own
+    most_each: int = 0  # most tokens of a slot; 0: as many as its cells hold
     cache_disk: DiskRoom | None = None  # its folder is named; None: no prompts on the disk
     slot_save_path: Path | None = None
     slot_similarity: float = ServeOptions.slot_similarity
@@ -132,6 +134,16 @@ class Config(OpeningOptions):
         plan = None if self.numa is None else self.numa.for_draft()
         own = self.draft_threads
         return own or Threads(self.threads, self.threads_batch, plan, self.decode_on, self.batch_on)
+
+    @property
+    def has_own_cells(self) -> bool:
+        """True if each of several slots has cells of its own."""
+        return not self.kv_unified and self.parallel > 1
+
+    def n_ctx_each(self, n_ctx: int) -> int:
+        """Return the tokens that one slot may hold in a context of `n_ctx`; 0: not known yet."""
+        each = n_ctx // self.parallel if self.has_own_cells else n_ctx
+        return min(each, self.most_each) if self.most_each else each
 
     @property
     def uses_workers(self) -> bool:
@@ -382,13 +394,16 @@ def for_serving(
 ) -> Config:
     """`config` with room for several requests, and the reason for their number.
 
-    `prompt_folder` is the folder of --cache-disk if the flag names none.
+    `prompt_folder` is the folder of --cache-disk if the flag names none. Raises UsageError.
     """
     reasons, parallel = config.reasons, serve.parallel
     if parallel is None:
         parallel = usual_parallel(config.ctx_size)
         requests = "request runs" if parallel == 1 else "requests run"
-        reasons = (*reasons, f"up to {parallel} {requests} at once and share the context (-np)")
+        shared = "share" if serve.kv_unified else "divide"
+        reasons = (*reasons, f"up to {parallel} {requests} at once and {shared} the context (-np)")
+    config, cell_reasons = _with_cells(config, serve, parallel)
+    reasons += cell_reasons
     mib, on_disk = serve.cache_ram_mib, serve.cache_disk
     if on_disk is not None:
         on_disk = replace(on_disk, folder=(on_disk.folder or prompt_folder).absolute())
@@ -406,6 +421,35 @@ def for_serving(
         reasons=reasons,
         serves=True,
     )
+
+
+def _with_cells(
+    config: Config, serve: ServeOptions, parallel: int
+) -> tuple[Config, tuple[str, ...]]:
+    """Return the configuration with the cells of `parallel` slots, and what is said of them.
+
+    Raises UsageError if they can only be shared.
+    """
+    each, reasons = serve.kv_unified_per_slot, list[str]()
+    if not serve.kv_unified and parallel == 1:
+        reasons.append(ignored("--no-kv-unified", "there is one slot"))
+    elif not serve.kv_unified and config.kv_offload is False:
+        raise UsageError(
+            "--no-kv-unified: a KV cache in RAM (--no-kv-offload) is shared by all slots; leave "
+            "one of the two flags out"
+        )
+    if each and config.ctx_size is None:
+        config = replace(config, ctx_size=parallel * each)
+        reasons.append(
+            f"context: {parallel * each:,} tokens, which are {each:,} for each of {parallel} slots "
+            "(--kv-unified-per-slot)"
+        )
+    elif each and config.ctx_size:
+        n_own = config.ctx_size // (1 if serve.kv_unified else parallel)
+        if each > n_own:
+            said = f"a slot has at most {n_own:,} tokens (--ctx-size)"
+            reasons.append(ignored(f"--kv-unified-per-slot {each}", said))
+    return replace(config, kv_unified=serve.kv_unified, most_each=each), tuple(reasons)
 
 
 def usual_parallel(ctx_size: int | None) -> int:

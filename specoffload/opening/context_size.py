@@ -44,7 +44,7 @@ _MOST_OF_RAM = 1 / 4  # most share that a context takes of the memory that the w
 def context_reason(config: Config, facts: ModelFacts) -> str:
     """Say that --ctx-size exceeds what the model was trained for, or ""."""
     trained = trained_context(facts, rope_of(config))
-    if config.ctx_size is None or config.ctx_size <= trained:
+    if config.ctx_size is None or config.n_ctx_each(config.ctx_size) <= trained:
         return ""
     return (
         f"--ctx-size {config.ctx_size}: the model was trained for {trained:,} tokens, so texts "

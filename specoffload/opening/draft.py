@@ -94,7 +94,7 @@ def draft_bytes(config: Config, spec: SpecConfig, n_ctx: int | None) -> int:
     if not may_be_torch or missing_torch("gpu-draft"):
         return by_llama
     try:
-        return max(by_llama, _torch_bytes(config, spec, facts, n_ctx))
+        return max(by_llama, _torch_bytes(config, spec, facts, config.n_ctx_each(n_ctx)))
     except BadModel:
         return by_llama
 
@@ -208,7 +208,9 @@ def _llama_because(
 def _open_llama(config: Config, spec: SpecConfig, path: Path, target: Engine) -> Engine:
     place = target.start.draft_choice or target.start.choice
     facts = read_facts(path)
-    context = replace(target.layout.context, n_ctx=_llama_ctx(config, target.n_ctx))
+    # The draft's texts share its cells, even if each of the target's has its own.
+    n_ctx = _llama_ctx(config, target.n_cells)
+    context = replace(target.layout.context, n_ctx=n_ctx, kv_unified=True, most_each=0)
     if facts.recurrent_layers or forgetting_window(facts):
         context = replace(context, n_tree_leaves=0)
     device, remote = target.start.options.remote.of(
@@ -236,7 +238,7 @@ def _open_llama(config: Config, spec: SpecConfig, path: Path, target: Engine) ->
         batch_on=threads.batch_on,
     )
     # The texts of all requests fit the target's context; the other cells are for drafted tokens.
-    with spare_cells(target.n_ctx, facts.n_ctx_train):
+    with spare_cells(target.n_cells, facts.n_ctx_train):
         return open_engine(path, options)
 
 

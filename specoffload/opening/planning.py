@@ -191,7 +191,7 @@ class Planned:
 
     def idle_cost(self, n_parallel: int) -> IdleCost | None:
         """Return the cost of idle conversations with `n_parallel` slots. None with one slot."""
-        context, n_prompt = self.context, workload_of(self.context.n_ctx).n_prompt
+        context, n_prompt = self.context, workload_of(self.context.n_ctx_each).n_prompt
         n_slots = n_parallel - 1
         if n_slots < 1:
             return None
@@ -293,7 +293,7 @@ class Planned:
         speeds = {
             "decode_tps": 1 / self._decode_s(1),
             "full_context_decode_tps": 1 / self._decode_s(1, with_full_context=True),
-            "prefill_tps": self.prompt_tps(workload_of(self.context.n_ctx).n_prompt),
+            "prefill_tps": self.prompt_tps(workload_of(self.context.n_ctx_each).n_prompt),
         }
         if self._mtp_tps is not None:
             ends = self.ends_of_sharing or (self, self)
@@ -440,7 +440,7 @@ class Planned:
         elsewhere = self.is_divided or self.parts[0].is_remote
         if elsewhere or budget_bytes is None or self.disk is not None or on_disk:
             return None
-        n_prompt = workload_of(self.context.n_ctx).n_prompt
+        n_prompt = workload_of(self.context.n_ctx_each).n_prompt
         llama = LlamaCpp(self.facts, budget_bytes, self.context)
         return llama_speeds(llama, self.machine, n_prompt, self.work.hits)
 

@@ -50,6 +50,8 @@ def tree_leaves(config: Config, spec: SpecConfig) -> int:
     facts = target_facts(config)
     if facts.recurrent_layers or (forgetting_window(facts) and not config.swa_full):
         return 0
+    if config.has_own_cells:  # the leaves of a tree share cells
+        return 0
     # libllama rounds a ubatch up to a multiple of the sequences, and ubatches are multiples of 64.
     return min(max(0, _MOST_SEQUENCES - config.parallel), spec.longest)
 
@@ -188,7 +190,9 @@ def wanted_of(
         passes=config.passes,
         most_ubatch=None if config.ubatch_size else config.most_ubatch,
         tuned_ubatch=tuned if is_timed and (there is None or there.is_this) else None,
-        chooses_cache=config.kv_offload is None and config.ctx_size is not None,
+        chooses_cache=config.kv_offload is None
+        and config.ctx_size is not None
+        and not config.has_own_cells,
         hybrid=choices.hybrid.toggle is not Toggle.OFF,
         plan_for_splits=config.plan_for_splits,
         lend=config.lend,
@@ -226,6 +230,8 @@ def _context_of(config: Config, choices: StartChoices) -> ContextOptions:
         rope=rope_of(config),
         swa_full=config.swa_full,
         kv_offload=config.kv_offload is not False,
+        kv_unified=not config.has_own_cells,
+        most_each=config.most_each,
     )
 
 

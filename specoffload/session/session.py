@@ -42,10 +42,11 @@ from specoffload.opening.draft_model import DraftModel
 from specoffload.opening.drafters import without_asked_rows
 from specoffload.opening.header import target_facts
 from specoffload.opening.start import open_target, session_start
+from specoffload.opening.target import tree_leaves
 from specoffload.session.infill import Fill, FillMarkers, fill_prompt
 from specoffload.session.kept_prompts import KeptPrompts
 from specoffload.session.session_trace import SessionTrace
-from specoffload.session.startup_lines import startup_lines
+from specoffload.session.startup_lines import cell_lines, startup_lines
 from specoffload.session.used_experts import UsedExperts
 from specoffload.slots.batcher import Batcher
 from specoffload.slots.own_folder import made_folder
@@ -162,8 +163,10 @@ class Session:
                     "drafts: none in answers to prompts with images, because a draft model cannot "
                     "read them"
                 )
+            may_branch = bool(tree_leaves(replace(config, kv_unified=True), spec))
             self._chosen = (
                 *engine_lines, *start.kept.reasons, *self.costs.notes, *disk_lines, *start.notes,
+                *cell_lines(self.target, may_branch=may_branch),
             )  # fmt: skip
             if drafts:
                 self.speculation = Speculation(spec, self.target, self.draft, self.costs)

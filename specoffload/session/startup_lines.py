@@ -60,9 +60,35 @@ def _device_lines(n_ctx: int | None, target: Engine) -> Sequence[str]:
         for place in places
     ]
     lines += target.opened.notes
-    if n_ctx and n_ctx != target.n_ctx:
-        words = f"--ctx-size {n_ctx}: llama.cpp rounds it to {target.n_ctx} tokens"
+    if n_ctx and n_ctx != target.n_cells:
+        words = f"--ctx-size {n_ctx}: llama.cpp rounds it to {target.n_cells} tokens"
         lines.append(words)
+    return lines
+
+
+def cell_lines(target: Engine, *, may_branch: bool) -> list[str]:
+    """Say that each slot has cells of its own, and what that turns off.
+
+    `may_branch`: drafts would be trees if the slots shared their cells.
+    """
+    if not target.sequences.has_own_cells:
+        return []
+    n_slots = target.layout.context.n_sequences
+    lines: list[str] = [
+        Note(
+            NoteKind.CONTEXT,
+            f"context: each of {n_slots} slots has {target.n_ctx:,} tokens of its own "
+            "(--no-kv-unified), so conversations never move for others: --cache-idle-slots has no "
+            "effect",
+        )
+    ]
+    if may_branch:
+        lines.append("drafts are chains, not trees, whose leaves share cells (--no-kv-unified)")
+    if any(device.mla.crossover != 0 for device in target.opened.devices):
+        lines.append(
+            "value projections (MLA) of several slots in one batch are computed as llama.cpp does "
+            "(--no-kv-unified)"
+        )
     return lines
 
 

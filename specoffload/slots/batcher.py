@@ -1,7 +1,8 @@
 """Continuous batching: requests wait for slots, share each decode, and leave when they end.
 
 Each step decodes one batch: the last token and the draft of every running request, and pieces of
-waiting prompts. The sequences share the cells of one KV cache. If the cache is full, the prompt of
+waiting prompts. The sequences share the cells of one KV cache, unless each has cells of its own
+(--no-kv-unified). If a shared cache is full, the prompt of
 the least recently used idle slot moves to host memory. If no slot is idle, the request that got its
 slot last loses it. That request waits until there is room again and then continues its text.
 """
@@ -83,7 +84,7 @@ class Batcher:
         self._share = PromptShare(
             target.layout.context.n_ubatch,
             self._sequences.n_batch,
-            rides_along=self._sequences.can_rewind,
+            rides_along=not self._sequences.needs_equal_lengths,
             keeps_ubatches=self._sequences.keeps_ubatches,
         )
         self.n_prompt_tokens = self.n_generated = 0  # totals over all requests
@@ -265,8 +266,7 @@ class Batcher:
         `step_s`: seconds since the step began. Another thread may call this during a step.
         """
         is_free = len(self._running) < len(self.slots) and not (self._waiting or self._is_full)
-        n_taken = sum([len(member.history) + 1 for member in [*self._running]])
-        fits = n_taken + len(request.history) + 1 <= self._sequences.n_ctx
+        fits = self._has_room(request)
         if not (is_free and fits and request.may_begin and self._sequences.may_stop):
             return False
         salt = request.options.cache_salt
@@ -361,8 +361,7 @@ class Batcher:
             request = self._next()
             if request is None:
                 break
-            n_taken = sum([len(member.history) + 1 for member in self._running])
-            if self._running and n_taken + len(request.history) + 1 > self._sequences.n_ctx:
+            if self._running and not self._has_room(request):
                 break
             slot = self._slot_for(request)
             if slot is None:
@@ -373,6 +372,16 @@ class Batcher:
                 self._finished(request)
                 news.append(request)
         return news
+
+    def _has_room(self, request: Request) -> bool:
+        """True if the cells hold a request's text beside those of running requests.
+
+        Another thread may call this during a step.
+        """
+        if self._sequences.has_own_cells:
+            return True
+        n_taken = sum([len(member.history) + 1 for member in [*self._running]])
+        return n_taken + len(request.history) + 1 <= self._sequences.n_cells
 
     def _next(self) -> Request | None:
         """Return the waiting request to admit next, or None if no waiting request may begin.

@@ -142,9 +142,9 @@ class PromptSlots:
 
         A request that reuses prompts clears only slots whose prompts fit in host memory. It clears
         no slot if it drafts, because its logits depend on the lengths of its drafts anyway, and
-        none without `clears_idle`.
+        none without `clears_idle`. Sequences with cells of their own do not see each other's.
         """
-        if reuses and (drafts or not self._clears_idle):
+        if self._sequences.has_own_cells or (reuses and (drafts or not self._clears_idle)):
             return
         for other in self._slots:
             if other is slot or not other.n_held:
@@ -197,15 +197,17 @@ class PromptSlots:
         """Clear idle slots until `slot`, as if it were empty, has room for a text of `n_tokens`.
 
         The least recently used one comes first. Returns False, and clears none, if busy slots leave
-        too little room.
+        too little room. A slot with cells of its own has room for all that its context holds.
         """
+        if self._sequences.has_own_cells:
+            return n_tokens <= self._sequences.n_ctx
         others = [other for other in self._slots if other is not slot]
         n_busy = sum([other.n_held for other in others if other.is_busy])
-        if n_busy + n_tokens > self._sequences.n_ctx:
+        if n_tokens > self._sequences.n_ctx or n_busy + n_tokens > self._sequences.n_cells:
             return False
         idle = [other for other in others if not other.is_busy and other.n_held]
         for other in sorted(idle, key=lambda s: s.last_used):
-            if sum([s.n_held for s in others]) + n_tokens <= self._sequences.n_ctx:
+            if sum([s.n_held for s in others]) + n_tokens <= self._sequences.n_cells:
                 break
             self.take_out(other)
         return True

@@ -43,8 +43,8 @@ class PromptShare:
     ) -> None:
         """`n_piece` is the number of tokens of a whole piece, `n_batch` the most of a step.
 
-        If `rides_along` is False, no prompt token is free. Pass False for recurrent memory, which
-        computes sequences of different lengths one after the other. `keeps_ubatches`: a stopped
+        If `rides_along` is False, no prompt token is free. Pass False for memory that computes
+        sequences of different lengths one after the other. `keeps_ubatches`: a stopped
         step loses only the ubatch that it was computing.
         """
         self._n_piece, self._n_batch = n_piece, n_batch

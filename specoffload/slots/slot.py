@@ -154,11 +154,18 @@ class Slot:
     def share(self, source: Slot, n_tokens: int, tokens: Sequence[int]) -> None:
         """Replace this slot's tokens with the first `n_tokens` of slot `source`.
 
-        `tokens` must begin with them. Shares one token less if drafting needs it evaluated again.
+        `tokens` must begin with them. Shares one token less if drafting needs it evaluated again,
+        and none if a copy fails.
         """
         self.clear()
         n_tokens = self._target.resumable(source.number, n_tokens)
-        self._target.share(source.number, self.number, n_tokens)
+        if not self._target.can_share(source.number, n_tokens):
+            return
+        try:
+            self._target.share(source.number, self.number, n_tokens)
+        except DeviceFailed as e:
+            log.warning("%d tokens of another slot are evaluated again: %s", n_tokens, e)
+            return
         self.tokens, self.salt = list(tokens[:n_tokens]), source.salt
 
     @property

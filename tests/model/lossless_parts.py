@@ -141,14 +141,21 @@ def cell_positions(engine: Engine, sequence: int = SEQUENCE) -> list[int]:
     The state begins with a magic number, the sequence, the number of streams and the number of
     cells (state_write in llama-context.cpp and llama-kv-cache.cpp). Each cell has its position, the
     number of sequences and their ids. Models with rotary sections store 12 more bytes before the
-    ids. Each cell lists only this sequence, so exactly one of the two layouts fits.
+    ids. Each cell lists only this sequence, so exactly one of the two layouts fits. If each
+    sequence has a stream of its own, the streams before it have no cells.
     """
     state = engine.opened.context.state(sequence, 0)
-    magic, owner_said, n_streams, n_cells = struct.unpack_from("<IiII", state)
-    assert (magic, owner_said, n_streams) == (_STATE_MAGIC, sequence, 1)
+    magic, owner_said, n_streams = struct.unpack_from("<IiI", state)
+    assert (magic, owner_said, n_streams) == (
+        _STATE_MAGIC, sequence, engine.opened.context.n_streams,
+    )  # fmt: skip
+    n_before = sequence if n_streams > 1 else 0
+    *before, n_cells = struct.unpack_from(f"<{n_before + 1}I", state, 12)
+    assert not any(before)
+    start = 16 + 4 * n_before
     for layout in ("<iIi", "<iI12xi"):
         size = struct.calcsize(layout)
-        cells = [struct.unpack_from(layout, state, 16 + size * i) for i in range(n_cells)]
+        cells = [struct.unpack_from(layout, state, start + size * i) for i in range(n_cells)]
         if all((n, owner) == (1, sequence) for _, n, owner in cells):
             return [position for position, _, _ in cells]
     raise AssertionError(f"{n_cells} cells whose layout is unknown")

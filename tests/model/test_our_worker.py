@@ -97,6 +97,27 @@ def test_prompts_that_a_worker_computes_in_passes_give_the_logits_of_one_machine
         assert counters["passes"] > 0, running.text
 
 
+def test_a_worker_computes_sequences_with_cells_of_their_own(models: Path) -> None:
+    path = write_preset("deepseek-v3", models / "own-cells.gguf", size="tiny", seed=4)
+    three = engine_options(options("sim"), n_ctx=1536, n_sequences=3, kv_unified=False)
+
+    def rows(engine: Engine) -> NDArray[np.float32]:
+        found = []
+        for sizes in ((40, 7, 100), (1, 1, 1), (3, 1, 2)):
+            parts = [(s, [(13 * i + 5 * n) % 90 for i in range(n)], 1) for s, n in enumerate(sizes)]
+            found += engine.sequences.extend_batch(parts)
+        return np.concatenate(found)
+
+    with open_engine(path, three) as engine:
+        expected = rows(engine)
+    with working(path, "--device", SIM, "--n-cpu-moe", "99") as running:
+        remote = RemoteOptions((running.address,), order="last")
+        asked = engine_options(three, remote=remote, tensor_split=(1.0, 1.0))
+        with open_engine(path, asked) as engine:
+            assert engine.opened.remote is not None
+            np.testing.assert_array_equal(rows(engine), expected)
+
+
 def test_one_round_trip_and_two_hand_overs_of_activations(models: Path) -> None:
     width, path = 6144, models / "our-wide.gguf"
     write_preset("qwen3moe", path, size="tiny", seed=5, n_embd=width, n_layer=3)

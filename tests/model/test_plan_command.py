@@ -45,7 +45,7 @@ KEYS = {
     *("model", "architecture", "vram_bytes", "ctx_size", "resident_bytes", "streamed_bytes"),
     *("reserve_bytes", "reserve", "slot_bytes", "slots", "streamed_layers", "ubatch", "min_batch"),
     *("host_working_bytes", "pass_experts", "declined", "reasons", "expected", "ends", "hits"),
-    *("unions", "machine", "cache", "lent_slots", "idle_slots"),
+    *("unions", "machine", "cache", "lent_slots", "idle_slots", "own_cells"),
     "cached_routing",
     *("hardware", "ways", "llama_cpp", "slow_flags", "cards", "contexts", "host_projector_bytes"),
     *("host", "disk", "tables", "devices", "layout", "kv_overrides"),
@@ -1008,3 +1008,17 @@ def test_idle_conversations_are_priced_at_a_full_context(r1: Path) -> None:
     words = words_of(*asked, "-np", "4")
     assert "With -np 4, 3 idle conversations with 49,152 cells of a full context would add" in words
     assert planned(*asked, "-np", "1")["idle_slots"] is None
+
+
+def test_cells_of_their_own_are_named_where_they_help(r1: Path) -> None:
+    asked = (str(r1), "--vram", "24GiB", "--ram", "512GiB", "-c", "65536")
+    price = planned(*asked, "-np", "4")["own_cells"]
+    assert (price["n_conversations"], price["depth"], price["n_prompt"]) == (4, 16384, 2048)
+    assert price["own_prompt_s"] < 0.8 * price["prompt_s"]
+    assert price["helps"]
+    words = words_of(*asked, "-np", "4")
+    assert "With --no-kv-unified, each of 4 conversations has 16,384 tokens of its own." in words
+    assert planned(*asked, "-np", "1")["own_cells"] is None
+    short = (*asked[:-1], "2048", "-np", "2")
+    assert not planned(*short)["own_cells"]["helps"]
+    assert "--no-kv-unified" not in words_of(*short)

@@ -115,3 +115,9 @@ def test_attention_scores_are_counted_without_flash_attention_alone(
     check(headers / preset, facts, spec)
     with_it = context_memory(facts, replace(spec, flash_attn="auto")).compute_bytes
     assert context_memory(facts, spec).compute_bytes > 5 * with_it
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_caches_of_separate_sequences(preset: str, headers: Path) -> None:
+    spec = replace(SPEC, n_ctx=30_000, n_sequences=4, kv_unified=False)
+    check(headers / preset, read_facts(headers / preset), spec)

@@ -52,7 +52,10 @@ def draft_of(spec: str, kind: str, models: Path) -> Path | None:
     return {"itself": model(kind, models), "stranger": model(kind, models, 7)}.get(spec)
 
 
-SERVING = ("cache_disk", "cache_idle_slots", "cache_ram_bytes", "slot_save_path", "slot_similarity")
+SERVING = (
+    *("cache_disk", "cache_idle_slots", "cache_ram_bytes", "slot_save_path", "slot_similarity"),
+    *("kv_unified", "most_each"),
+)
 
 
 def open_slots(model: Path, spec: dict[str, object], parallel: int, **more: Any) -> Session:

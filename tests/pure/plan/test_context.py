@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -182,3 +183,29 @@ def test_a_ubatchs_inputs_are_its_mask_four_rows_and_sixteen_numbers_a_token() -
     assert host_input_bytes(facts(), ContextOptions(4096, 512)) == 512 * 4 * (4096 + 4 * 256 + 16)
     short = host_input_bytes(facts(), ContextOptions(256, 512))
     assert short == 256 * 4 * (256 + 4 * 256 + 16), "no ubatch is longer than the context"
+
+
+def test_sequences_with_cells_of_their_own_have_an_equal_part_each() -> None:
+    """Each part is rounded up to 256 cells, and a token attends to one of them."""
+    shared = ContextOptions(n_ctx=3000, n_sequences=4, flash_attn="off")
+    own = replace(shared, kv_unified=False)
+    assert (own.n_streams, own.n_ctx_each, own.of_one.n_ctx) == (4, 750, 750)
+    assert (shared.n_streams, shared.n_ctx_each, shared.of_one) == (1, 3000, shared)
+    assert own.of_one.of_one == own.of_one
+    cell_bytes = 4 * 2 * 2 * 64 * 2  # layers, keys and values, heads, values of a head, f16
+    assert context_memory(facts(), shared).kv_bytes == 3072 * cell_bytes
+    assert context_memory(facts(), own).kv_bytes == 4 * 768 * cell_bytes
+    few, many = (context_memory(facts(), o).compute_bytes for o in (own, shared))
+    assert few < many
+    assert attention_work(facts(), own.of_one)[0] == pytest.approx(
+        attention_work(facts(), shared)[0] / 4, rel=0.01
+    )
+
+
+def test_windows_of_separate_sequences_are_each_rounded_up() -> None:
+    windowed = facts("gpt-oss", attention__sliding_window=100)
+    shared = ContextOptions(n_ctx=8192, n_sequences=4, n_ubatch=64)
+    own = replace(shared, kv_unified=False)
+    cell_bytes = 2 * 2 * 64 * 2  # of one layer; two of four layers have windows
+    assert context_memory(windowed, shared).kv_bytes == 2 * (8192 + 512) * cell_bytes
+    assert context_memory(windowed, own).kv_bytes == 2 * (8192 + 4 * 256) * cell_bytes

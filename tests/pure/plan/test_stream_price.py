@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from lab import stream_price
@@ -31,3 +32,12 @@ def test_contexts_that_no_plan_has_are_said(tmp_path: Path) -> None:
     (row,) = stream_price.rows(tmp_path, ("DeepSeek-R1",), (8,), (61440,))
     assert row[3] == "does not fit"
     assert len(row) == len(stream_price.COLUMNS)
+
+
+def test_a_prompt_beside_answers_pays_for_their_own_decodes(tmp_path: Path) -> None:
+    """Ubatches take equally many tokens of each conversation, so answers do not ride along."""
+    price = stream_price.price(published_facts("DeepSeek-R1", tmp_path), 4, 16384)
+    assert price.own_beside_s == price.own_prompt_s + price.n_ubatches * price.own_decode_s
+    assert price.n_ubatches == 1
+    assert price.helps
+    assert not replace(price, own_decode_s=price.decode_s, own_prompt_s=price.prompt_s).helps

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.ggml.cells import Cells
+from offload.ggml.cells import Cells, OwnCells
 
 N_CELLS, N_SEQUENCES = 24, 4
 _SEQUENCE = st.integers(0, N_SEQUENCES - 1)
@@ -103,3 +103,13 @@ def test_cells_that_others_need_do_not_leave_with_a_sequence() -> None:
     assert cells.freed_by(0, [1]) == 2.0
     assert cells.freed_by(0, [2]) == 3.0
     assert cells.freed_by(1, [0]) == 0.0
+
+
+def test_sequences_with_cells_of_their_own_pass_over_none_of_others() -> None:
+    cells = OwnCells()
+    cells.place([0, 0, 1], [0, 1, 0])
+    cells.remove(0, 1)
+    assert (cells.end, cells.n_used) == (0, 0)
+    assert (cells.top_of(0), cells.freed_by(0, [1]), cells.shares(0)) == (0, 0.0, False)
+    cells.clear()
+    assert cells.end == 0

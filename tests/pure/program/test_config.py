@@ -608,3 +608,52 @@ def test_a_room_on_the_disk_is_a_size_and_perhaps_a_folder(text: str, wanted: Di
 def test_a_room_on_the_disk_without_a_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         disk_room(text)
+
+
+def serving(*words: str, **changes: object) -> Config:
+    return for_serving(
+        replace(resolved(), **changes), line_of(*words, command="serve").of(ServeOptions)
+    )  # type: ignore[arg-type]
+
+
+def test_slots_share_their_cells_unless_a_flag_separates_them() -> None:
+    for words in ((), ("-np", "4"), ("-np", "4", "-kvu"), ("-np", "4", "-no-kvu", "--kv-unified")):
+        assert not serving(*words).has_own_cells
+    own = serving("-np", "4", "--no-kv-unified")
+    assert own.has_own_cells
+    assert own.n_ctx_each(4096) == 1024
+    assert serving("--no-kv-unified").has_own_cells
+    assert not serving("-np", "1", "--no-kv-unified").has_own_cells
+    assert (
+        "--no-kv-unified ignored: there is one slot"
+        in serving("-np", "1", "--no-kv-unified").reasons
+    )
+
+
+def test_a_cache_in_ram_cannot_be_separated() -> None:
+    with pytest.raises(UsageError, match="--no-kv-unified: a KV cache in RAM"):
+        serving("-np", "2", "--no-kv-unified", kv_offload=False)
+    assert not serving("-np", "2", kv_offload=False).has_own_cells
+
+
+def test_a_limit_for_each_slot_sizes_the_context_unless_that_is_given() -> None:
+    sized = serving("-np", "3", "--kv-unified-per-slot", "2000")
+    assert (sized.ctx_size, sized.n_ctx_each(6000)) == (6000, 2000)
+    assert any("2,000 for each of 3 slots" in words for words in sized.reasons)
+    whole = serving("-np", "3", "--kv-unified-per-slot", "2000", ctx_size=0)
+    assert (whole.ctx_size, whole.most_each) == (0, 2000)
+    capped = serving("-np", "3", "--kv-unified-per-slot", "2000", ctx_size=4096)
+    assert capped.n_ctx_each(4096) == 2000
+    assert not any("ignored" in words for words in capped.reasons)
+    own = serving("-np", "3", "--no-kv-unified", "--kv-unified-per-slot", "2000", ctx_size=4096)
+    assert own.n_ctx_each(4096) == 1365
+    said = "--kv-unified-per-slot 2000 ignored: a slot has at most 1,365 tokens (--ctx-size)"
+    assert said in own.reasons
+    assert serving("-np", "3", "--kv-unified-per-slot", "0").ctx_size is None
+
+
+def test_commands_of_one_slot_ignore_the_flags_of_cells() -> None:
+    line = line_of("-kvu", "--kv-unified-per-slot", "9", command="run")
+    assert line.ignored == (
+        ("-kvu", "there is one slot"), ("--kv-unified-per-slot 9", "there is one slot"),
+    )  # fmt: skip

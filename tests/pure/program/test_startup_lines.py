@@ -35,6 +35,7 @@ def lines(
         ),
         opened=opened,
         n_ctx=4096,
+        n_cells=4096,
         facts=Told(n_experts=changes.pop("n_experts", 0), architecture="mamba"),
         model=Told(size_bytes=20),
         min_batch=MinBatch(24, 8),

@@ -63,6 +63,7 @@ class FakeTarget:
         self.n_outputs = n_outputs
         self.n_ctx = n_ctx
         self.can_rewind = not recurrent
+        self.needs_equal_lengths = recurrent
         self.n_rs_seq = n_rs_seq
         self._snapshots: dict[int, int] = {}
         self.calls: list[int] = []  # rows of each decode
