@@ -1,4 +1,4 @@
-"""Prices cells of its own for each conversation (--no-kv-unified). Pure.
+"""Prices cells of its own for each conversation (--no-kv-unified).
 
 With one shared cache, the attention of each conversation passes over the cells of all that are at
 work, and masks those of others. With cells of its own it passes over these alone.
