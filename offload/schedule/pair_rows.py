@@ -78,13 +78,16 @@ class PairShape:
         """Return the bytes of pinned and of other host memory for `most` pairs of the CPU.
 
         The tokens' rows are pinned, and the pairs' rows are gathered from them. `n_rows`: those of
-        a prompt's tokens; None: a small batch's, which has no more of them than pairs.
+        a prompt's tokens, with a number for each; None: a small batch's, which has no more of them
+        than pairs.
         """
         row_bytes = _NUMBER_BYTES * self.n_in
         between = sum(aligned(_NUMBER_BYTES * width * most) for width in self.widths[:-1])
         n_numbers = 1 + self.n_scales + (n_rows is not None)  # that a pair has beside its rows
         others = aligned(row_bytes * most) + between + n_numbers * aligned(_NUMBER_BYTES * most)
-        return self.placed_bytes(most) + row_bytes * (most if n_rows is None else n_rows), others
+        if n_rows is None:
+            return self.placed_bytes(most) + row_bytes * most, others
+        return self.placed_bytes(most) + (row_bytes + _NUMBER_BYTES) * n_rows, others
 
 
 def small_batch_pairs(n_used: int) -> int:

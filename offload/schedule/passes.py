@@ -8,6 +8,7 @@ fits the device's memory for rows of pairs.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -116,9 +117,9 @@ def soonest_host_experts(
     chosen = _by_pairs(rows, resident, coming)
     its_rows, slow = rows[chosen], costs.host_slowdown
     n_copied = int(((rows > 0) & ~resident).sum()) - np.arange(len(chosen) + 1)
-    copies_s = n_copied * costs.copy_s
-    of_host_s = seconds_at(costs.host_s, its_rows) + way.row_s * its_rows
-    host_s = costs.host_fixed_s + way.begin_s + _sums(of_host_s)
+    n_pairs = _sums(its_rows)
+    copies_s = n_copied * costs.copy_s + way.row_s * n_pairs  # results take the link from copies
+    host_s = costs.host_fixed_s + _sums(seconds_at(costs.host_s, its_rows)) + way.host_s(n_pairs)
     host_s[0] = 0.0
     # Each side is slower only while the other one is busy.
     host_s = np.minimum(slow * host_s, host_s + (1.0 - 1.0 / slow) * copies_s)
@@ -147,22 +148,69 @@ def _by_pairs(
     return chosen[rows[chosen].cumsum() <= MOST_HOST_PAIRS]
 
 
-def _sums(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+def _sums(seconds: NDArray[Any]) -> NDArray[Any]:
     """Return the sums of the first 0, 1, ... values."""
     return np.concatenate(([0.0], seconds.cumsum()))
 
 
 @dataclass(frozen=True)
 class RowsWay:
-    """Seconds in which rows of a prompt go over the link to the CPU and back."""
+    """Seconds in which rows of a prompt go over the link to the CPU and back.
+
+    The CPU computes its pairs in blocks (`host_blocks`).
+    """
 
     begin_s: float = 0.0  # until the CPU has the rows of all tokens
-    row_s: float = 0.0  # for the result of one pair
+    row_s: float = 0.0  # of the link, for the result of one pair
+    # Until the CPU has the rows of its first block, for each of all its pairs. None: it waits for
+    # the rows of all tokens.
+    first_row_s: float | None = None
+    last_share: float = 1.0  # share of the results that the device waits for when the CPU has ended
 
     @classmethod
-    def over(cls, bytes_per_s: float, inputs_bytes: int, row_bytes: int) -> RowsWay:
-        """The way over a link. Results come back beside copies, so they have half of the link."""
-        return cls(inputs_bytes / bytes_per_s, 2 * row_bytes / bytes_per_s)
+    def over(
+        cls, bytes_per_s: float, n_rows: int, row_bytes: int, result_bytes: int, *, in_blocks: bool
+    ) -> RowsWay:
+        """The way over a link of `n_rows` rows to the CPU, and of results.
+
+        `in_blocks`: rows of a block come while the CPU computes the block before, and so do the
+        results of all blocks but the last one.
+        """
+        row_s, result_s = row_bytes / bytes_per_s, result_bytes / bytes_per_s
+        if not in_blocks:
+            return cls(n_rows * row_s, result_s)
+        return cls(n_rows * row_s, result_s, _BLOCK_SHARES[0] * row_s, _BLOCK_SHARES[-1])
+
+    def host_s(self, n_pairs: NDArray[np.integer]) -> NDArray[np.float64]:
+        """Return the seconds that the way adds to the CPU's, for several numbers of pairs.
+
+        Results come beside copies, so they have half of the link.
+        """
+        seconds = np.full(n_pairs.shape, self.begin_s)
+        if self.first_row_s is not None:
+            np.minimum(seconds, self.first_row_s * n_pairs, out=seconds)
+        seconds += 2 * self.last_share * self.row_s * n_pairs
+        return seconds
+
+
+# Shares of the CPU's pairs in each block. The CPU waits for the rows of the first block, and the
+# device for the results of the last one, so these are short.
+_BLOCK_SHARES = (0.125, 0.375, 0.375, 0.125)
+
+
+def host_blocks(rows: NDArray[np.integer]) -> list[slice]:
+    """Return the blocks in which the CPU computes its pairs, as slices of these pairs.
+
+    `rows`: number of pairs of each of its experts, in order. A block has whole experts, because the
+    weights are read once for each block.
+    """
+    ends = rows.cumsum()
+    wanted = ends[-1] * np.cumsum(_BLOCK_SHARES)
+    # Each block ends with the expert whose end is the nearest one.
+    middles = (ends[1:] + ends[:-1]) / 2
+    last = np.unique([*middles.searchsorted(wanted[:-1]), len(ends) - 1])
+    bounds = [0, *ends[last].tolist()]
+    return [slice(first, end) for first, end in itertools.pairwise(bounds)]
 
 
 @dataclass(frozen=True)
@@ -175,6 +223,22 @@ class Launch:
     pairs: NDArray[np.int32]
     experts: NDArray[np.int32]
     slots: NDArray[np.int32]
+
+
+def in_order_of_use(
+    rows: NDArray[np.int32], n_rows: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return the rows that are used, in the order of their first use, and each pair's among them.
+
+    `rows` [n_pairs]: each pair's row, of `n_rows`.
+    """
+    in_order = np.arange(len(rows), dtype=np.int32)
+    first = np.empty(n_rows, np.int32)
+    first[rows[::-1]] = in_order[::-1]  # the last value that is written stays
+    used = rows[first[rows] == in_order]
+    number = np.empty(n_rows, np.int32)
+    number[used] = in_order[: len(used)]
+    return used, number[rows]
 
 
 class PairOrder:

@@ -53,7 +53,8 @@ def layer_weights(form: ExpertForm, layer: int) -> LayerWeights:
 class HostGraph:
     """Computes up to `most` pairs of any layer of one form.
 
-    `results` holds the rows' places in the batch in its first `header_bytes`, then the rows.
+    `results` holds the rows' places in the batch in its first `header_bytes`, then the rows. The
+    tokens' rows follow from `inputs_at` on, and for prompts numbers of rows from `wanted_at` on.
     `entry` describes the graph to the player, which chooses the pairs.
     """
 
@@ -70,13 +71,15 @@ class HostGraph:
         self.placer: RowPlacer | None = None
         self.n_out = form.down.node.shape[0]
         n_in, self._rows_per_token, _, _ = form.inputs.shape
+        self.row_bytes = 4 * n_in  # of a token's row
         self.header_bytes = aligned(4 * most)
-        inputs_at = form.pairs.placed_bytes(most)
+        self.inputs_at = inputs_at = form.pairs.placed_bytes(most)
         size_bytes, others_bytes = form.pairs.host_bytes(most, n_rows)
         pinned = device.pinned_memory(size_bytes)
         self.is_pinned = pinned is not None
         self.results = pinned or cpu.allocate(size_bytes, "rows of experts")
         self._inputs = HostRows(self.results, inputs_at, n_rows or most, n_in, "f32")
+        self.wanted_at = inputs_at + self._inputs.memory.size_bytes
         sizes = [4 * n_in * most, *[4 * most for _ in (0, *form.scales)]]
         sizes += [] if n_rows is None else [4 * most]
         offsets = np.cumsum([0, *map(aligned, sizes)]).tolist()
@@ -98,6 +101,7 @@ class HostGraph:
         self._row_numbers: HostRows | None = None  # each pair's row among those of the tokens
         gathering: list[Tensor] = []
         if n_rows is not None:
+            self._wanted = HostRows(self.results, self.wanted_at, n_rows, 0, "i32")
             self._row_numbers = HostRows(self._memory, offsets[-2], most, 0, "i32")
             rows = new_tensor("f32", (n_in, n_rows, 1, 1), (self.results, inputs_at))
             numbers = new_tensor("i32", (most, 1, 1, 1), (self._memory, offsets[-2]))
@@ -106,7 +110,7 @@ class HostGraph:
             count.follows(numbers, 0)
             gathering = [count.follows(node, 1)]
         self.graph = Graph.of([*gathering, *twins.nodes])
-        self._sources = twins.sources
+        self._sources, self._down = twins.sources, twins.down
         self._places = HostRows(self.results, 0, most, 0, "i32")
         self.entry = HostEntry(
             self.graph, count, twins.sources, scales, self._ids, self._places, self._inputs,
@@ -117,14 +121,28 @@ class HostGraph:
         """Return memory for the rows that the layer's products read."""
         return self._inputs.first(n_tokens * self._rows_per_token)
 
+    def want(self, rows: NDArray[np.int32]) -> None:
+        """Write the numbers of the prompt's rows that a kernel is to gather into `inputs_of`.
+
+        The device may read them until it has gathered the rows.
+        """
+        self._wanted.array[: len(rows)] = rows
+
     def fill(self, weights: LayerWeights, ids: NDArray[np.int32], pairs: NDArray[np.intp]) -> None:
         """Choose the pairs to compute next. `pairs`: indices into `ids` [n_tokens, n_used]."""
         self.entry.fill(weights.entry, ids, pairs)
 
     def choose(
-        self, weights: LayerWeights, experts: NDArray[np.int32], rows: NDArray[np.int32]
+        self,
+        weights: LayerWeights,
+        experts: NDArray[np.int32],
+        rows: NDArray[np.int32],
+        first: int = 0,
     ) -> None:
-        """Choose a prompt's pairs to compute next: each one's expert, and number of its row."""
+        """Choose a prompt's pairs to compute next: each one's expert, and number of its row.
+
+        Their results come after those of `first` other pairs.
+        """
         assert self._row_numbers is not None, "the player chooses the pairs of small batches"
         n = len(experts)
         self._ids.array[:n] = experts
@@ -134,6 +152,7 @@ class HostGraph:
         for source, weight in zip(self._sources, weights.sources, strict=True):
             source.to(weight)
         self._count.set(n)
+        self._down.lie_from(self.results, self.header_bytes + 4 * self.n_out * first)
 
     def place(self, pairs: NDArray[np.int32]) -> None:
         """Write the places of the results into the header. `pairs`: indices into the batch's ids.

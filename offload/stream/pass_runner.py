@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,12 @@ from offload.plan.slot_layout import SlotLayout, SlotPool
 from offload.plan.working import LEAST_BYTES
 from offload.routing.routing import expected_union
 from offload.schedule.batch import slot_range
-from offload.schedule.passes import AHEAD_OF_ROUTER, Launch, PairOrder, passes_of
+from offload.schedule.passes import (
+    AHEAD_OF_ROUTER,
+    Launch,
+    PairOrder,
+    passes_of,
+)
 from offload.schedule.slots import NOWHERE, CutNeed
 from offload.stream.copying import GraphEvents
 from offload.stream.cut_graph import CutGraph
@@ -46,7 +52,7 @@ class PassRunner:
         `reads_pinned`: the device's kernels read tables and results from pinned host memory.
         """
         self._cpu = cpu
-        # Number of experts that the last layer copied, by number of tokens and splitter.
+        # Number of experts to copy, by number of tokens, splitter and layer. Layer None: the last.
         self._n_copied: dict[Hashable, int] = {}
         self._after: dict[int, PassStep] = {}  # by cut: the next layer, which is not announced yet
         self.is_alone = True  # False: other devices compute parts of the same graph
@@ -79,18 +85,20 @@ class PassRunner:
         """
         return self._cpu is not None and self.is_alone and self._cpu.shares(n_tokens)
 
-    def _regime(self, step: PassStep) -> Hashable:
+    def _regime(self, step: PassStep, layer: int | None) -> Hashable:
         """Return a key for `_n_copied`: what decides how many experts are copied."""
-        return step.n_tokens, None if self._cpu is None else self._cpu.splitter
+        return step.n_tokens, None if self._cpu is None else self._cpu.splitter, layer
 
     def should_share(self, pool: SlotPool, n_tokens: int) -> bool:
         """True if sharing pays although whole layers of the pool fit the slots."""
         return self._cpu is not None and self.shares(n_tokens) and self._cpu.pays(pool, n_tokens)
 
     def abandon(self) -> None:
-        """After a failure, wait for what the CPU computes."""
+        """After a failure, wait for what the CPU computes, and for results that kernels read."""
         if self._cpu is not None:
             self._cpu.abandon()
+        if self._side is not None:
+            self._side.synchronize()
 
     def close(self) -> None:
         if self._cpu is not None:
@@ -161,7 +169,8 @@ class PassRunner:
         missing.sort(key=lambda expert: -ranks[expert])
         if self._is_shared(step):
             # The CPU will compute the others, so copies of them would be wasted.
-            missing = missing[: self._n_copied.get(self._regime(step), 0)]
+            last = self._n_copied.get(self._regime(step, None), 0)
+            missing = missing[: self._n_copied.get(self._regime(step, step.layer), last)]
         pieces = tuple([(step.group, expert) for expert in missing])
         schedule.predict(CutNeed(step.cut, step.pool, pieces, ring=step.ring))
 
@@ -185,12 +194,11 @@ class PassRunner:
         coming = set(slots.loading.get(step.group, ()))
         is_ready = slot_of != NOWHERE
         is_ready[list(coming)] = False
-        part = self._cpu_part(step, ids, pairs, is_ready, coming)
+        part = self._cpu_part(step, ids, pairs, is_ready, coming, n_arrived)
         rows = pairs.rows
         if part is not None:
             rows = rows.copy()
             rows[np.unique(part.experts)] = 0
-        self._n_copied[self._regime(step)] = n_arrived + int(((rows > 0) & ~is_ready).sum())
         passes = passes_of(rows, slot_of, coming, step.n_group)
         self._count(rows, pairs.rows, is_ready)
         for cut, experts in enumerate(passes, step.cut):
@@ -198,7 +206,9 @@ class PassRunner:
             schedule.need(CutNeed(cut, step.pool, pieces, ring=step.ring))
         offset = 0
         if part is not None:
-            self._start_cpu(step, part)
+            status = self._start_cpu(step, part)
+            if status:
+                return status
         for cut, experts in enumerate(passes, step.cut):
             status, offset = self._pass(running, step, cut, experts, pairs, offset)
             if status:
@@ -241,58 +251,93 @@ class PassRunner:
         pairs: PairOrder,
         is_ready: NDArray[np.bool_],
         coming: Collection[int],
+        n_arrived: int,
     ) -> CpuPart | None:
         """Return the pairs that the CPU computes, or None if the device computes all.
 
         `is_ready` [n_experts]: experts in slots. `coming`: experts whose copies are under way. The
-        device computes both.
+        device computes both. `n_arrived`: experts in slots whose copies were under way.
         """
         if self._cpu is None or not step.is_whole or not self.shares(step.n_tokens):
             return None
-        experts = self._cpu.experts(step.form, ids, pairs.rows, is_ready, coming)
+        divided = partial(
+            self._cpu.experts, step.form, ids, pairs.rows, is_ready, in_blocks=self._reads_pinned
+        )
+        experts = divided(coming)
+        # As many experts are copied ahead of the next router as this one should have found missing.
+        # What was copied ahead of this one must not decide it, or too many would stay too many.
+        n_missing = n_arrived + int(((pairs.rows > 0) & ~is_ready).sum())
+        n_copied = n_missing - len(divided(()) if coming else experts)
+        for layer in (step.layer, None):
+            self._n_copied[self._regime(step, layer)] = n_copied
         if not experts:
             return None
         chosen = pairs.pairs_of(experts)
         of_pairs = ids.ravel()[chosen]
         return self._cpu.part(step.form, step.group, step.layer, chosen, of_pairs)
 
-    def _start_cpu(self, step: PassStep, part: CpuPart) -> None:
-        """Fetch the tokens' rows, and let the CPU begin when they are there."""
-        assert step.graph is not None
-        assert self._cpu is not None
-        rows, stream = step.graph.rows, self._fetching
-        memory = part.host.inputs_of(step.n_tokens)
-        if stream is None:
-            self._stream.fetch(rows, memory)
-            self._stream.synchronize()
-            self._cpu.start(part, lambda: None)
-            return
-        stream.wait(self._events.record(self._stream))
-        stream.fetch(rows, memory)
-        self._cpu.start(part, stream.synchronize)
+    def _start_cpu(self, step: PassStep, part: CpuPart) -> int:
+        """Fetch rows, and let the CPU compute each block of its pairs when their rows are there.
 
-    def _reads(self, part: CpuPart) -> bool:
-        """True if a kernel reads the CPU's results over the link. Otherwise they are copied."""
-        return self._reads_pinned and part.host.is_pinned
-
-    def _place(self, running: CutGraph, step: PassStep, part: CpuPart, offset: int) -> int:
-        """Wait for the CPU, and write its results to their places. Return a ggml_status.
-
-        A kernel reads the results over the link if it can. A copy would come behind all experts
-        that the device's one engine copies for the next layers, and the next router behind it.
+        Reading this layer's ids has waited for the kernels that read the last layer's numbers.
+        Returns a ggml_status.
         """
         assert step.graph is not None
         assert self._cpu is not None
-        status = self._cpu.join()
-        if self._reads(part):
-            # Reading this layer's ids has waited for the kernel that read the last layer's results.
-            part.host.place(part.pairs)
-            memory, rows_at = part.host.results, part.host.header_bytes
-            step.graph.read_from(memory, 0, rows_at, len(part.pairs))
-            return status or self._stream.compute(step.graph.placing_read)
-        for first, launch in _blocks(part, step.most_pairs):
+        part.host.place(part.pairs)
+        stream, n_blocks, status = self._fetching, len(part.blocks), 0
+        if stream is None:
+            self._stream.fetch(step.graph.rows, part.host.inputs_of(step.n_tokens))
+            self._stream.synchronize()
+            waits: list[Callable[[], None]] = [lambda: None] * n_blocks
+        else:
+            stream.wait(self._events.record(self._stream))
+            if self._reads(part):
+                waits, status = part.gather(step.graph, stream, self._events)
+            else:
+                stream.fetch(step.graph.rows, part.host.inputs_of(step.n_tokens))
+                waits = [stream.synchronize] * n_blocks
+        self._cpu.start(part, waits)
+        return status
+
+    def _reads(self, part: CpuPart) -> bool:
+        """True if a kernel reads the CPU's results over the link. Otherwise they are copied."""
+        return self._reads_pinned and part.host.is_pinned and self._side is not None
+
+    def _place(self, running: CutGraph, step: PassStep, part: CpuPart, offset: int) -> int:
+        """Write the CPU's results to their places, block by block. Return a ggml_status.
+
+        A kernel reads the results over the link if it can. A copy would come behind all experts
+        that the device's one engine copies for the next layers, and the next router behind it. The
+        kernel has a stream of its own, so that it does not wait for passes, which write other rows.
+        """
+        assert step.graph is not None
+        assert self._cpu is not None
+        reading = self._side if self._reads(part) else None
+        for block in part.blocks:
+            status = self._cpu.join()
+            if not status and reading is not None:
+                status = part.place(step.graph, block, reading)
+            elif not status:
+                status, offset = self._place_copied(running, step, part, block, offset)
             if status:
                 return status
+        if reading is not None:
+            self._stream.wait(self._events.record(reading))
+        return 0
+
+    def _place_copied(
+        self, running: CutGraph, step: PassStep, part: CpuPart, block: slice, offset: int
+    ) -> tuple[int, int]:
+        """Copy a block of results, with tables from `offset` on.
+
+        Returns a ggml_status and the next offset.
+        """
+        assert step.graph is not None
+        status = 0
+        for first, launch in part.launches(block, step.most_pairs):
+            if status:
+                break
             n = len(launch.pairs)
             if first and self._stream.device.backend.waits_between_graphs:
                 self._stream.synchronize()  # the copy may overtake the last launch
@@ -302,7 +347,7 @@ class PassRunner:
             self._stream.put(step.graph.results, part.host.results_of(first, n))
             status = self._stream.compute(step.graph.placing)
         # Reading the next layer's ids waits for these copies, so its results may overwrite them.
-        return status
+        return status, offset
 
     # -- one pass ----------------------------------------------------------------------------------
 
@@ -396,11 +441,3 @@ class PassRunner:
             self._trace.add(COMPUTE, f"{len(launch.pairs)} pairs", start_s, time.perf_counter(),
                             layer=step.layer)  # fmt: skip
         return status
-
-
-def _blocks(part: CpuPart, most: int) -> Iterator[tuple[int, Launch]]:
-    """Yield the CPU's pairs in blocks of at most `most`: the first pair's number, and the block."""
-    for first in range(0, len(part.pairs), most):
-        block = slice(first, first + most)
-        slots = np.zeros_like(part.experts[block])
-        yield first, Launch(part.pairs[block], part.experts[block], slots)

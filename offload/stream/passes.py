@@ -41,7 +41,7 @@ from offload.schedule.passes import (
 from offload.stream.forms import ExpertForm, NoForm, PairNodes, find_form, single_form
 from offload.stream.slot_memory import SlotMemory, SlotViews
 
-_SHARED_GROUPS = 4  # groups that the slots have room for, at least, if the CPU computes a part
+_SHARED_GROUPS = 8  # groups that the slots have room for, at least, if the CPU computes a part
 
 
 class PassGraph:
@@ -94,6 +94,15 @@ class PassGraph:
         n_read.follows(self._read_places, 0)
         n_read.follows(self._read_rows, 1)
         self.placing_read = Graph.of([self._set_read])
+        # For the CPU: gather tokens' rows into pinned host memory.
+        self._n_wanted = n_wanted = SharedDim()
+        self._wanted = new_tensor("i32", (most, 1, 1, 1), (buffer, 0))
+        self._gathered = new_tensor(
+            "f32", (n_in, most, 1, 1), (buffer, 0), "GET_ROWS", [self._source, self._wanted]
+        )
+        n_wanted.follows(self._wanted, 0)
+        n_wanted.follows(self._gathered, 1)
+        self.gathering = Graph.of([self._gathered])
 
     def tables(
         self, launch: Launch, n_used: int, first_slot: int, scales: Sequence[NDArray[np.float32]]
@@ -139,6 +148,17 @@ class PassGraph:
         self._read_rows.lie_from(pinned, rows_at)
         self._n_read.set(n)
         self._find_output()
+
+    def gather_to(self, pinned: Buffer, wanted_at: int, rows_at: int, n: int) -> None:
+        """Let `gathering` write `n` tokens' rows to pinned memory.
+
+        The rows' numbers are read from that memory, too. The device must be able to use it by its
+        host address.
+        """
+        self._source.lie_with(self._inputs)
+        self._wanted.lie_from(pinned, wanted_at)
+        self._gathered.lie_from(pinned, rows_at)
+        self._n_wanted.set(n)
 
     def _find_output(self) -> None:
         for tensor in (self._into, self._set, self._set_read):

@@ -1,32 +1,43 @@
 """The CPU's part of layers that are computed in passes, in large batches.
 
-The rows of all tokens are copied to pinned memory. A thread gathers those of the CPU's pairs and
-computes them, while the device computes its passes and the link copies. Then the results are copied
-to the device, which writes them to their places (offload/stream/pass_runner.py). If the device
-gathered the rows, it would need tables of them. A card takes copies to it in order, so these tables
-would come behind all experts that are copied ahead of the router, and the CPU would stand still.
+A thread computes the CPU's pairs in blocks, while the device computes its passes and the link
+copies. On devices whose kernels use pinned memory, one kernel writes the rows that a block needs
+there, and another one reads the block's results. On other devices the rows of all tokens are copied
+to pinned memory, and the results are copied to the device (offload/stream/pass_runner.py). There
+the device gathers no rows, because it would need tables of them. A card takes copies to it in
+order, so these tables would come behind all experts that are copied ahead of the router.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.ggml.backend import Device
+from offload.ggml.backend import Device, Stream
 from offload.ggml.threads import CpuTeam
 from offload.plan.slot_layout import SlotPool
 from offload.schedule.division import seconds_at
 from offload.schedule.pair_rows import prompt_host_pairs
-from offload.schedule.passes import RowsWay, host_experts, soonest_host_experts
+from offload.schedule.passes import (
+    Launch,
+    RowsWay,
+    host_blocks,
+    host_experts,
+    in_order_of_use,
+    soonest_host_experts,
+)
 from offload.schedule.slots import StreamCounters
 from offload.schedule.splitter import ByCosts, Splitter
+from offload.stream.copying import GraphEvents
 from offload.stream.cpu_side import HostGraph, LayerWeights, layer_weights
 from offload.stream.forms import ExpertForm
+from offload.stream.passes import PassGraph
 from offload.stream.split_path import Hybrid
 
 
@@ -39,34 +50,40 @@ class HostThread:
     def __init__(self, team: CpuTeam, counters: StreamCounters) -> None:
         self._team, self._counters = team, counters
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pairs")  # starts at first use
-        self._running: Future[int] | None = None
+        self._blocks: deque[Future[int]] = deque()
 
-    def start(self, host: HostGraph, layer: int, wait: Callable[[], None]) -> None:
-        """Compute the pairs that `host` was told, which are of `layer`, after `wait`."""
-        self._running = self._thread.submit(self._compute, host, layer, wait)
+    def start(self, part: CpuPart, waits: Sequence[Callable[[], None]]) -> None:
+        """Compute a part block by block, each one after its wait."""
+        self.abandon()  # a part of a layer that failed
+        for block, wait in zip(part.blocks, waits, strict=True):
+            self._blocks.append(self._thread.submit(self._compute, part, block, wait))
 
-    def _compute(self, host: HostGraph, layer: int, wait: Callable[[], None]) -> int:
+    def _compute(self, part: CpuPart, block: slice, wait: Callable[[], None]) -> int:
         wait()
         start_s = time.perf_counter()
-        status = host.compute(self._team.stream, layer)
+        part.host.choose(part.weights, part.experts[block], part.rows[block], block.start)
+        status = part.host.compute(self._team.stream, part.weights.layer)
         self._counters.host_s += time.perf_counter() - start_s
         return status
 
     def join(self) -> int:
-        """Wait until the pairs are computed. Returns a ggml_status. Raises DeviceFailed."""
-        running, self._running = self._running, None
-        return running.result() if running is not None else 0
+        """Wait until the next block is computed. Returns a ggml_status. Raises DeviceFailed."""
+        return self._blocks.popleft().result()
 
     def abandon(self) -> None:
-        """After a failure, wait for the computation and ignore its result."""
-        running, self._running = self._running, None
-        if running is not None:
-            running.exception()
+        """After a failure, wait for the block that is computed, and drop the others."""
+        while self._blocks:
+            block = self._blocks.pop()  # the last one first, so that no further one begins
+            if not block.cancel():
+                block.exception()
 
     def close(self) -> None:
         self.abandon()
         self._thread.shutdown()
 
+
+# Rows whose way takes less are computed in one block: each block takes the threads about 0.1 ms.
+_LEAST_WAY_S = 500e-6
 
 _LEAST_RATIO = 1.25  # ratio of copying time to the device's computing time from which sharing pays
 
@@ -74,14 +91,18 @@ _LEAST_RATIO = 1.25  # ratio of copying time to the device's computing time from
 _LEAST_LINK_BYTES_PER_S = 100e6
 
 
-def rows_way(form: ExpertForm, copy_s: float) -> RowsWay:
-    """Return the way of a layer's rows, over a link that copies an expert in `copy_s`."""
+def rows_way(form: ExpertForm, copy_s: float, *, in_blocks: bool) -> RowsWay:
+    """Return the way of a layer's rows, over a link that copies an expert in `copy_s`.
+
+    `in_blocks`: as for `RowsWay.over`.
+    """
     if copy_s <= 0.0:
         return RowsWay()
     expert_bytes = sum(product.weight.strides[2] for product in form.products)
     rate = max(_LEAST_LINK_BYTES_PER_S, expert_bytes / copy_s)
-    inputs_bytes = 4 * int(np.prod(form.inputs.shape))
-    return RowsWay.over(rate, inputs_bytes, 4 * form.down.node.shape[0])
+    n_in, *others = form.inputs.shape
+    n_rows, n_out = int(np.prod(others)), form.down.node.shape[0]
+    return RowsWay.over(rate, n_rows, 4 * n_in, 4 * n_out, in_blocks=in_blocks)
 
 
 @dataclass
@@ -90,9 +111,50 @@ class CpuPart:
 
     experts: NDArray[np.int32]  # each pair's expert
     pairs: NDArray[np.int32]  # indices into the batch's ids
-    rows: NDArray[np.int32]  # each pair's row among those of the tokens
+    rows: NDArray[np.int32]  # each pair's row among those in the host graph's memory
     host: HostGraph
     weights: LayerWeights
+    blocks: Sequence[slice]  # pairs of each block
+
+    def gather(
+        self, graph: PassGraph, stream: Stream, events: GraphEvents
+    ) -> tuple[list[Callable[[], None]], int]:
+        """Let kernels write the needed rows to pinned memory, those of the first block first.
+
+        The device must be able to use this memory. Returns a wait for the rows of each block, and a
+        ggml_status.
+        """
+        host, n_before, status = self.host, 0, 0
+        waits: list[Callable[[], None]] = []
+        wanted, self.rows = in_order_of_use(self.rows, host.n_rows)
+        host.want(wanted)
+        for block in self.blocks:
+            n_rows = int(self.rows[: block.stop].max()) + 1
+            if n_rows > n_before and not status:
+                rows_at = host.inputs_at + host.row_bytes * n_before
+                numbers_at = host.wanted_at + 4 * n_before
+                graph.gather_to(host.results, numbers_at, rows_at, n_rows - n_before)
+                status = stream.compute(graph.gathering)
+            waits.append(events.record(stream).synchronize)
+            n_before = n_rows
+        return waits, status
+
+    def place(self, graph: PassGraph, block: slice, stream: Stream) -> int:
+        """Let a kernel read a block's results and write them to their places.
+
+        Returns a ggml_status.
+        """
+        host, first = self.host, block.start
+        rows_at = host.header_bytes + 4 * host.n_out * first
+        graph.read_from(host.results, 4 * first, rows_at, block.stop - first)
+        return stream.compute(graph.placing_read)
+
+    def launches(self, block: slice, most: int) -> Iterator[tuple[int, Launch]]:
+        """Yield a block's pairs, at most `most` at once: the number of the first one, and them."""
+        for first in range(block.start, block.stop, most):
+            some = slice(first, min(first + most, block.stop))
+            slots = np.zeros_like(self.experts[some])
+            yield first, Launch(self.pairs[some], self.experts[some], slots)
 
 
 class PromptSide:
@@ -147,7 +209,18 @@ class PromptSide:
                 host.close()
             host = self._graphs[form.key] = HostGraph(form, most, self._device, n_rows)
         rows = pairs if by_pair > 1 else pairs // form.ids.shape[0]
-        return CpuPart(experts, pairs, rows, host, self._weights_of(form, group, layer))
+        weights = self._weights_of(form, group, layer)
+        return CpuPart(experts, pairs, rows, host, weights, self._blocks(form, experts))
+
+    def _blocks(self, form: ExpertForm, experts: NDArray[np.int32]) -> list[slice]:
+        """Return the blocks of pairs. `experts`: each pair's expert."""
+        splitter = self.splitter
+        if isinstance(splitter, ByCosts):
+            way = rows_way(form, splitter.costs.copy_s, in_blocks=False)
+            if way.row_s * len(experts) < _LEAST_WAY_S:
+                return [slice(0, len(experts))]
+        starts = np.flatnonzero(np.diff(experts, prepend=-1))
+        return host_blocks(np.diff(starts, append=len(experts)))
 
     def _weights_of(self, form: ExpertForm, group: int, layer: int) -> LayerWeights:
         """Return the weights of a layer. All graphs of a model have the same ones."""
@@ -158,31 +231,30 @@ class PromptSide:
 
     def experts(
         self, form: ExpertForm, ids: NDArray[np.int32], rows: NDArray[np.intp],
-        resident: NDArray[np.bool_], coming: Collection[int] = (),
+        resident: NDArray[np.bool_], coming: Collection[int] = (), *, in_blocks: bool = False,
     ) -> list[int]:  # fmt: skip
         """Return the experts that the CPU computes, those with the fewest pairs first.
 
         `ids` [n_tokens, n_used]: each token's experts. `rows` [n_experts]: each expert's pairs.
         `resident` [n_experts]: True for experts in slots. `coming`: experts whose copies are under
-        way. They stay on the device.
+        way. They stay on the device. `in_blocks`: as for `RowsWay.over`.
         """
         splitter = self.splitter
         if not isinstance(splitter, ByCosts):
             return host_experts(splitter(ids, resident), rows, resident, coming)
-        way = rows_way(form, splitter.costs.copy_s)
+        way = rows_way(form, splitter.costs.copy_s, in_blocks=in_blocks)
         return soonest_host_experts(rows, resident, coming, splitter.costs, way)
 
-    def start(self, part: CpuPart, wait: Callable[[], None]) -> None:
-        """Let the thread compute the pairs when `wait` has returned.
+    def start(self, part: CpuPart, waits: Sequence[Callable[[], None]]) -> None:
+        """Let the thread compute each block of pairs when its wait has returned.
 
-        The tokens' rows must be in the host graph's memory then.
+        The rows of these pairs must be in the host graph's memory then.
         """
-        part.host.choose(part.weights, part.experts, part.rows)
         self._hybrid.team.choose(len(part.pairs))
-        self._thread.start(part.host, part.weights.layer, wait)
+        self._thread.start(part, waits)
 
     def join(self) -> int:
-        """Wait until the pairs are computed. Returns a ggml_status. Raises DeviceFailed."""
+        """Wait until the next block is computed. Returns a ggml_status. Raises DeviceFailed."""
         return self._thread.join()
 
     def abandon(self) -> None:

@@ -18,8 +18,10 @@ from offload.engine import EngineOptions, open_engine
 from offload.errors import DeviceFailed
 from offload.ggml.backend import Device
 from offload.ggml.cuda_driver import maps_pinned
+from offload.ggml.tensor import Buffer
 from offload.notes import NoteKind, kind_of
 from offload.stream.passes import PassGraph, PinnedLaunch
+from offload.stream.prompt_side import CpuPart
 from offload.stream.read_speed import measure_reads
 from offload.times.mapped_reads import MappedReads, reads_pay
 
@@ -69,16 +71,43 @@ def test_both_ways_give_the_same_bits(
     cuda: DeviceChoice, moe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ways: list[str] = []
-    for owner, name in ((PinnedLaunch, "fill"), (PassGraph, "read_from")):
+    kinds = [(PinnedLaunch, "fill"), (PassGraph, "gather_to"), (PassGraph, "read_from")]
+    for owner, name in kinds:
         seen(monkeypatch, owner, name, ways)
     by_kernels, said = run(moe, shared(cuda, moe, measure_reads=lambda _: FAST))
-    assert {*ways} == {"fill", "read_from"}
+    assert {*ways} == {"fill", "gather_to", "read_from"}
     assert said == [f"{cuda.name}: kernels read rows of prompts from RAM: {FAST.words}"]
     ways.clear()
     by_copies, said = run(moe, shared(cuda, moe, measure_reads=lambda _: SLOW))
     assert not ways
     assert said == [f"{cuda.name}: copies bring rows of prompts from RAM: {SLOW.words}"]
     assert_same(cuda, by_copies, by_kernels)
+
+
+def test_kernels_gather_each_row_that_the_cpu_needs_once(
+    cuda: DeviceChoice, moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathered, n_blocks = list[list[int]](), list[int]()
+    gather, gather_to = CpuPart.gather, PassGraph.gather_to
+
+    def gathers(self: CpuPart, *others: Any) -> Any:
+        wanted = np.unique(self.rows)
+        gathered.append([])
+        n_blocks.append(len(self.blocks))
+        done = gather(self, *others)
+        assert sum(gathered[-1]) == len(wanted)
+        assert len(gathered[-1]) <= len(self.blocks)
+        return done
+
+    def gathers_to(self: PassGraph, pinned: Buffer, wanted_at: int, rows_at: int, n: int) -> None:
+        gathered[-1].append(n)
+        gather_to(self, pinned, wanted_at, rows_at, n)
+
+    monkeypatch.setattr(CpuPart, "gather", gathers)
+    monkeypatch.setattr(PassGraph, "gather_to", gathers_to)
+    run(moe, shared(cuda, moe, measure_reads=lambda _: FAST))
+    assert max(n_blocks) > 1, "the CPU begins when the rows of its first block are there"
+    assert max(map(len, gathered)) > 1
 
 
 def test_a_measurement_that_fails_leaves_rows_to_copies(cuda: DeviceChoice, moe: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from offload.schedule import pair_rows, passes
 from offload.schedule.splitter import Splitter, stay
 from offload.stream.cpu_side import HostGraph, LayerWeights
 from offload.stream.pass_runner import PassRunner
+from offload.stream.passes import PassStep
+from offload.stream.prompt_side import CpuPart, HostThread
 
 Rows = NDArray[np.float32]
 PRESETS = {
@@ -95,9 +97,12 @@ def test_the_cpus_part_of_a_layer_has_a_limit_and_grows_with_batches(
         weights: LayerWeights,
         experts: NDArray[np.int32],
         rows: NDArray[np.int32],
+        first: int,
     ) -> None:
-        sizes.append(len(experts))
-        choose(self, weights, experts, rows)
+        if first == 0:
+            sizes.append(0)
+        sizes[-1] += len(experts)  # of all blocks of a layer
+        choose(self, weights, experts, rows, first)
 
     monkeypatch.setattr(pair_rows, "_LEAST_HOST_PAIRS", 1)
     monkeypatch.setattr(passes, "MOST_HOST_PAIRS", most)
@@ -113,11 +118,11 @@ def test_a_layers_two_sides_begin_before_either_has_ended(
     """The CPU's computation and the device's first launch of each layer wait for each other."""
     both = threading.Barrier(2, timeout=10)
     started = list[bool]()  # True until the layer's first launch has come
-    start, launch, compute = PassRunner._start_cpu, PassRunner._launch, HostGraph.compute
+    start, launch, compute = PassRunner._start_cpu, PassRunner._launch, HostThread._compute
 
-    def started_cpu(self: PassRunner, *of_layer: Any) -> None:
+    def started_cpu(self: PassRunner, *of_layer: Any) -> int:
         started.append(True)
-        start(self, *of_layer)
+        return start(self, *of_layer)
 
     def launched(self: PassRunner, *of_launch: Any) -> int:
         if started and started[-1]:
@@ -125,18 +130,52 @@ def test_a_layers_two_sides_begin_before_either_has_ended(
             both.wait()
         return launch(self, *of_launch)
 
-    def computed(self: HostGraph, *of_layer: Any) -> int:
-        if started and threading.current_thread().name.startswith("pairs"):
+    def computed(self: HostThread, part: CpuPart, block: slice, wait: Callable[[], None]) -> int:
+        if started and block.start == 0:
             both.wait()
-        return compute(self, *of_layer)
+        return compute(self, part, block, wait)
 
     with open_engine(tiny_moe, shared(SPLITTERS["random"](), tiny_moe, "half")) as engine:
         monkeypatch.setattr(PassRunner, "_start_cpu", started_cpu)
         monkeypatch.setattr(PassRunner, "_launch", launched)
-        monkeypatch.setattr(HostGraph, "compute", computed)
+        monkeypatch.setattr(HostThread, "_compute", computed)
         engine.sequences.extend(0, [(3 * i) % engine.n_vocab for i in range(100)])
     assert len(started) > 1
     assert not any(started), "each layer had both sides"
+
+
+def test_results_of_a_block_are_placed_while_the_next_one_is_computed(
+    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last block of each layer is computed only when the first one has been placed."""
+    placed = threading.Event()
+    n_blocks = list[int]()
+    start, place, compute = PassRunner._start_cpu, PassRunner._place_copied, HostThread._compute
+
+    def started(self: PassRunner, step: PassStep, part: CpuPart) -> int:
+        placed.clear()
+        n_blocks.append(len(part.blocks))
+        return start(self, step, part)
+
+    def placed_one(self: PassRunner, *of_block: Any) -> tuple[int, int]:
+        status = place(self, *of_block)
+        placed.set()
+        return status
+
+    def computed(self: HostThread, part: CpuPart, block: slice, wait: Callable[[], None]) -> int:
+        if block.start and block is part.blocks[-1]:
+            assert placed.wait(10)
+        return compute(self, part, block, wait)
+
+    with open_engine(tiny_moe, shared(all_host, tiny_moe, "least")) as engine:
+        text = [(3 * i) % engine.n_vocab for i in range(100)]
+        expected = engine.sequences.extend(0, text)
+        engine.sequences.rewind(0, 0)
+        monkeypatch.setattr(PassRunner, "_start_cpu", started)
+        monkeypatch.setattr(PassRunner, "_place_copied", placed_one)
+        monkeypatch.setattr(HostThread, "_compute", computed)
+        assert np.array_equal(engine.sequences.extend(0, text), expected)
+    assert max(n_blocks) > 1
 
 
 def test_prompts_are_not_shared_while_misses_only_stay(tiny_moe: Path) -> None:

@@ -17,7 +17,9 @@ from offload.schedule.passes import (
     PairOrder,
     RowsWay,
     group_size,
+    host_blocks,
     host_experts,
+    in_order_of_use,
     most_passes,
     passes_of,
     ring_slots,
@@ -74,7 +76,10 @@ COSTS = st.builds(
     ),
     st.floats(1e-6, 1e-3), st.floats(1e-4, 1e-1), st.floats(1.0, 2.0), st.floats(1.0, 2.0),
 )  # fmt: skip
-WAYS = st.builds(RowsWay, st.floats(0.0, 1e-2), st.floats(0.0, 1e-4))
+WAYS = st.builds(
+    RowsWay, st.floats(0.0, 1e-2), st.floats(0.0, 1e-4), st.none() | st.floats(0.0, 1e-4),
+    st.floats(0.0, 1.0),
+)  # fmt: skip
 
 
 def layer_s(
@@ -82,8 +87,10 @@ def layer_s(
 ) -> float:
     """Seconds of a layer whose device computes in no time and whose CPU computes experts `its`."""
     n_pairs = sum(rows[e] for e in its)
-    alone_s = n_pairs * (float(costs.host_s[1]) + way.row_s) + way.begin_s if its else 0.0
-    copies_s = (n_missing - len(its)) * costs.copy_s
+    row_s = float(costs.host_s[1]) + 2 * way.last_share * way.row_s
+    of_first_s = float("inf") if way.first_row_s is None else n_pairs * way.first_row_s
+    alone_s = n_pairs * row_s + min(way.begin_s, of_first_s) if its else 0.0
+    copies_s = (n_missing - len(its)) * costs.copy_s + n_pairs * way.row_s
     slow, link_slow = costs.host_slowdown, costs.link_slowdown
     cpu_s = min(slow * alone_s, alone_s + (1 - 1 / slow) * copies_s)
     link_s = min(copies_s, copies_s / link_slow + (1 - 1 / link_slow) * cpu_s)
@@ -122,9 +129,45 @@ def test_rows_that_take_long_over_the_link_leave_more_to_the_device() -> None:
     costs = SplitCosts(np.array([0.0, 1 / 32]), np.zeros(2), 0.0, 0.0, 1.0)
     each = [
         len(soonest_host_experts(rows, nothing, (), costs, way))
-        for way in (RowsWay(), RowsWay(begin_s=8.0), RowsWay(row_s=1 / 32), RowsWay(begin_s=99.0))
+        for way in (RowsWay(), RowsWay(begin_s=8.0), RowsWay(row_s=1 / 64), RowsWay(begin_s=99.0))
     ]
-    assert each == [32, 28, 21, 0]
+    assert each == [32, 28, 25, 0]
+
+
+def test_rows_that_come_in_blocks_leave_more_to_the_cpu() -> None:
+    rows, nothing = np.full(64, 32), np.zeros(64, np.bool_)
+    costs = SplitCosts(np.array([0.0, 1 / 32]), np.zeros(2), 0.0, 0.0, 1.0)
+    ways = (RowsWay.over(64.0, 256, 1, 1, in_blocks=in_blocks) for in_blocks in (False, True))
+    in_one, in_blocks = (len(soonest_host_experts(rows, nothing, (), costs, way)) for way in ways)
+    assert in_one < in_blocks
+
+
+@given(st.lists(st.integers(0, 49), min_size=1, max_size=300))
+def test_rows_are_numbered_in_the_order_of_their_first_use(of_pairs: list[int]) -> None:
+    used, numbers = in_order_of_use(np.array(of_pairs, np.int32), 50)
+    assert used.tolist() == list(dict.fromkeys(of_pairs))
+    assert used[numbers].tolist() == of_pairs
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=40))
+def test_blocks_have_whole_experts_and_all_pairs_in_order(n_pairs: list[int]) -> None:
+    rows = np.array(n_pairs)
+    blocks, ends = host_blocks(rows), rows.cumsum().tolist()
+    assert [block.start for block in blocks] == [0, *(block.stop for block in blocks[:-1])]
+    assert blocks[-1].stop == ends[-1]
+    assert all(block.stop in ends for block in blocks)
+    assert 1 <= len(blocks) <= 4
+    # No expert's end is nearer to where a block should end.
+    for share, at in zip((0.125, 0.5, 0.875), (0, 1, 2), strict=True):
+        if len(blocks) == 4:
+            assert abs(blocks[at].stop - share * ends[-1]) == min(
+                abs(end - share * ends[-1]) for end in ends
+            )
+
+
+def test_the_first_and_the_last_block_are_short() -> None:
+    """The CPU waits for the rows of the first one, and the device for the results of the last."""
+    assert [block.stop for block in host_blocks(np.full(16, 10))] == [20, 80, 140, 160]
 
 
 @given(IDS, st.integers(1, 7), st.integers(1, 60), st.permutations(range(3 * N)))
