@@ -74,8 +74,8 @@ def _check_table(found: Found, program: Program, first: int, end: int) -> None:
         taken, changed = np.zeros(layer.n_slots, np.uint8), np.zeros(2, np.int64)
         may_share = layer.n_used == 1 or bool(layer.may_repeat)
         can = api.native().table_slots(
-            layer.slot_of, layer.state, layer.n_experts, layer.n_slots, may_share, 0,
-            again.ctypes.data, there.ctypes.data, taken.ctypes.data, changed.ctypes.data,
+            layer.slot_of, layer.state, layer.last_use, layer.n_experts, layer.n_slots, may_share,
+            0, again.ctypes.data, there.ctypes.data, taken.ctypes.data, changed.ctypes.data,
         )  # fmt: skip
         # Layers that are not computed ahead may have any entries.
         if can and (again == table).all():

@@ -39,8 +39,6 @@ _CALLS = {
     "cuStreamQuery": [C.c_void_p],
     "cuStreamWaitEvent": [C.c_void_p, C.c_void_p, C.c_uint],
     "cuEventRecord": [C.c_void_p, C.c_void_p],
-    "cuMemcpyDtoHAsync_v2": [C.c_void_p, C.c_uint64, C.c_size_t, C.c_void_p],
-    "cuMemcpyHtoDAsync_v2": [C.c_uint64, C.c_void_p, C.c_size_t, C.c_void_p],
     "cuStreamWriteValue32_v2": [C.c_void_p, C.c_uint64, C.c_uint32, C.c_uint],
     "cuStreamWaitValue32_v2": [C.c_void_p, C.c_uint64, C.c_uint32, C.c_uint],
 }

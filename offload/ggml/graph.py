@@ -299,14 +299,15 @@ class Graph:
     def with_nodes(self, first: int, end: int, before: Mapping[int, Sequence[Tensor]]) -> Graph:
         """Return nodes [first, end) as a graph, with other nodes inserted.
 
-        `before`: the nodes to insert before each position. The graph's uid is unique, and is valid
-        as long as its nodes read and write the same memory.
+        `before`: the nodes to insert before each position, `end` included. The graph's uid is
+        unique, and is valid as long as its nodes read and write the same memory.
         """
         own = abi.ggml_tensor()
         nodes = [C.addressof(own)]
         for position, address in enumerate(self._addresses(first, end), first):
             nodes += [node.address for node in before.get(position, ())]
             nodes.append(address)
+        nodes += [node.address for node in before.get(end, ())]
         array, struct = node_array(nodes), self._view(len(nodes))
         struct.nodes = C.addressof(array)
         return Graph.own(struct, (array, own, tuple(before.values())))

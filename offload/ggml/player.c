@@ -87,7 +87,7 @@ struct calls {
 struct counts {
     number cuts, bands, router_reads, hits, misses, prefetched_used, n_pairs_hit, n_pairs_streamed,
         n_pairs_host, n_recorded, n_nodes_ahead, split_layers, whole_graphs, n_repairs,
-        layers_ahead, layers_repeated, layers_missed, n_between, layers_rung;
+        layers_ahead, layers_repeated, layers_missed, n_between, layers_rung, rows_by_kernels;
     double host_s, split_s, step_s, idle_s, native_s, between_s, left_s;
 };
 
@@ -185,8 +185,6 @@ struct ahead { /* memory for computing layers of one graph ahead; all graphs sha
 struct bell {
     int (*wait_for)(void *stream, void *event, unsigned flags);
     int (*record)(void *event, void *stream);
-    int (*to_host)(void *to, uint64_t from, size_t n_bytes, void *stream);
-    int (*to_device)(uint64_t to, const void *from, size_t n_bytes, void *stream);
     int (*write)(void *stream, uint64_t word, uint32_t value, unsigned flags);
     int (*wait)(void *stream, uint64_t word, uint32_t value, unsigned flags);
     int (*query)(void *stream);
@@ -208,6 +206,11 @@ struct bell {
 
 struct ringing { /* of one layer */
     number products, rest; /* parts: the layer's products; from the CPU's rows to the next layer's router */
+    /* Numbers of the rows that the output and the CPU's results begin with, as the kernel counts them that fetches a
+     * row for each pair. -1: it writes each row of the results to a place. */
+    number device_row, host_row;
+    const int32_t *ids;  /* where a kernel leaves the layer's ids and rows, in pinned memory */
+    const char *rows;
 };
 
 struct event { number kind, layer, a, b; double start_s, end_s; };
@@ -516,16 +519,17 @@ static void cap(struct player *p, const struct layer *l, const int32_t *used, nu
                 p->kinds[used[i]] = ON_HOST;
 }
 
-/* Set the `n` pairs that the CPU computes next. Their rows come after the first `n_before` rows of the results. */
-static void fill_host(const struct host *h, void *const *weights, float *const *scales, const int32_t *ids,
-                      number n_used, const int32_t *pairs, number n, number n_before) {
+/* Set the `n` pairs that the CPU computes next, from `inputs`. Their rows come after the first `n_before` rows of the
+ * results. */
+static void fill_host(const struct host *h, const char *inputs, void *const *weights, float *const *scales,
+                      const int32_t *ids, number n_used, const int32_t *pairs, number n, number n_before) {
     for (number i = 0; i < h->n_counts; i++) *h->counts[i] = n;
     for (number i = 0; i < n; i++) {
         int32_t pair = pairs[i], expert = ids[pair];
         number row = h->rows_per_token > 1 ? pair : pair / n_used;
         h->ids[i] = expert;
         h->places[n_before + i] = pair;
-        memcpy(h->rows + i * h->row_bytes, h->inputs + row * h->row_bytes, (size_t)h->row_bytes);
+        memcpy(h->rows + i * h->row_bytes, inputs + row * h->row_bytes, (size_t)h->row_bytes);
         for (number s = 0; s < h->n_scales; s++) h->scales[s][i] = scales[s][expert];
     }
     for (number i = 0; i < h->n_sources; i++) *h->sources[i] = weights[i];
@@ -541,7 +545,7 @@ static void shift_results(const struct player *p, const struct host *h, number n
 static void fill_early(struct player *p, struct layer *l, const int32_t *pairs) {
     number n_pairs = l->n_tokens * l->n_used;
     l->n_early = l->n_pairs;
-    fill_host(l->host, l->weights, l->scale_tables, p->ids, l->n_used, pairs, l->n_early, 0);
+    fill_host(l->host, l->host->inputs, l->weights, l->scale_tables, p->ids, l->n_used, pairs, l->n_early, 0);
     for (number k = 0; k < p->n_late; k++)
         for (number i = 0; i < n_pairs; i++)
             if (p->ids[i] == p->late[k]) p->late_pairs[l->n_pairs++ - l->n_early] = (int32_t)i;
@@ -842,7 +846,7 @@ static int compute_late(struct player *p, struct layer *l) {
     p->n_late_done = p->n_arrived;
     const struct host *h = l->host;
     number n_before = l->n_early + first;
-    fill_host(h, l->weights, l->scale_tables, p->ids, l->n_used, p->late_pairs + first, n, n_before);
+    fill_host(h, h->inputs, l->weights, l->scale_tables, p->ids, l->n_used, p->late_pairs + first, n, n_before);
     shift_results(p, h, n_before);
     int code = compute_host(p, l);
     shift_results(p, h, 0);
@@ -909,24 +913,36 @@ static int is_readable(int32_t state) { return state != LOADING && state != CLOS
  * missing expert's slot are wrong, and a repair overwrites them. A missing expert keeps its slot of the table if no
  * other expert needs that slot.
  *
- * With fewer slots than experts, missing experts share a slot if `may_share`, which is set where the kernel permits
- * repeated slots. Returns 0 if too few slots are left, or if no expert is there and `needs_one` is set. The layer is
+ * Missing experts share a slot if `may_share`, which is set where the kernel permits repeated slots. It is one of those
+ * that were used last: if the next token uses it again, the device reads no more weights than it needs. With fewer
+ * slots than experts they have to share one. Returns 0 if too few slots are left, or if no expert is there and `needs_one` is set. The layer is
  * then not computed ahead, or has to wait.
  * `changed` gets the range of changed entries. `there` [n_experts] gets 1 for experts that are there.
  * `taken` [n_slots] is 0 before and after. */
-number player_table_slots(const int32_t *slot_of, const int32_t *state, number n_experts, number n_slots,
-                          number may_share, number needs_one, int32_t *table, uint8_t *there, uint8_t *taken, number *changed) {
+number player_table_slots(const int32_t *slot_of, const int32_t *state, const number *last_use, number n_experts,
+                          number n_slots, number may_share, number needs_one, int32_t *table, uint8_t *there,
+                          uint8_t *taken, number *changed) {
     int32_t any = -1;
     number n_missing = 0, n_lacking = 0;
     for (number e = 0; e < n_experts; e++) {
         int32_t slot = slot_of[e];
         there[e] = slot >= 0 && slot < n_slots && state[slot] != LOADING;
-        if (there[e]) taken[any = slot] = 1;
-        else n_missing++;
+        if (!there[e]) {
+            n_missing++;
+            continue;
+        }
+        taken[slot] = 1;
+        if (any < 0 || last_use[slot] > last_use[any]) any = slot;
+    }
+    for (number e = 0; e < n_experts && any >= 0; e++) { /* keep the slot that they share, if it is such a one */
+        int32_t slot = table[e];
+        if (there[e] || slot < 0 || slot >= n_slots || !taken[slot] || last_use[slot] < last_use[any]) continue;
+        any = slot;
+        break;
     }
     for (number i = 0; i < n_slots && any < 0 && !needs_one; i++)
         if (is_readable(state[i])) any = (int32_t)i;
-    number shares = n_slots < n_experts, first = n_experts, end = 0;
+    number shares = may_share || n_slots < n_experts, first = n_experts, end = 0;
     int can = any >= 0 && (!shares || may_share || !n_missing);
     for (number e = 0; can && e < n_experts; e++) {
         int32_t slot = there[e] ? slot_of[e] : shares ? any : table[e];
@@ -972,8 +988,8 @@ static int map_slots(struct player *p, number first, number end, number needs_on
     for (number i = first; i < end && can; i++) {
         const struct layer *l = &p->layers[i];
         number at = a->table_at[i], may_share = l->may_repeat || l->n_used == 1;
-        can = (int)player_table_slots(l->slot_of, l->state, l->n_experts, l->n_slots, may_share, needs_one,
-                                      a->table + at, a->there + at, a->taken, changed);
+        can = (int)player_table_slots(l->slot_of, l->state, l->last_use, l->n_experts, l->n_slots, may_share,
+                                      needs_one, a->table + at, a->there + at, a->taken, changed);
         if (changed[0] < changed[1]) low = least(low, at + changed[0]), high = most(high, at + changed[1]);
     }
     if (low < high)
@@ -1067,20 +1083,19 @@ static int go_ahead(struct player *p, const struct segment *s) {
 
 /* The host enqueues layers before their ids are known. For each layer:
  *
- *     backend's stream   attention, router | record `routed` | slots of ids, products | wait for `landed`, place rows
- *     our stream         wait for `routed`, copy ids and rows to the host, write `rung`,
- *                        wait until the host has written `answered`, copy rows to the device, record `landed`
+ *     backend's stream   attention, router, ids and rows to pinned memory | record `routed` | slots of ids, products |
+ *                        wait for `landed`, fetch the CPU's rows
+ *     our stream         wait for `routed`, write `rung`, wait until the host has written `answered`, record `landed`
  *     host               see `rung`, choose sides, compute its pairs, write `answered`, enqueue a later layer
+ *
+ * No copy is enqueued. Kernels write ids and rows to pinned memory, and read the CPU's rows from there. A write of a
+ * word by a stream is a fence for the writes before it.
  *
  * A wait for `answered` is never enqueued before what the host needs for writing it. So the streams may share one
  * queue of the card. Each event is recorded before a stream is told to wait for it, as CUDA demands.
  *
- * One place each for ids, rows and results is enough: a layer's ids and rows are copied after `routed`, so after the
- * rows of the layer before were placed, and so after the host answered it. */
-
-static uint64_t device_address(const struct player *p, const void *tensor) {
-    return (uint64_t)(uintptr_t)*(void *const *)((const char *)tensor + p->calls->at_data);
-}
+ * One place each for ids, rows and results is enough: a layer's ids and rows are written after the rows of the layer
+ * before were fetched, and so after the host answered it. */
 
 static uint32_t word_of(const struct bell *b, number layer) { return (uint32_t)(b->n_told + layer + 1); }
 
@@ -1133,9 +1148,19 @@ static int await_ring(struct player *p, number i) {
 
 static number row_places(const struct layer *l) { return l->n_tokens * l->n_used; }
 
-/* Let rows [n, all) of the layer's results be written to the row behind its output. */
-static void spare_places(const struct layer *l, number n) {
-    for (number all = row_places(l); n < all; n++) l->host->places[n] = (int32_t)all;
+/* Tell the kernel that follows the answer where the rows of the `n` pairs of the CPU are. All other rows of the output
+ * stay as they are: each is fetched from itself, or a row of the results is written to the row behind the output. */
+static void tell_places(const struct player *p, number i, const int32_t *pairs, number n) {
+    const struct layer *l = &p->layers[i];
+    const struct ringing *r = &p->ringing[i];
+    int32_t *places = l->host->places;
+    number all = row_places(l);
+    if (r->host_row < 0) {
+        for (number k = 0; k < all; k++) places[k] = k < n ? pairs[k] : (int32_t)all;
+        return;
+    }
+    for (number k = 0; k < all; k++) places[k] = (int32_t)(r->device_row + k);
+    for (number k = 0; k < n; k++) places[pairs[k]] = (int32_t)(r->host_row + k);
 }
 
 static int of_driver(struct player *p, int error) {
@@ -1144,25 +1169,18 @@ static int of_driver(struct player *p, int error) {
     return DRIVER_FAILED;
 }
 
-/* Enqueue what brings a layer's ids and rows to the host. */
+/* Enqueue what tells the host that a layer's ids and rows are there. */
 static int enqueue_ring(struct player *p, number i) {
     const struct bell *b = p->bell;
-    const struct layer *l = &p->layers[i];
     int error = b->wait_for(b->stream, b->routed, 0);
-    if (!error) error = b->to_host(l->ids_at, device_address(p, l->ids_tensor), (size_t)l->ids_bytes, b->stream);
-    if (!error) error = b->to_host(l->rows_to, device_address(p, l->rows_tensor), (size_t)l->rows_bytes, b->stream);
     if (!error) error = b->write(b->stream, (uint64_t)(uintptr_t)b->rung, word_of(b, i), 0);
     return of_driver(p, error);
 }
 
-/* Enqueue what brings the host's answer to the device, and the nodes up to the next layer's router. */
+/* Enqueue the wait for the host's answer, and the nodes from the CPU's rows up to the next layer's router. */
 static int enqueue_answer(struct player *p, number i) {
     const struct bell *b = p->bell;
-    const struct layer *l = &p->layers[i];
-    const struct host *h = l->host;
-    size_t n_bytes = (size_t)(h->header_bytes + row_places(l) * h->out_bytes);
     int error = b->wait(b->stream, (uint64_t)(uintptr_t)b->answered, word_of(b, i), 0 /* at least that value */);
-    if (!error) error = b->to_device(device_address(p, h->staging), h->results, n_bytes, b->stream);
     if (!error) error = b->record(b->landed, b->stream);
     if (error) return of_driver(p, error);
     b->backend_wait(p->stream, b->backend_landed);
@@ -1180,12 +1198,13 @@ static int enqueue_products(struct player *p, number i) {
     return p->status ? FAILED : DONE;
 }
 
-/* Compute the CPU's pairs of layer `i`, whose ids and rows have come, and leave the rows and their places for our
- * stream. Sides are those of the table that the device reads. */
+/* Compute the CPU's pairs of layer `i`, whose ids and rows have come, and leave the rows and their places for the
+ * device. Sides are those of the table that the device reads. */
 static int answer(struct player *p, number i) {
     struct layer *l = &p->layers[i];
     const uint8_t *there = p->ahead->there + p->ahead->table_at[i];
-    int code = take_ids(p, l, l->ids_at);
+    const struct ringing *r = &p->ringing[i];
+    int code = take_ids(p, l, r->ids);
     if (code != DONE) return code;
     record(p, l);
     code = p->splitter == BY_COSTS && !costs_fit(p) ? WRONG_PROGRAM : count_rows(p, l);
@@ -1211,8 +1230,8 @@ static int answer(struct player *p, number i) {
     l->n_pairs = l->n_early = n;
     l->waits = 0;
     l->split_at_s = now_s();
-    fill_host(l->host, l->weights, l->scale_tables, p->ids, l->n_used, pairs, n, 0);
-    spare_places(l, n);
+    fill_host(l->host, r->rows, l->weights, l->scale_tables, p->ids, l->n_used, pairs, n, 0);
+    tell_places(p, i, pairs, n);
     use_experts(p, l);
     if (l->missed) code = observe(p, l);
     if (code == DONE && n) code = compute_host(p, l);
@@ -1220,6 +1239,7 @@ static int answer(struct player *p, number i) {
     p->counts.cuts += l->n_readers;
     p->counts.split_layers++;
     p->counts.layers_rung++;
+    p->counts.rows_by_kernels += r->host_row < 0 ? row_places(l) : n;
     p->counts.n_pairs_hit += row_places(l) - n;
     p->counts.n_pairs_host += n;
     p->counts.n_nodes_ahead += n ? l->n_ahead : 0;
@@ -1230,7 +1250,7 @@ static int answer(struct player *p, number i) {
 /* After a failure, let the device run through the layers that are enqueued. Their results are wrong, so the decode
  * fails. Places are valid, as a wrong one would be written to. */
 static void release(struct player *p, number n_enqueued) {
-    for (number i = 0; i < n_enqueued; i++) spare_places(&p->layers[i], 0);
+    for (number i = 0; i < n_enqueued; i++) tell_places(p, i, NULL, 0);
     tell(p->bell, word_of(p->bell, n_enqueued - 1));
 }
 
@@ -1238,7 +1258,7 @@ static int ring_through(struct player *p) {
     struct bell *b = p->bell;
     number n_enqueued = 0, i = 0, n_ahead = p->is_careful ? 1 : b->n_ahead;
     int code = DONE;
-    for (number k = 0; k < p->n_layers; k++) spare_places(&p->layers[k], 0); /* valid if the watchdog answers */
+    for (number k = 0; k < p->n_layers; k++) tell_places(p, k, NULL, 0); /* valid if the watchdog answers */
     b->n_layers = p->n_layers;
     for (; i < p->n_layers && code == DONE && !b->is_broken; b->n_steps++) {
         if (n_enqueued == i || (n_enqueued < least(p->n_layers, i + n_ahead) && !is_rung(b, i))) {
@@ -1303,6 +1323,8 @@ static int ring_fits(const struct player *p) {
         if (p->parts[r->products].first != l->at || p->parts[r->products].end <= l->last) return 0;
         if (p->parts[r->rest].first != p->parts[r->products].end) return 0;
         if (i + 1 < p->n_layers && p->parts[r->rest].end != p->layers[i + 1].at) return 0;
+        number most_row = INT32_MAX - l->host->most;
+        if (r->device_row < 0 || r->device_row > most_row || r->host_row < -1 || r->host_row > most_row) return 0;
         if (a->table_at[i] < 0 || a->table_at[i] > a->n_table - l->n_experts || l->n_slots > a->n_taken) return 0;
     }
     return 1;
@@ -1389,7 +1411,7 @@ void player_point(struct player *p, number elsewhere) {
 /* Fill a host graph with the `n` pairs. For measurements. */
 void player_fill(const struct host *h, void *const *weights, float *const *scales, const int32_t *ids,
                  number n_used, const int32_t *pairs, number n) {
-    fill_host(h, weights, scales, ids, n_used, pairs, n, 0);
+    fill_host(h, h->inputs, weights, scales, ids, n_used, pairs, n, 0);
 }
 
 /* Play until the end, a failure or a yield. */

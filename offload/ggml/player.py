@@ -37,7 +37,7 @@ class PlayerCounts(C.Structure):
         ("cuts bands router_reads hits misses prefetched_used", _N),
         ("n_pairs_hit n_pairs_streamed n_pairs_host n_recorded n_nodes_ahead split_layers", _N),
         ("whole_graphs n_repairs layers_ahead layers_repeated layers_missed n_between", _N),
-        ("layers_rung", _N),
+        ("layers_rung rows_by_kernels", _N),
         ("host_s split_s step_s idle_s native_s between_s left_s", _D),
     )
 
@@ -105,14 +105,14 @@ class Bell(C.Structure):
     """A stream beside the backend's, the driver's calls for it, events and words."""
 
     _fields_ = _fields(
-        ("wait_for record to_host to_device write wait query backend_record backend_wait", _P),
+        ("wait_for record write wait query backend_record backend_wait", _P),
         ("see tell stream routed landed backend_routed backend_landed rung answered", _P),
         ("n_told n_ahead n_layers n_steps is_broken", _N),
     )  # fmt: skip
 
 
 class Ringing(C.Structure):
-    _fields_ = _fields(("products rest", _N))
+    _fields_ = _fields(("products rest device_row host_row", _N), ("ids rows", _P))
 
 
 class PlayerEvent(C.Structure):
@@ -169,7 +169,7 @@ class PlayerFunctions:
         self.other_slots: Any = self._bind(handle, "player_other_slots", _N, _N, _P, _N, _N)
         self.fill_in: Any = self._bind(handle, "player_fill_in", None, _P, _N, _N, _P, _N, _N)
         self.table_slots: Any = self._bind(
-            handle, "player_table_slots", _N, _P, _P, _N, _N, _N, _N, _P, _P, _P, _P
+            handle, "player_table_slots", _N, _P, _P, _P, _N, _N, _N, _N, _P, _P, _P, _P
         )
         sizes = (_N * len(_MIRRORS))()
         self._bind(handle, "player_sizes", None, _P)(sizes)

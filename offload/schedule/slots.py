@@ -150,6 +150,7 @@ class StreamCounters:
     n_nodes_ahead: int = 0  # nodes that the device computed before the CPU's rows were placed
     whole_graphs: int = 0  # graphs submitted at once, as all experts were in slots in order
     layers_rung: int = 0  # split layers that ran without a wait of the host for the device
+    rows_by_kernels: int = 0  # their rows that kernels read over the link, in place of a copy
     layers_ahead: int = 0  # layers computed before their ids were known, with all experts in slots
     layers_repeated: int = 0  # layers computed again, because they or earlier ones lacked experts
     n_repairs: int = 0  # times that the device computed layers again

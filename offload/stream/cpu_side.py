@@ -19,7 +19,7 @@ from offload.ggml.backend import Device, Stream
 from offload.ggml.graph import Graph
 from offload.ggml.memory import HostRange
 from offload.ggml.rewriting import HostRows, SharedDim, host_copy, of_array
-from offload.ggml.tensor import Buffer, Tensor, new_tensor
+from offload.ggml.tensor import Tensor, new_tensor
 from offload.ggml.threads import check, cpu_device
 from offload.stream.entries import HostEntry, WeightsEntry
 from offload.stream.forms import ExpertForm, NoForm, PairNodes
@@ -68,7 +68,6 @@ class HostGraph:
         """
         cpu = cpu_device()
         self.most, self.n_rows = most, n_rows or most
-        self.placer: RowPlacer | None = None
         self.n_out = form.down.node.shape[0]
         n_in, self._rows_per_token, _, _ = form.inputs.shape
         self.row_bytes = 4 * n_in  # of a token's row
@@ -197,8 +196,6 @@ class RowPlacer:
             self.close()
             raise NoForm(f"{device.name} cannot put rows into a product's output")
         n_rows, n_into = SharedDim(), SharedDim()
-        host.placer = self
-        self._n_out, self._header_bytes = n_out, header_bytes
         n_rows.follows(places, 0)
         n_rows.follows(rows, 1)
         n_into.follows(into, 1)
@@ -211,16 +208,6 @@ class RowPlacer:
     @property
     def size_bytes(self) -> int:
         return self._staging.size_bytes
-
-    def placing(self, n_rows: int, into: tuple[Buffer, int]) -> Tensor:
-        """Return a node that sets the first `n_rows` rows at `into`, a buffer and an offset in it.
-
-        There is a spare row after them, for rows whose place is `n_rows`.
-        """
-        places = new_tensor("i32", (n_rows, 1, 1, 1), (self._staging, 0))
-        rows = new_tensor("f32", (self._n_out, n_rows, 1, 1), (self._staging, self._header_bytes))
-        whole = new_tensor("f32", (self._n_out, n_rows + 1, 1, 1), into)
-        return whole.computing("SET_ROWS", [rows, places, whole])
 
     def close(self) -> None:
         self._staging.close()

@@ -1,14 +1,13 @@
 """Lets a decode's split layers run without a wait of the host for the device, on CUDA.
 
-The host enqueues layers before their ids are known (player.c describes the order). A stream of our
-own brings ids and rows to pinned memory and writes a word. The host computes the CPU's pairs and
-writes its own word, for which that stream waits before it brings the rows to the device.
+The host enqueues layers before their ids are known (player.c describes the order). A kernel writes
+ids and rows to pinned memory, and then a stream of our own writes a word. The host computes the
+CPU's pairs and writes its own word, for which that stream waits. Then a kernel reads the rows.
 
 What the device computes does not depend on the host. A GET_ROWS maps ids to slots, as for layers
-that are computed ahead (ahead.py), and a SET_ROWS places a row for each pair. Rows of pairs that
-the device computed are written to a spare row. A layer's ids and rows must not be overwritten
-before they are copied, so they lie in memory that no other node gets. So does the output, which
-has the spare row.
+that are computed ahead (layers_ahead.py), and another one fetches a row for each pair
+(bell_rows.py). A layer's ids and rows lie side by side in memory that no other node gets, so that
+one kernel brings both. The output lies where both its rows and the CPU's have numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +30,8 @@ from offload.ggml.graph import Graph
 from offload.ggml.library import log
 from offload.ggml.library.lib import library
 from offload.ggml.player import Bell, PlayerAhead, RedirectEntry
-from offload.ggml.tensor import Tensor, op_at, root_at, size_at, sources_at
+from offload.ggml.tensor import Buffer, Tensor, data_at, op_at, root_at, size_at, sources_at
+from offload.stream.bell_rows import Placing, placing_of, sending_node
 from offload.stream.bell_use import BELLS
 from offload.stream.cuts import CutStep
 from offload.stream.layers_ahead import AheadMemory, ResultAddresses, mapping_node, moves_of
@@ -39,8 +39,7 @@ from offload.stream.layers_ahead import AheadMemory, ResultAddresses, mapping_no
 MOST_SECONDS = 15  # longest time in which a decode does not go on
 _LAYERS_AHEAD = 4  # layers that are enqueued before the host answers the first of them
 _WORDS_BYTES = 128  # two words, each in a cache line of its own
-# Most bytes of rows that are copied to the device in each layer, whatever the CPU computes.
-_MOST_ROWS_BYTES = 512 << 10
+_MOST_ROWS_BYTES = 512 << 10  # of a layer's rows, whose memory on the device is no other node's
 # Seconds of a layer that a doorbell saves at least, in most rows of docs/gpu.md (The price of a
 # split layer).
 _SAVES_S = 20e-6
@@ -110,8 +109,6 @@ class Doorbell:
         routed, landed = (event.address for event in self._events)
         self.struct = Bell(
             wait_for=calls.address("cuStreamWaitEvent"), record=calls.address("cuEventRecord"),
-            to_host=calls.address("cuMemcpyDtoHAsync_v2"),
-            to_device=calls.address("cuMemcpyHtoDAsync_v2"),
             write=calls.address("cuStreamWriteValue32_v2"),
             wait=calls.address("cuStreamWaitValue32_v2"), query=calls.address("cuStreamQuery"),
             backend_record=C.cast(lib.ggml_backend_event_record, C.c_void_p),
@@ -208,44 +205,40 @@ class RingEntry:
 
     def __init__(self, graph: Graph, steps: Sequence[CutStep], memory: AheadMemory) -> None:
         """`steps`: all steps of the graph. Raises CannotRing, DoesNotFit."""
-        for step in steps:
-            assert step.split is not None
-            assert step.ids is not None
-            if not (step.ids.is_pinned and step.split.host.is_pinned):
-                raise CannotRing("not all memory is pinned, so a copy may wait or come too early")
-            weights = step.split.weights.sources[: len(step.readers)]
-            if waits_inside({weight.type for weight in weights}, step.n_tokens):
-                raise CannotRing("the backend may wait for the device")
+        _check(steps)
         by_kind = results_in_turns(graph, [root for step in steps for root in _moving(step)])
         sizes = [
             aligned(max(size_at(of_layer[0]) for of_layer in of_layers)) for of_layers in by_kind
         ]
-        sizes[-1] += max(4 * step.split.output.shape[0] for step in steps if step.split)  # spare
-        starts = np.cumsum([0, *sizes]).tolist()
-        buffer = memory.results.reserve(starts[-1])
+        sizes[-1] += max(4 * step.split.output.shape[0] for step in steps if step.split)  # a row
+        _, rows_at, output_at, size_bytes = np.cumsum([0, *sizes]).tolist()
+        buffer, arrivals = memory.results.reserve(size_bytes), memory.arrivals(output_at)
+        if arrivals is None:
+            raise CannotRing("no memory is pinned for ids and rows")
         table, table_tensor, on_host = memory.table()
         self.mapping = [mapping_node(step, table, memory.n_experts) for step in steps]
-        self.placing = []
-        for step in steps:
-            assert step.split is not None
-            placer = step.split.host.placer
-            assert placer is not None
-            n_rows, row_bytes = step.n_used * step.n_tokens, 4 * step.split.output.shape[0]
-            if n_rows * row_bytes > _MOST_ROWS_BYTES:
-                raise CannotRing(f"a layer has {n_rows * row_bytes / 2**20:.1f} MiB of rows")
-            self.placing.append(placer.placing(n_rows, (buffer, starts[2])))
-        for node in (*self.mapping, *self.placing):
+        self.places = [_placing(step, (buffer, output_at)) for step in steps]
+        self.sending = [
+            sending_node((buffer, 0), rows_at + size_at(rows[0]), arrivals, memory.first())
+            for rows in by_kind[1]
+        ]
+        self.arriving = [  # addresses of each layer's ids and rows in pinned memory
+            (arrivals.base + ids, arrivals.base + rows_at + rows)
+            for ids, rows in map(_within, steps)
+        ]
+        for node in (*self.mapping, *self.sending, *(place.node for place in self.places)):
             if not memory.device.supports(node):
                 raise CannotRing(f"{memory.device.name} does not compute {node.name}")
+        starts = [(0, rows_at, place.into) for place in self.places]
         moved = [
             entry
-            for of_layers, start in zip(by_kind, starts, strict=False)
-            for result in of_layers
+            for results, at in zip(zip(*by_kind, strict=True), starts, strict=True)
+            for result, start in zip(results, at, strict=True)
             for entry in moves_of(result, buffer, start)
         ]
         self._moved = (RedirectEntry * len(moved))(*moved)
         self._table_at = np.array([step.group * memory.n_experts for step in steps], np.int64)
-        self._kept = graph, table_tensor, on_host, memory
+        self._kept = graph, table_tensor, on_host, memory, arrivals
         self.struct = PlayerAhead(
             moved=C.addressof(self._moved), n_moved=len(moved), table_at=self._table_at.ctypes.data,
             table_tensor=table_tensor.address, table=on_host.ctypes.data,
@@ -340,6 +333,37 @@ def _moving(step: CutStep) -> tuple[int, int, int]:
     assert step.split is not None
     ids, rows, output = step.ids.tensor, step.split.inputs, step.split.output
     return root_at(ids.address), root_at(rows.address), root_at(output.address)
+
+
+def _check(steps: Sequence[CutStep]) -> None:
+    """Raise CannotRing if kernels cannot reach the host's memory, or if a product waits by itself.
+
+    Raises it for layers with too many rows, too.
+    """
+    for step in steps:
+        assert step.split is not None
+        if not step.split.host.is_pinned:
+            raise CannotRing("not all memory is pinned, so kernels cannot reach it")
+        weights = step.split.weights.sources[: len(step.readers)]
+        if waits_inside({weight.type for weight in weights}, step.n_tokens):
+            raise CannotRing("the backend may wait for the device")
+        rows_bytes = 4 * step.split.output.shape[0] * step.n_used * step.n_tokens
+        if rows_bytes > _MOST_ROWS_BYTES:
+            raise CannotRing(f"a layer has {rows_bytes / 2**20:.1f} MiB of rows")
+
+
+def _placing(step: CutStep, into: tuple[Buffer, int]) -> Placing:
+    """Return how a layer's output gets the CPU's rows."""
+    assert step.split is not None
+    return placing_of(step.split.host, step.n_used * step.n_tokens, into)
+
+
+def _within(step: CutStep) -> tuple[int, int]:
+    """Return how many bytes a layer's ids and rows come after the results that have them."""
+    assert step.ids is not None
+    assert step.split is not None
+    ids, rows, _ = _moving(step)
+    return step.ids.tensor.position - data_at(ids), step.split.inputs.position - data_at(rows)
 
 
 def results_in_turns(

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.alignment import aligned
+from offload.alignment import ALIGNMENT_BYTES, aligned
 from offload.ggml.backend import Device
 from offload.ggml.graph import Graph
 from offload.ggml.library.lib import op_number
@@ -54,6 +54,7 @@ class AheadMemory:
         self.results = Scratch(device, "results that a repair reads")
         self._pinned: list[Buffer] = []  # the table, then buffers for ids
         self._ids = np.empty(0, np.uint8)
+        self._arrivals: Buffer | None = None
         self._slots: Buffer | None = None
         self.there = np.zeros(self._n, np.uint8)  # 1 if the table's slot holds the expert
         self.taken = np.zeros(most_slots, np.uint8)  # the player's own, 0 between its uses
@@ -73,10 +74,30 @@ class AheadMemory:
         It has a slot for each expert of each group.
         """
         if self._slots is None:
-            self._slots = self.device.allocate(4 * self._n, "slots of experts")
+            size_bytes = 4 * self._n + ALIGNMENT_BYTES  # `first` lies behind the table
+            self._slots = self.device.allocate(size_bytes, "slots of experts")
             self._slots_on_host = self._on_host(4 * self._n).view(np.int32)
             self._tensor = new_tensor("i32", (self._n, 1, 1, 1), (self._slots, 0))
         return self._slots, self._tensor, self._slots_on_host
+
+    def first(self) -> Tensor:
+        """Return a number on the device that is 0: the first row of a tensor. Needs the table."""
+        assert self._slots is not None
+        return new_tensor("i32", (1, 1, 1, 1), (self._slots, 4 * self._n))
+
+    def arrivals(self, n_bytes: int) -> Buffer | None:
+        """Return pinned memory that kernels write ids and rows of a layer to. None: there is none.
+
+        All graphs use the same bytes in turn. Memory that became too small stays until `close`.
+        """
+        if self._arrivals is None or self._arrivals.size_bytes < n_bytes:
+            least = 0 if self._arrivals is None else 2 * self._arrivals.size_bytes
+            buffer = self.device.pinned_memory(max(n_bytes, least, _LEAST_IDS_BYTES))
+            if buffer is None:
+                return None
+            self._arrivals = buffer
+            self._pinned.append(buffer)
+        return self._arrivals
 
     def ids_on_host(self, n_bytes: int) -> NDArray[np.uint8]:
         """Return `n_bytes` of host memory for ids. All graphs use the same bytes in turn.

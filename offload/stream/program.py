@@ -387,13 +387,16 @@ class _RingProgram:
         self._fields: list[tuple[Any, ...]] = []
         self._numbers: dict[tuple[int, int], int] = {}
         self._graph = graph
-        first = self._part(0, steps[0].at)
+        first = self._part(0, steps[0].at, last=entry.sending[0])
         ringing = []
         ends = [*[step.at for step in steps[1:]], graph.n_nodes]
-        nodes = zip(steps, ends, entry.mapping, entry.placing, strict=True)
-        for step, end, mapping, placing in nodes:
+        sending = [*entry.sending[1:], None]  # ids and rows of the next layer
+        nodes = zip(steps, ends, entry.mapping, entry.places, sending, entry.arriving, strict=True)
+        for step, end, mapping, place, of_next, arriving in nodes:
             products = self._part(step.at, step.end, mapping)
-            ringing.append(Ringing(products, self._part(step.end, end, placing)))
+            rest = self._part(step.end, end, place.node, of_next)
+            rows = place.device_row, place.host_row
+            ringing.append(Ringing(products, rest, *rows, *arriving))
         words = program.compiled(self._plain_part)
         at = 1 if words[0][0] == WHOLE else 0
         words.insert(at, (RING, 0, 0, 0))
@@ -409,9 +412,12 @@ class _RingProgram:
             self._numbers[first, end] = self._part(first, end)
         return self._numbers[first, end]
 
-    def _part(self, first: int, end: int, node: Tensor | None = None) -> int:
-        """Return the number of a part of nodes [first, end), after `node` if it is given."""
-        part = self._graph.with_nodes(first, end, {} if node is None else {first: [node]})
+    def _part(
+        self, first: int, end: int, node: Tensor | None = None, last: Tensor | None = None
+    ) -> int:
+        """Return the number of a part of nodes [first, end), between `node` and `last`."""
+        own = {at: [one] for at, one in ((first, node), (end, last)) if one is not None}
+        part = self._graph.with_nodes(first, end, own)
         self._kept.append(part)
         self._fields.append((first, end, *self._graph.entry_of(part)))
         return len(self._fields) - 1

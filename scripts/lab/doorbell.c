@@ -18,7 +18,7 @@
  *     host      spin on `rung`, divide, CPU's pairs, write `answered`, enqueue a later layer
  *
  * With `is_pinned`, kernels write ids and rows to pinned memory, and read the CPU's rows from there, in place of copies.
- * So the doorbell's stream only writes `rung`, and the compute stream itself waits for `answered`.
+ * So the doorbell's stream only passes words and events on.
  */
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -41,7 +41,7 @@ struct decoder {
     int64_t way, is_pinned;
     int64_t n_layers, n_ahead; /* layers that are enqueued before the host answers the first of them */
     const struct layer *layers;
-    int64_t row_bytes, n_rows; /* of the CPU's results, and their number */
+    int64_t row_bytes, n_rows; /* of the CPU's results, and how many cross the link */
     double divide_s, after_s;  /* the host's time between reading a layer's ids and computing, and after that */
     double submit_s, launch_s; /* the host's time for submitting a graph, beside the runtime's call; of a kernel's */
     cudaStream_t compute, doorbell;
@@ -88,12 +88,9 @@ static int enqueue(struct decoder *d, int64_t n) {
     bad |= cudaStreamWaitEvent(d->doorbell, d->routed[place], 0);
     if (!d->is_pinned) bad |= copied(d->read + place * one, d->state, one, cudaMemcpyDeviceToHost, d->doorbell);
     bad |= cuStreamWriteValue32(d->doorbell, rung, number, CU_STREAM_WRITE_VALUE_DEFAULT);
-    if (d->is_pinned) {
-        bad |= cuStreamWaitValue32(d->compute, answered, number, CU_STREAM_WAIT_VALUE_GEQ);
-        return bad | place_rows(d, n);
-    }
     bad |= cuStreamWaitValue32(d->doorbell, answered, number, CU_STREAM_WAIT_VALUE_GEQ);
-    bad |= copied(d->landing + place * all, d->results + place * all, all, cudaMemcpyHostToDevice, d->doorbell);
+    if (!d->is_pinned)
+        bad |= copied(d->landing + place * all, d->results + place * all, all, cudaMemcpyHostToDevice, d->doorbell);
     bad |= cudaEventRecord(d->landed[place], d->doorbell);
     bad |= cudaStreamWaitEvent(d->compute, d->landed[place], 0);
     return bad | place_rows(d, n);

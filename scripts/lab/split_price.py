@@ -7,6 +7,7 @@ layer as it was seen to compute in the program if it waits.
 
     scripts/lab/run split-price --write    time all rows, keep them, and write docs/gpu.md
     scripts/lab/run split-price --page     only write docs/gpu.md again, from the kept rows
+    scripts/lab/run split-price --json     only the program itself, on one card
 
 `scripts/lab/split_price.json` keeps the rows with the machine, the date and the commit. A test
 compares the table of docs/gpu.md with them.
@@ -99,8 +100,8 @@ class Price:
 
     `n_host`: experts that the CPU computes; AHEAD: none, and the player computes layers ahead.
     `today_s` and `built_s` are the program, with a wait and with a doorbell. `copied_s` and
-    `doorbell_s` are their prototypes. In the ways named `pinned`, kernels write and read pinned
-    memory in place of copies.
+    `pinned_doorbell_s` are their prototypes. In the ways named `pinned`, kernels write and read
+    pinned memory in place of copies. `doorbell_s` is a doorbell with copies, a prototype.
 
     `bound_s`: what no order of a layer's work can beat, the device's work before the experts and
     then the longer one of device and CPU. `rest_s`: a decode's time outside of split layers.
@@ -480,7 +481,7 @@ def _rows(library: C.CDLL, work: Any, shape: Shape, today: Today) -> Iterator[Pr
             if n_host:
                 device[card, scale] = found
             host_s = HOST_GRAPH_S + n_host * expert_s if n_host else 0.0
-            row = _price(library, machine, work, today, device[card, scale], host_s)
+            row = _price(library, machine, work, today, device[card, scale], n_host, host_s)
             row = replace(
                 row, card=card, scale=scale, n_host=str(n_host), today_s=found.period_s,
                 built_s=built_s,
@@ -499,9 +500,46 @@ def _each_layer_waits() -> Any:
     return patch.object(Waits, "choose", lambda self, n_layers: 1)
 
 
+def bound_s(device: Layers, host_s: float) -> float:
+    """Seconds of a layer that no order can beat. `host_s`: of the CPU's work."""
+    both = zip(device.before_s, device.products_s, strict=True)
+    return statistics.mean(before + max(products, host_s) for before, products in both)
+
+
+def rung(folder: Path, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """A layer of the program with a doorbell beside its bound, on the first card."""
+    from lab.synth.published import published_facts
+    from offload.times.work import model_work
+
+    use_experts_time()
+    always_ring()
+    timeline = Timeline(Path(os.environ["STANDIN_TIMELINE"]))
+    for shape in SHAPES:
+        if wanted and shape.title not in wanted:
+            continue
+        work = model_work(published_facts(shape.title, folder))
+        today = Today(shape, folder, timeline)
+        expert_s = float(work.expert.cpu_seconds(use_card(CARDS[PRICED[0]]), 1))
+        set_latencies()
+        set_rate("host_expert_s", expert_s)
+        for n_host in (today.n_used // 2, 1):
+            today.fill(n_host)
+            today.rings(True)
+            layer_s = today.built_s()
+            today.rings(False)
+            with _each_layer_waits():
+                device = today.layers(n_host)
+            least_s = bound_s(device, HOST_GRAPH_S + n_host * expert_s)
+            yield {"model": shape.title, "n_host": n_host, "layer_s": layer_s,
+                   "waiting_s": device.period_s, "bound_s": least_s,
+                   "ratio": layer_s / least_s}  # fmt: skip
+        today.close()
+
+
 def _price(
-    library: C.CDLL, machine: Any, work: Any, today: Today, device: Layers, host_s: float
-) -> Price:
+    library: C.CDLL, machine: Any, work: Any, today: Today, device: Layers, n_host: int,
+    host_s: float,
+) -> Price:  # fmt: skip
     """The prototypes' times. `device`: what today's device computes in each layer."""
     n_other = work.n_layers - work.n_expert_layers
     dense_s = (
@@ -509,10 +547,10 @@ def _price(
         + work.dense.size_bytes / machine.vram_bytes_per_s
     )
     head_s = work.head.size_bytes / machine.vram_bytes_per_s
-    both = zip(device.before_s, device.products_s, strict=True)
 
     def layer_s(way: int, *, is_pinned: bool) -> float:
-        sizes = 4 * today.n_embd, today.n_used
+        n_rows = max(1, n_host) if is_pinned and way == DOORBELL else today.n_used
+        sizes = 4 * today.n_embd, n_rows
         return prototype_s(library, way, device, host_s, *sizes, is_pinned=is_pinned)
 
     return Price(
@@ -521,7 +559,7 @@ def _price(
         pinned_s=layer_s(WAITING, is_pinned=True) if host_s else None,
         doorbell_s=layer_s(DOORBELL, is_pinned=False),
         pinned_doorbell_s=layer_s(DOORBELL, is_pinned=True),
-        bound_s=statistics.mean(before + max(products, host_s) for before, products in both),
+        bound_s=bound_s(device, host_s),
         rest_s=float(machine.per_decode_s + n_other * dense_s + head_s),
     )  # fmt: skip
 
@@ -532,8 +570,8 @@ def _price(
 def table(rows: Sequence[Price]) -> str:
     heads = (
         "model", "card", "on the CPU", "bound", "waiting", "its prototype", "pinned", "doorbell",
-        "its prototype", "pinned doorbell", "decode, ms", "saved: doorbell", "pinned",
-        "doorbell's prototype", "pinned doorbell", "doorbell, slow",
+        "its prototype", "with copies", "decode, ms", "saved: doorbell", "pinned",
+        "doorbell with copies", "doorbell, slow",
     )  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     titles = [shape.title for shape in SHAPES]
@@ -544,12 +582,11 @@ def table(rows: Sequence[Price]) -> str:
     )
     for row in by_place:
         other = slow[row.model, row.card, row.n_host]
-        times = (row.bound_s, row.today_s, row.copied_s, row.pinned_s, row.built_s, row.doorbell_s,
-                 row.pinned_doorbell_s)  # fmt: skip
+        times = (row.bound_s, row.today_s, row.copied_s, row.pinned_s, row.built_s,
+                 row.pinned_doorbell_s, row.doorbell_s)  # fmt: skip
         saved = (
             row.saved_share(row.built_s), row.saved_share(row.pinned_s),
-            row.saved_share(row.doorbell_s), row.saved_share(row.pinned_doorbell_s),
-            other.saved_share(other.built_s),
+            row.saved_share(row.doorbell_s), other.saved_share(other.built_s),
         )  # fmt: skip
         cells = (row.model, row.card, row.n_host, *map(_us, times), f"{1e3 * row.decode_s:.3g}",
                  *map(_percent, saved))  # fmt: skip
@@ -600,6 +637,7 @@ def main() -> None:
     parser.add_argument("--model", action="append", help="only this model; may be repeated")
     parser.add_argument("--write", action="store_true", help="keep the rows, and write docs/gpu.md")
     parser.add_argument("--page", action="store_true", help="write docs/gpu.md from the kept rows")
+    parser.add_argument("--json", action="store_true", help="the program's layers alone, as JSON")
     args = parser.parse_args()
     if args.write and args.model:
         parser.error("--write: needs all models")
@@ -611,6 +649,10 @@ def main() -> None:
             settings = _ENVIRONMENT | {"STANDIN_TIMELINE": f"{scratch}/timeline"}
             sys.exit(again_on_standin("lab.split_price", settings))
     use_virtual_time()
+    if args.json:
+        with tempfile.TemporaryDirectory() as scratch:
+            print(json.dumps({"rung": [*rung(Path(scratch), args.model or ())]}))
+        return
     began_s, rows = time.monotonic(), list[Price]()
     with tempfile.TemporaryDirectory() as scratch:
         for row in measure(Path(scratch), args.model or ()):

@@ -105,6 +105,7 @@ _OF_ENGINE: Mapping[str, str] = {
     "n_pairs_host": "Uses of an expert by a token in split layers, on the CPU.",
     "whole_graphs": "Decodes submitted as a whole, because all experts were on the GPU in order.",
     "layers_rung": "Split layers computed without a wait of the host for the GPU.",
+    "rows_by_kernels": "Rows of such layers that the GPU's kernels read from the CPU's memory.",
     "layers_ahead": "Layers computed before the host knew their experts, which were all in slots.",
     "layers_repeated": "Layers computed again, because an expert of an earlier layer was missing.",
     "n_repairs": "Times that the device computed layers again.",

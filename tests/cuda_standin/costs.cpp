@@ -91,6 +91,33 @@ bool may_be_pinned(const ggml_tensor * node, const ggml_tensor * used) {
     }
 }
 
+bool spans_memories(const ggml_tensor * node) {
+    static const auto bytes_of = BASE(ggml_nbytes);
+    if (node->op != GGML_OP_GET_ROWS || elements(node) == 0) {
+        return false;
+    }
+    const char * begin    = static_cast<const char *>(node->src[0]->data);
+    const char * last     = begin + bytes_of(node->src[0]) - 1;
+    const bool   on_device[] = {device_of(begin, 1) >= 0, device_of(last, 1) >= 0};
+    return on_device[0] != on_device[1] && (on_device[0] || is_pinned(begin, 1)) && (on_device[1] || is_pinned(last, 1));
+}
+
+size_t pinned_rows(const ggml_tensor * node, size_t & n_bad) {
+    const ggml_tensor * rows    = node->src[0];
+    const ggml_tensor * numbers = node->src[1];
+    const auto          size    = static_cast<size_t>(row_bytes(rows));
+    size_t              n       = 0;
+    for (int64_t i = 0; i < numbers->ne[0]; ++i) {
+        const char * number = static_cast<const char *>(numbers->data) + static_cast<size_t>(i) * numbers->nb[0];
+        const int64_t row   = *reinterpret_cast<const int32_t *>(number);
+        const char * at     = static_cast<const char *>(rows->data) + row * static_cast<int64_t>(rows->nb[1]);
+        const bool   is_on_host = is_pinned(at, size);
+        n += is_on_host;
+        n_bad += !is_on_host && device_of(at, size) < 0;
+    }
+    return n;
+}
+
 void add_over_link(const ggml_tensor * node, Costs & costs) {
     if (node->op != GGML_OP_SET_ROWS && node->op != GGML_OP_GET_ROWS) {
         return;
@@ -98,7 +125,14 @@ void add_over_link(const ggml_tensor * node, Costs & costs) {
     // GET_ROWS reads only the rows that it gathers.
     const ggml_tensor * rows = node->src[0];
     const double of_rows = node->op == GGML_OP_SET_ROWS ? bytes(rows) : row_bytes(rows) * elements(node->src[1]);
-    costs.read_bytes += is_pinned(rows->data, 1) ? of_rows : 0;
+    if (spans_memories(node)) {
+        size_t       n_bad = 0;
+        const size_t n     = pinned_rows(node, n_bad);
+        costs.read_bytes += row_bytes(rows) * static_cast<double>(n);
+        costs.n_followed += n > 0 && is_pinned(node->src[1]->data, 1);
+    } else {
+        costs.read_bytes += is_pinned(rows->data, 1) ? of_rows : 0;
+    }
     costs.read_bytes += is_pinned(node->src[1]->data, 1) ? bytes(node->src[1]) : 0;
     costs.written_bytes += node->op == GGML_OP_GET_ROWS && is_pinned(node->data, 1) ? bytes(node) : 0;
 }
@@ -124,6 +158,7 @@ void take_time(int device, const std::vector<Launch> & launches, const Costs & c
     for (; next < costs_s.size(); ++next) {
         spend(costs_s[next]);
     }
+    spend(costs.n_followed * rates.mapped_s);
     if (costs.read_bytes > 0) {
         access_over_link(device, Direction::to_device, costs.read_bytes);
     }

@@ -22,10 +22,18 @@ double cost_s(const ggml_tensor * node);
 // GET_ROWS. Other kernels would go there by mistake.
 bool may_be_pinned(const ggml_tensor * node, const ggml_tensor * used);
 
+// True for a GET_ROWS whose source begins in device memory and ends in pinned memory, or the other way round. Its
+// kernel may touch the rows that it gathers, and nothing between the two.
+bool spans_memories(const ggml_tensor * node);
+
+// Returns how many rows such a node gathers from pinned memory, and adds to `n_bad` those that lie in neither.
+size_t pinned_rows(const ggml_tensor * node, size_t & n_bad);
+
 // The virtual time of computed nodes, and the bytes of pinned memory that their kernels read and write.
 struct Costs {
     std::vector<double> kernels_s;  // of each node that has a kernel
     double              read_bytes = 0, written_bytes = 0;
+    int                 n_followed = 0;  // reads of rows whose numbers had to be read over the link first
 };
 
 // Adds the bytes that a node's kernel reads and writes over the link.

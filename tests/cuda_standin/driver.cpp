@@ -1,4 +1,4 @@
-// Calls of libcuda that do what calls of the CUDA runtime do: streams, events and copies. values.cpp has the calls that
+// Calls of libcuda that do what calls of the CUDA runtime do: streams and events. values.cpp has the calls that
 // the runtime lacks.
 //
 // A device has one context, its primary one. A thread's current context is its current device.
@@ -112,14 +112,6 @@ CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
 }
 
 CUresult cuEventRecord(CUevent event, CUstream stream) { return driver(cudaEventRecord(event, stream)); }
-
-CUresult cuMemcpyDtoHAsync(void * to, CUdeviceptr from, size_t size, CUstream stream) {
-    return driver(cudaMemcpyAsync(to, reinterpret_cast<const void *>(from), size, cudaMemcpyDeviceToHost, stream));
-}
-
-CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void * from, size_t size, CUstream stream) {
-    return driver(cudaMemcpyAsync(reinterpret_cast<void *>(to), from, size, cudaMemcpyHostToDevice, stream));
-}
 
 // A stream of the stand-in never fails, so only whether its work is over is told.
 CUresult cuStreamQuery(CUstream stream) { return stream_of(stream)->is_over() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY; }

@@ -71,6 +71,17 @@ void check_ids(const ggml_tensor * node) {
     }
 }
 
+// The numbers of such rows are known when the graph is computed.
+void check_rows(const ggml_tensor * node) {
+    size_t n_bad = 0;
+    if (spans_memories(node)) {
+        pinned_rows(node, n_bad);
+    }
+    if (n_bad && counters.bad_addresses++ < 10) {
+        std::fprintf(stderr, "stand-in: %zu rows of a GET_ROWS are in no memory of the device\n", n_bad);
+    }
+}
+
 // A copy of a graph's nodes and of the tensors they read, made when the graph is submitted. Kernels
 // get their parameters then, too: a program may write its next graph over these structs at once.
 class CopiedGraph {
@@ -101,6 +112,9 @@ class CopiedGraph {
             }
             if (nodes_[begin]->op == GGML_OP_MUL_MAT_ID) {
                 check_ids(nodes_[begin]);
+            }
+            for (int i = begin; i < next; ++i) {
+                check_rows(nodes_[i]);
             }
             for (int i = begin; i < next && has_clock(); ++i) {
                 if (has_kernel(nodes_[i])) {
@@ -214,7 +228,7 @@ void check(const ggml_tensor * node, const ggml_tensor * used, int device) {
     static const auto name_of  = BASE(ggml_op_name);
     static const auto bytes_of = BASE(ggml_nbytes);
     const size_t      size     = bytes_of(used);
-    if (may_be_pinned(node, used) && is_pinned(used->data, size)) {
+    if (may_be_pinned(node, used) && (is_pinned(used->data, size) || (used == node->src[0] && spans_memories(node)))) {
         return;
     }
     if (size && device_of(used->data, size) != device && counters.bad_addresses++ < 10) {

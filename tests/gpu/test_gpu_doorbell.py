@@ -33,7 +33,7 @@ from offload.ggml import cuda_driver
 from offload.ggml.backend import Device
 from offload.measuring import measure_split
 from offload.schedule.splitter import ByCosts, all_on_device, stay
-from offload.stream import doorbell, play
+from offload.stream import bell_rows, doorbell, play
 from offload.stream.bell_use import BELLS
 from offload.times.min_batch import NEVER, MinBatch
 
@@ -63,6 +63,12 @@ def decoded(
             waits = after.router_reads - before.router_reads
             assert rung[n][-1] in (0, after.split_layers - before.split_layers)
             assert not rung[n][-1] or not waits
+            n_cpu, n_hit = (
+                getattr(after, name) - getattr(before, name)
+                for name in ("n_pairs_host", "n_pairs_hit")
+            )
+            crossed = {n_cpu, n_cpu + n_hit} if rung[n][-1] else {0}  # or all rows
+            assert after.rows_by_kernels - before.rows_by_kernels in crossed
     return np.concatenate(rows), rung
 
 
@@ -109,6 +115,17 @@ def test_several_tokens_have_the_bits_of_a_decode_that_waits(
         expected = {n: not doorbell.waits_inside({quant}, n) for n in sizes}
         assert {n: min(of_size) > 0 for n, of_size in rung.items()} == expected
         assert expected[5] == (quant in {"q4_K", "mxfp4"})
+
+
+@pytest.mark.parametrize("sizes", [(1,), (2, 5, 40)])
+def test_all_rows_have_the_same_bits_as_the_cpus_rows_alone(
+    async_gpu: DeviceChoice, many: Path, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]
+) -> None:
+    """If the CPU's rows are too far from the output, a kernel reads all rows of their memory."""
+    monkeypatch.setattr(bell_rows, "span_of", lambda *_: None)
+    rung = both(async_gpu, many, sizes, n_ubatch=64)
+    if async_gpu.device.backend is CUDA:
+        assert all(min(of_size) > 0 for of_size in rung.values())
 
 
 def test_sequences_and_rewinds_have_the_bits_of_decodes_that_wait(
@@ -340,8 +357,9 @@ def test_memory_that_is_not_pinned_keeps_the_wait(
 
 _ARGUMENTS = {
     "wait": (C.c_void_p, C.c_uint64, C.c_uint32, C.c_uint),
-    "to_host": (C.c_void_p, C.c_uint64, C.c_size_t, C.c_void_p),
-    "to_device": (C.c_uint64, C.c_void_p, C.c_size_t, C.c_void_p),
+    "write": (C.c_void_p, C.c_uint64, C.c_uint32, C.c_uint),
+    "wait_for": (C.c_void_p, C.c_void_p, C.c_uint),
+    "record": (C.c_void_p, C.c_void_p),
 }
 
 

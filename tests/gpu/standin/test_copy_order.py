@@ -13,7 +13,7 @@ from on_gpu import options, slots_for
 from lab.synth import write_preset
 from offload.device import DeviceChoice
 from offload.engine import open_engine
-from offload.schedule.splitter import all_on_device
+from offload.schedule.splitter import all_on_device, stay
 from offload.times.min_batch import NEVER, MinBatch
 
 EXPERT_BYTES = 8704  # bytes of one matrix of an expert of the model below; tables are smaller
@@ -82,3 +82,33 @@ def test_slot_ids_are_enqueued_before_the_copies_of_experts(
     assert len(enqueued) >= 4 * engine.facts.n_layers
     assert len(with_experts) >= 4
     assert all(streams[0] in compute for streams in enqueued)
+
+
+@pytest.mark.parametrize("rings", [False, True])
+def test_rows_of_layers_with_a_doorbell_pass_no_copy_engine(
+    standin: DeviceChoice, models: Path, rings: bool
+) -> None:
+    """Only the logits are copied to the host. Without a doorbell, each layer's ids and rows are."""
+    shape: dict[str, Any] = {"n_embd": 256, "n_ff_exp": 256, "n_expert": 64}
+    path = write_preset("qwen3-30b-a3b", models / "copies.gguf", quant="q4_K", seed=1, **shape)
+    streaming = slots_for(path, "half", hybrid=True, splitter=stay, prefetch=False, doorbell=rings)
+    opened = options(standin, streaming, min_batch=MinBatch(NEVER, NEVER), n_ctx=512)
+    with open_engine(path, opened) as engine:
+        for i in range(8):  # the first ones capture graphs
+            engine.sequences.extend(0, [5 + i])
+        before = engine.counters()
+        standin_calls.record_copies(is_on=True)
+        for i in range(4):
+            engine.sequences.extend(0, [7 * i + 5])
+        recorded, after = standin_calls.copies(), engine.counters()
+        standin_calls.record_copies(is_on=False)
+    n_cpu = after.n_pairs_host - before.n_pairs_host
+    n_layers = after.split_layers - before.split_layers
+    assert n_cpu > 0
+    assert after.layers_rung - before.layers_rung == (n_layers if rings else 0)
+    assert after.rows_by_kernels - before.rows_by_kernels == (n_cpu if rings else 0)
+    n_read = sum(not copy["to_device"] for copy in recorded)
+    assert n_read == (4 if rings else 4 + 2 * n_layers)
+    n_experts = after.n_promoted - before.n_promoted
+    n_sent = sum(copy["to_device"] for copy in recorded if copy["stream"] != PER_THREAD)
+    assert n_sent <= 4 + 3 * n_experts or not rings, "tables, and promoted experts"

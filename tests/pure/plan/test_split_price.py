@@ -11,7 +11,12 @@ import pytest
 from lab import split_price
 from lab.split_price import AHEAD, PAGE, PRICED, SHAPES, Price
 
-MOST_AFTER_S = 60e-6  # of a layer with a doorbell, beside its work. The aim was 35e-6.
+MOST_AFTER_S = 35e-6  # of a layer with a doorbell, beside its work. The goal is 30e-6.
+# docs/gpu.md says why these are slower.
+MISSED_S = {
+    ("DeepSeek-R1", "RTX 4090", "4"): 40e-6, ("DeepSeek-R1", "RTX 3060", "4"): 45e-6,
+    ("DeepSeek-R1", "RTX 3060", "1"): 70e-6,
+}  # fmt: skip
 KEPT = split_price.load()
 ROWS = split_price.kept_rows(KEPT)
 
@@ -45,8 +50,9 @@ def test_no_way_beats_the_bound_and_the_prototype_is_like_the_program(row: Price
     assert row.copied_s is None or row.copied_s == pytest.approx(row.today_s, rel=0.15)
     if row.copied_s is None:  # the prototype's device then computes an expert less
         return
-    assert row.built_s == pytest.approx(row.doorbell_s, rel=0.05)
-    assert row.scale > 1.0 or row.built_s <= row.bound_s + MOST_AFTER_S
+    assert row.built_s == pytest.approx(row.pinned_doorbell_s, rel=0.05)
+    after_s = MISSED_S.get((row.model, row.card, row.n_host), MOST_AFTER_S)
+    assert row.scale > 1.0 or row.built_s <= row.bound_s + after_s
 
 
 def test_shares_are_of_the_whole_decode() -> None:

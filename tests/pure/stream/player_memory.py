@@ -50,8 +50,6 @@ _COUNT = C.CFUNCTYPE(None, C.c_void_p, C.c_int)
 _POOL = C.CFUNCTYPE(None, C.c_void_p, C.c_void_p)
 _EVENT = C.CFUNCTYPE(C.c_int, C.c_void_p, C.c_void_p, C.c_uint)
 _RECORD = C.CFUNCTYPE(C.c_int, C.c_void_p, C.c_void_p)
-_TO_HOST = C.CFUNCTYPE(C.c_int, C.c_void_p, C.c_uint64, C.c_size_t, C.c_void_p)
-_TO_DEVICE = C.CFUNCTYPE(C.c_int, C.c_uint64, C.c_void_p, C.c_size_t, C.c_void_p)
 _WORD = C.CFUNCTYPE(C.c_int, C.c_void_p, C.c_uint64, C.c_uint32, C.c_uint)
 _QUERY = C.CFUNCTYPE(C.c_int, C.c_void_p)
 Change = tuple[str, int, int]  # (name of a number, which of them, its wrong value)
@@ -150,13 +148,17 @@ def program(
     return words, parts, segments
 
 
+ROWS = (40, 3), (0, -1)  # numbers of the first rows: those of results are fetched, or all are set
+
+
 def ringing(n_layers: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Return more parts of `program`, for layers without a wait, and the numbers of each layer's
-    parts among these. The first part comes before the layers."""
+    """Return more parts of `program`, for layers without a wait, and each layer's numbers: of its
+    parts among these, and of the first rows of its output and of the CPU's results. The first part
+    comes before the layers."""
     parts = [[0, 2]]
     for n in range(n_layers):
         parts += [[4 * n + 2, 4 * n + 4], [4 * n + 4, min(4 * n + 6, 4 * n_layers + 2)]]
-    return parts, [[2 * n + 1, 2 * n + 2] for n in range(n_layers)]
+    return parts, [[2 * n + 1, 2 * n + 2, *ROWS[n % 2]] for n in range(n_layers)]
 
 
 def resume_of(words: Sequence[Sequence[int]]) -> list[int]:
@@ -215,9 +217,12 @@ class Machine:
         if rings:
             if not segments:
                 self.player.ahead = self._keep(self._ahead([], resume))
-            numbers = [[n_parts + n for n in row] for row in numbers]
+            numbers = [[n_parts + a, n_parts + b, *of_rows] for a, b, *of_rows in numbers]
             self._change("ringing", numbers)
-            rows = (Ringing * len(numbers))(*[Ringing(*row) for row in numbers])
+            arriving = [(layer.ids_at, layer.rows_to) for layer in self.layers]
+            rows = (Ringing * len(numbers))(
+                *[Ringing(*row, *there) for row, there in zip(numbers, arriving, strict=True)]
+            )
             self.player.ringing, self.player.first_part = self._keep(rows), n_parts
             self.player.is_careful = rng.randint(0, 1)
             self.bell = self._bell()
@@ -454,19 +459,19 @@ class Machine:
             return call
 
         def write(_: int, word: int, value: int, flags: int) -> None:
-            if not self.is_silent:
-                C.c_uint32.from_address(word).value = value
+            if self.is_silent:
+                return
+            C.c_uint32.from_address(word).value = value
+            layer = self.layers[(value - self.bell.n_told - 1) % len(self.layers)]
+            self._get(0, layer.ids_tensor, layer.ids_at, 0, layer.ids_bytes)  # by a kernel
 
         functions = (
             _EVENT(of_driver()), _RECORD(of_driver()),
-            _TO_HOST(of_driver(lambda to, at, n, _: self._get(0, at, to, 0, n))),
-            _TO_DEVICE(of_driver(lambda to, values, n, _: C.string_at(values, n))),
             _WORD(of_driver(write)), _WORD(of_driver(self._wait)), _QUERY(of_driver()),
             _POOL(lambda *_: None), _POOL(lambda *_: None),
         )  # fmt: skip
         self.kept.append(functions)
-        names = ("wait_for", "record", "to_host", "to_device", "write", "wait", "query",
-                 "backend_record", "backend_wait")  # fmt: skip
+        names = ("wait_for", "record", "write", "wait", "query", "backend_record", "backend_wait")
         pointers = {
             name: C.cast(function, C.c_void_p).value
             for name, function in zip(names, functions, strict=True)

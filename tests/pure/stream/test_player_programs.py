@@ -17,6 +17,7 @@ from player_memory import (
     HOST,
     OVERLAP,
     READ,
+    ROWS,
     SUBMIT,
     Change,
     Machine,
@@ -357,8 +358,32 @@ def test_layers_without_a_wait_are_played_and_answered(seed: int) -> None:
         assert counts.layers_rung == counts.split_layers == n_layers
         assert counts.router_reads == 0
         assert made.answered == made.bell.n_told == nth * n_layers
-        n_pairs = sum(sizes.n_tokens * sizes.n_used for sizes in made.sizes)
-        assert counts.n_pairs_hit + counts.n_pairs_host == n_pairs
+        n_pairs = [sizes.n_tokens * sizes.n_used for sizes in made.sizes]
+        assert counts.n_pairs_hit + counts.n_pairs_host == sum(n_pairs)
+        assert counts.rows_by_kernels <= counts.n_pairs_host + sum(n_pairs[1::2])
+        assert counts.rows_by_kernels >= sum(n_pairs[1::2]), "there, all rows are set"
+
+
+@settings(deadline=None, max_examples=examples(100))
+@given(seeds)
+def test_the_device_is_told_where_the_cpus_rows_are(seed: int) -> None:
+    made = ringing_machine(seed)
+    assert made.play() == api.DONE
+    for n, layer in enumerate(made.layers):
+        host, n_pairs = api.PlayerHost.from_address(layer.host), layer.n_tokens * layer.n_used
+        places = (C.c_int32 * n_pairs).from_address(host.places)[:]
+        ids = np.zeros((layer.n_tokens, layer.ids_stride), np.int32)
+        C.memmove(ids.ctypes.data, layer.ids_at, layer.ids_bytes)
+        slot_of, state = (made.tables[n][name] for name in ("slot_of", "state"))
+        there = [slot_of[e] >= 0 and state[slot_of[e]] != 1 for e in ids[:, : layer.n_used].flat]
+        missing = [pair for pair, is_there in enumerate(there) if not is_there]
+        device_row, host_row = ROWS[n % 2]
+        if host_row < 0:
+            assert places == [*missing, *[n_pairs] * (n_pairs - len(missing))]
+            continue
+        assert [places[pair] for pair in missing] == [host_row + i for i in range(len(missing))]
+        others = {pair: place for pair, place in enumerate(places) if there[pair]}
+        assert others == {pair: device_row + pair for pair in others}
 
 
 @pytest.mark.parametrize("is_careful", [0, 1])
@@ -393,7 +418,7 @@ def test_a_failure_without_a_wait_releases_the_device(
         host = api.PlayerHost.from_address(layer.host)
         n_pairs = layer.n_tokens * layer.n_used
         places = np.ctypeslib.as_array((C.c_int32 * n_pairs).from_address(host.places))
-        assert ((places >= 0) & (places <= n_pairs)).all()
+        assert ((places >= 0) & (places <= n_pairs + max(map(max, ROWS)))).all()
     before = made.answered
     made.statuses, made.errors = [], []
     assert made.play() == api.DONE

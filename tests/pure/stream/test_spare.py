@@ -71,8 +71,8 @@ FREE, LOADING, READY = 0, 1, 2
 
 
 @st.composite
-def residencies(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
-    """Draws each expert's slot or NO_SLOT, each slot's state, and the table before."""
+def residencies(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Draws each expert's slot or NO_SLOT, each slot's state and last use, and the table before."""
     n_slots, n_experts = draw(st.integers(1, 24)), draw(st.integers(1, 24))
     n_there = draw(st.integers(0, min(n_slots, n_experts)))
     slots = draw(st.permutations(range(n_slots)))[:n_there]
@@ -81,23 +81,25 @@ def residencies(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
         st.lists(st.sampled_from((FREE, LOADING, READY)), min_size=n_slots, max_size=n_slots)
     )
     before = draw(st.lists(st.integers(NO_SLOT, n_slots), min_size=n_experts, max_size=n_experts))
-    return list(slot_of), state, before
+    uses = draw(st.lists(st.integers(0, 3), min_size=n_slots, max_size=n_slots))
+    return list(slot_of), state, uses, before
 
 
 @given(residencies(), st.booleans(), st.booleans())
 def test_each_expert_computed_ahead_has_a_slot_of_its_own(
-    drawn: tuple[list[int], list[int], list[int]], may_share: bool, needs_one: bool
+    drawn: tuple[list[int], list[int], list[int], list[int]], may_share: bool, needs_one: bool
 ) -> None:
     """A router chooses distinct experts, so no token's slots repeat if no two experts share."""
-    slot_of, state, before = drawn
+    slot_of, state, uses, before = drawn
     n_experts, n_slots = len(slot_of), len(state)
     table = np.array(before, np.int32)
     there, taken = np.zeros(n_experts, np.uint8), np.zeros(n_slots, np.uint8)
     changed = np.zeros(2, np.int64)
     slots, states = np.array(slot_of, np.int32), np.array(state, np.int32)
+    last_use = np.array(uses, np.int64)
     can = native().table_slots(
-        slots.ctypes.data, states.ctypes.data, n_experts, n_slots, may_share, needs_one,
-        table.ctypes.data, there.ctypes.data, taken.ctypes.data, changed.ctypes.data,
+        slots.ctypes.data, states.ctypes.data, last_use.ctypes.data, n_experts, n_slots, may_share,
+        needs_one, table.ctypes.data, there.ctypes.data, taken.ctypes.data, changed.ctypes.data,
     )  # fmt: skip
     n_loading = sum(one == LOADING for one in state)
     is_there = [slot >= 0 and state[slot] != LOADING for slot in slot_of]
@@ -106,7 +108,7 @@ def test_each_expert_computed_ahead_has_a_slot_of_its_own(
     differ = np.flatnonzero(table != before)
     assert all(changed[0] <= e < changed[1] for e in differ)
     room = n_slots - n_loading >= n_experts
-    shares = bool(may_share) and n_slots < n_experts
+    shares = bool(may_share)
     is_enough = any(is_there) or (not needs_one and n_loading < n_slots)
     assert bool(can) == (is_enough and (room or shares or all(is_there)))
     if not can:
@@ -116,3 +118,15 @@ def test_each_expert_computed_ahead_has_a_slot_of_its_own(
     assert all(found[e] == slot_of[e] for e in range(n_experts) if is_there[e])
     if not shares:
         assert len(set(found)) == n_experts
+        return
+    (shared,) = {found[e] for e in range(n_experts) if not is_there[e]} or {None}
+    if shared is None or not any(is_there):
+        return
+    used_last = max(uses[slot] for slot in slot_of if slot >= 0 and state[slot] != LOADING)
+    assert uses[shared] == used_last, "the token before used it"
+    kept = [
+        before[e] for e in range(n_experts)
+        if not is_there[e] and before[e] in slot_of and uses[before[e]] == used_last
+    ]  # fmt: skip
+    kept = [slot for slot in kept if slot >= 0 and state[slot] != LOADING]
+    assert not kept or shared == kept[0], "the table changes no more than it has to"
