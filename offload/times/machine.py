@@ -49,7 +49,7 @@ class Machine:
     per_kernel_s: float = CAPTURED_KERNEL_S  # kernels.py has the number of kernels
     per_switch_s: float = 75e-6  # one change from the device to the CPU and back
     # Submitting both parts of a split layer and adding them. On the virtual clock a layer with a
-    # doorbell took 17 to 64 µs, and one that waits for the host 28 to 98 µs (docs/gpu.md).
+    # doorbell took 11 to 44 µs, and one that waits for the host 28 to 98 µs (docs/gpu.md).
     per_split_s: float = 60e-6
     # In these times the device waits for the host. They were seen with one host, a Xeon, on the
     # stand-in's virtual clock (docs/gpu.md). A faster processor may need less.
