@@ -29,6 +29,7 @@ FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
 ABORTED = 2
 PARTIAL_STATE = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: recurrent and SWA parts only
 ON_DEVICE = 2  # LLAMA_STATE_SEQ_FLAGS_ON_DEVICE: the tensors stay where they are
+_LENDER = 255  # the last sequence that one stream of cells knows (LLAMA_MAX_SEQ), and no text has
 
 
 class LlamaBatch:
@@ -538,10 +539,36 @@ class Context:
             raise DeviceFailed(f"the state of sequence {sequence} could not be saved ({reason})")
         return buffer.raw[:written]
 
+    def part_of_state(self, sequence: int, start: int, end: int) -> bytes:
+        """Return the state of the positions [start, end) alone, for `add_state`.
+
+        The memory must keep a cell of each token. The sequence's tokens are lent to another one
+        meanwhile, which moves no cell.
+        """
+        copy, remove = self._lib.llama_memory_seq_cp, self._lib.llama_memory_seq_rm
+        copy(self._memory, sequence, _LENDER, -1, -1)
+        try:
+            remove(self._memory, sequence, -1, -1)
+            copy(self._memory, _LENDER, sequence, start, end)
+            return self.state(sequence, 0)
+        finally:
+            remove(self._memory, sequence, -1, -1)
+            copy(self._memory, _LENDER, sequence, -1, -1)
+            remove(self._memory, _LENDER, -1, -1)
+
+    def add_state(self, sequence: int, state: bytes, positions: Sequence[int]) -> None:
+        """Append the tokens of a `part_of_state`, at these positions. Raises DeviceFailed."""
+        try:
+            self.set_state(_LENDER, state, 0)
+            self._lib.llama_memory_seq_cp(self._memory, _LENDER, sequence, -1, -1)
+        finally:
+            self._lib.llama_memory_seq_rm(self._memory, _LENDER, -1, -1)
+        self.cells.place([sequence] * len(positions), positions)
+
     def set_state(
-        self, sequence: int, state: bytes, flags: int, n_tokens: int | None = None
+        self, sequence: int, state: bytes, flags: int, positions: Sequence[int] | None = None
     ) -> None:
-        """Replace what a sequence holds by a state of `n_tokens` tokens.
+        """Replace what a sequence holds by a state of tokens at these `positions`.
 
         None: a partial state, which has no cells of full attention.
         """
@@ -552,10 +579,9 @@ class Context:
         if read != len(state):
             reason = log.take_reason()
             raise DeviceFailed(f"the state of sequence {sequence} could not be restored ({reason})")
-        if n_tokens is not None:
+        if positions is not None:
             self.cells.remove(sequence, -1)
-            last = self.last_position(sequence)  # images may have more tokens than positions
-            self.cells.place([sequence] * n_tokens, [min(i, last) for i in range(n_tokens)])
+            self.cells.place([sequence] * len(positions), positions)
 
     def attend_causally(self, is_causal: bool) -> None:
         """Let each token of later batches see only those before it, or all tokens of its batch."""

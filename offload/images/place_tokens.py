@@ -74,3 +74,18 @@ def image_spans(tokens: Sequence[int]) -> list[ImageSpan]:
         spans.append(span)
         at = span.end
     return spans
+
+
+def positions_of(n_tokens: int, images: Sequence[ImageSpan]) -> list[int]:
+    """Return the position of each of the first `n_tokens`, which `images` are among.
+
+    All places of an image get its first position, because an image is kept or dropped whole.
+    """
+    positions: list[int] = []
+    n_saved = 0  # by how much positions lag behind the number of tokens
+    for span in images:
+        positions += range(len(positions) - n_saved, span.start - n_saved)
+        positions += [span.start - n_saved] * span.n_places
+        n_saved += span.n_saved
+    positions += range(len(positions) - n_saved, n_tokens - n_saved)
+    return positions[:n_tokens]

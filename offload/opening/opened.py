@@ -264,15 +264,25 @@ class Opening:
 
     def _memory_traits(self) -> MemoryTraits:
         facts, model = self.facts, self.model
-        forgets = not (self.shape.swa_full or facts.keeps_compressed)
+        window = 0 if facts.keeps_compressed else forgetting_window(facts)
+        is_recurrent = model.is_recurrent or facts.keeps_compressed
         return MemoryTraits(
             facts.architecture,
-            is_recurrent=model.is_recurrent or facts.keeps_compressed,
+            is_recurrent=is_recurrent,
             is_hybrid=model.is_hybrid,
             # The library aborts if a state has several ranges of cells, as with sliding windows.
             device_checkpoints=model.is_recurrent and not facts.number("attention.sliding_window"),
             most_state_bytes=most_state_bytes(facts, self.shape),
-            n_swa=forgetting_window(facts) if forgets else 0,
+            n_swa=0 if self.shape.swa_full else window,
+            window=window,
+            # A stream of one sequence lends it to no other one.
+            # Without flash attention values lie transposed. Each part then takes a copy per value,
+            # each of which waits for a GPU.
+            saves_parts=not (is_recurrent or window)
+            and self.shape.kv_unified
+            and (
+                self.shape.flash_attn != "off" or not (self.choice.on_gpu and self.shape.kv_offload)
+            ),
             made_by=self._made_by,
         )
 

@@ -8,9 +8,8 @@ snapshots of the last decode (llama.cpp's n_rs_seq) or by checkpoints (docs/back
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from struct import Struct
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,8 +19,9 @@ from offload.errors import BadRequest, DecodeStopped, DeviceFailed, DoesNotFit
 from offload.ggml.cells import Cells
 from offload.ggml.context import ON_DEVICE, PARTIAL_STATE, Context
 from offload.ggml.library import interrupt
-from offload.images.place_tokens import ImageSpan, image_spans
+from offload.images.place_tokens import ImageSpan, image_spans, positions_of
 from offload.sequences.leaf_sequences import LeafSequences
+from offload.sequences.saved_state import MOST_HEAD_BYTES, PART_BYTES, end_of, parted, whole_of
 
 if TYPE_CHECKING:
     from offload.sequences.row_draft import RowDraft
@@ -35,10 +35,6 @@ DecodeImage = Callable[[Sequence[int], int, int], None]
 # rest is copied for nothing. Copying a token out and in takes a tenth of reading one, or less.
 _WORTH_COPYING = 1 / 8
 _LONG_TOKENS = 128  # tokens of a batch from which a recurrent memory is saved, so that it may stop
-
-# A saved sequence ends with the follower's data, if there is any, its size in bytes and a magic.
-_OWN_END = Struct("<Q8s")
-_OWN_MAGIC = b"own rows"
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,8 @@ class RollbackCounters:
 class MemoryTraits:
     """How a model's memory holds sequences.
 
-    `n_swa` is the sliding window in tokens if older keys are overwritten, else 0.
+    `n_swa` is the sliding window in tokens if older keys are overwritten, else 0. `window` is the
+    sliding window in both cases: the library never saves older keys.
     `most_state_bytes` is an upper bound of the size of a saved sequence.
     """
 
@@ -80,6 +77,8 @@ class MemoryTraits:
     device_checkpoints: bool
     most_state_bytes: int
     n_swa: int = 0
+    window: int = 0
+    saves_parts: bool = False  # True: a state can be saved and loaded in parts
     made_by: Callable[[], Mapping[str, str]] = dict  # what a saved state depends on, by name
 
     @property
@@ -117,7 +116,9 @@ class Sequences:
         self.n_outputs = n_outputs
         self.n_batch = context.n_batch
         self.most_state_bytes = memory.most_state_bytes
-        self._n_swa = memory.n_swa
+        self._n_swa, self._window = memory.n_swa, max(memory.n_swa, memory.window)
+        self.saves_parts = memory.saves_parts
+        self.part_bytes = PART_BYTES
         self._on_text, self._decode_image = on_text, decode_image
         self._images: list[list[ImageSpan]] = [[] for _ in range(n_sequences)]
         # Tokens by which a sequence is longer than its positions, because of images with M-RoPE.
@@ -563,10 +564,10 @@ class Sequences:
 
     def _window_holds(self, sequence: int, length: int) -> bool:
         """True if no key in the sliding windows that end at `length` was overwritten."""
-        if not self._n_swa:
+        if not self._window:
             return True
         position = self._position(sequence, length)
-        return self._context.first_position(sequence) <= max(0, position - self._n_swa)
+        return self._context.first_position(sequence) <= max(0, position - self._window)
 
     def rewind(self, sequence: int, length: int) -> None:
         """Keep the first `length` tokens of the sequence.
@@ -711,7 +712,7 @@ class Sequences:
         n_held = self.length(source)
         if n_tokens == n_held:
             return True
-        if self.has_own_cells and (self._n_swa or n_tokens < _WORTH_COPYING * n_held):
+        if self.has_own_cells and (self._window or n_tokens < _WORTH_COPYING * n_held):
             return False
         return self.can_rewind and self._window_holds(source, n_tokens)
 
@@ -743,7 +744,7 @@ class Sequences:
             return
         try:
             state, n_held = self._context.state(source, 0), self.length(source)
-            self._context.set_state(sequence, state, 0, n_held)
+            self._context.set_state(sequence, state, 0, range(n_held))
             if n_tokens < n_held and not self._context.remove(sequence, end):
                 raise DeviceFailed(f"a copy of {n_held} tokens was not cut to {n_tokens}")
         except BaseException:
@@ -761,42 +762,109 @@ class Sequences:
 
         A loaded sequence of such a model can be continued, but not cut.
         """
-        return not self._n_swa
+        return not self._window
+
+    @property
+    def can_cut_loaded(self) -> bool:
+        """True if a loaded sequence can be cut to any of its tokens."""
+        return self.can_rewind and self.saves_all
 
     def state_bytes(self, sequence: int) -> int:
         """Return the size in bytes of the target's own state of a sequence."""
         return self._context.state_bytes(sequence, 0)
 
     def saved_bytes(self, sequence: int) -> int:
-        """Return the size in bytes of the state that `save` returns, without tokens that wait."""
+        """Return an upper bound of the bytes to save, without tokens that wait in the follower."""
         n_bytes = self._context.state_bytes(sequence, 0)
+        if self.saves_parts:
+            n_bytes += n_bytes // self.part_bytes * MOST_HEAD_BYTES
         return n_bytes if self._follower is None else n_bytes + self._follower.saved_bytes(sequence)
 
     def save(self, sequence: int) -> bytes:
         """Return the state of the whole sequence and the follower's data, for `load`."""
-        state = self._context.state(sequence, 0)
-        own = b""
-        if self._follower is not None:
-            own = self._follower.saved(sequence, self.length(sequence))
-        return b"".join((state, own, _OWN_END.pack(len(own), _OWN_MAGIC))) if own else state
+        return whole_of(self._context.state(sequence, 0), self._followers_data(sequence))
 
-    def load(self, sequence: int, state: bytes, tokens: Sequence[int]) -> None:
+    def _followers_data(self, sequence: int) -> bytes:
+        if self._follower is None:
+            return b""
+        return self._follower.saved(sequence, self.length(sequence))
+
+    def saving(self, sequence: int) -> Generator[None, None, tuple[bytes, tuple[bytes, ...]]]:
+        """Save the sequence in parts, and yield after each part. It must not change meanwhile.
+
+        Returns (state, parts) for `load` and `loading`. There are no parts if the memory is saved
+        only whole, or if the sequence is short.
+        """
+        ends, parts, done = self._part_ends(sequence), [], 0
+        if len(ends) < 2:
+            return self.save(sequence), ()
+        for end in ends:
+            start, stop = self._position(sequence, done), self._position(sequence, end)
+            parts.append(self._context.part_of_state(sequence, start, stop))
+            done = end
+            yield
+        return end_of(parts, ends, self._followers_data(sequence)), tuple(parts)
+
+    def n_parts(self, sequence: int) -> int:
+        """Return the number of parts in which `saving` copies the sequence; 1: at once."""
+        return max(1, len(self._part_ends(sequence)))
+
+    def _part_ends(self, sequence: int) -> list[int]:
+        """Return the lengths up to which the parts of a sequence go; [] if it is saved at once."""
+        n, ends = self.length(sequence), [0]
+        if not (n and self.saves_parts):
+            return []
+        n_each = n * self.part_bytes // self._context.state_bytes(sequence, 0)
+        while n_each and ends[-1] < n:
+            end = min(n, ends[-1] + n_each)
+            cut = self._before_image(sequence, end)
+            if cut <= ends[-1]:  # the part is one image
+                cut = next((i.end for i in self._images[sequence] if i.start < end < i.end), end)
+            ends.append(cut)
+        return ends[1:]
+
+    def load(
+        self, sequence: int, state: bytes, tokens: Sequence[int], parts: Sequence[bytes] = ()
+    ) -> None:
         """Replace the sequence by a saved one, whose tokens are `tokens`.
 
         Raises DeviceFailed if there is no room for the saved one. The sequence is then empty.
         """
+        for _ in self.loading(sequence, state, tokens, parts):
+            pass
+
+    def loading(
+        self, sequence: int, state: bytes, tokens: Sequence[int], parts: Sequence[bytes] = ()
+    ) -> Iterator[None]:
+        """Do what `load` does, and yield after each part, when the sequence holds its tokens.
+
+        If the iterator is not used up, the follower does not know the tokens.
+        """
         self.rewind(sequence, 0)
-        state, own = _parted(state)
-        try:
-            self._context.set_state(sequence, state, 0, len(tokens))
-            self._begun(sequence, len(tokens))
-            self._set_images(sequence, image_spans(tokens))
-            if self._follower is not None:
-                self._follower.loaded(sequence, tokens, own)
-        except BaseException:
-            self._context.remove(sequence, 0)
-            self._was_cut(sequence, 0)
-            raise
+        saved, images = parted(state, parts), image_spans(tokens)
+        positions, done = positions_of(len(tokens), images), 0
+        if saved.ends and [*saved.ends] != sorted({*saved.ends} - {0}):
+            raise DeviceFailed("the parts of a state are not in order")
+        if saved.ends and saved.ends[-1] != len(tokens):
+            raise DeviceFailed(
+                f"the parts of a state have {saved.ends[-1]} of {len(tokens)} tokens"
+            )
+        for part, end in zip(saved.parts, saved.ends or (len(tokens),), strict=True):
+            try:
+                if not saved.ends:
+                    self._context.set_state(sequence, bytes(part), 0, positions)
+                else:
+                    self._context.add_state(sequence, bytes(part), positions[done:end])
+                self._begun(sequence, end)
+                self._set_images(sequence, [span for span in images if span.end <= end])
+                if self._follower is not None and end == len(tokens):
+                    self._follower.loaded(sequence, tokens, saved.own)
+            except BaseException:
+                self._context.remove(sequence, 0)
+                self._was_cut(sequence, 0)
+                raise
+            done = end
+            yield
 
     def adopted(self, sequence: int, checkpoint: Checkpoint) -> Checkpoint:
         """Return a lasting checkpoint of a saved sequence as one of the sequence loaded from it."""
@@ -806,14 +874,3 @@ class Sequences:
         """Start a new sequence of `n_tokens` tokens; earlier checkpoints become invalid."""
         self._was_cut(sequence, 0)
         self._lengths[sequence] = n_tokens
-
-
-def _parted(saved: bytes) -> tuple[bytes, bytes]:
-    """Return the state and the follower's data of a saved sequence; b"" if it has none."""
-    end = len(saved) - _OWN_END.size
-    if end < 0:
-        return saved, b""
-    n_bytes, magic = _OWN_END.unpack_from(saved, end)
-    if magic != _OWN_MAGIC or n_bytes > end:
-        return saved, b""
-    return saved[: end - n_bytes], saved[end - n_bytes : end]

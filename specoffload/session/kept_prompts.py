@@ -30,7 +30,7 @@ class KeptPrompts:
         room = config.cache_disk
         self.folder: PromptFolder | None = None
         if room is not None and room.folder is not None:
-            can_cut = not target.sequences.goes_back_by_checkpoints
+            can_cut = target.sequences.can_cut_loaded
             self.folder = PromptFolder(
                 room.folder, room.size_bytes, _made_by(target), can_cut=can_cut
             )

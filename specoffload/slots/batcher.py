@@ -9,6 +9,7 @@ slot last loses it. That request waits until there is room again and then contin
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
@@ -27,8 +28,9 @@ from specoffload.generation.generation import GenerateOptions, SlotInfo, TextPie
 from specoffload.generation.statistics import EngineCounts
 from specoffload.opening.draft_model import DraftModel
 from specoffload.slots.choosing import SIMILAR, common
-from specoffload.slots.draft_texts import DraftTexts
+from specoffload.slots.draft_texts import DraftTexts, draft_cells
 from specoffload.slots.idle_cells import IdleCounters
+from specoffload.slots.moves import ComingPrompt
 from specoffload.slots.pool import PromptPlace, PromptSlots
 from specoffload.slots.prompt_files import PromptFolder
 from specoffload.slots.prompt_share import PromptShare
@@ -77,6 +79,7 @@ class Batcher:
             lambda: target.opened.taking(PROMPTS),
             folder,
             clears_idle=clears_idle,
+            draft_cells=draft_cells(draft, memory),
         )
         self.slots, self.store, self.make_room = slots, self._pool.store, self._pool.make_room
         self.on_step: list[Callable[[StepReport], None]] = []  # called after each step
@@ -90,6 +93,8 @@ class Batcher:
         self.n_prompt_tokens = self.n_generated = 0  # totals over all requests
         self._waiting: deque[Request] = deque()
         self._running: dict[BatchMember, Request] = {}  # in the order in which they got their slots
+        self._coming: dict[BatchMember, ComingPrompt] = {}  # those whose kept prompts are copied
+        self._round_s = 0.0  # seconds of the last step without prompt tokens
         self._n_used = 0
         self._is_full = False  # True from a full KV cache until a request leaves its slot
 
@@ -190,7 +195,7 @@ class Batcher:
 
     def step(self) -> list[Request]:
         """Decode one batch. Returns the requests that have a new piece or an error."""
-        news = self._admit()
+        news = self._admit() + self._load_parts()
         if self._loop.is_idle:
             return news
         began = perf_counter()
@@ -205,7 +210,8 @@ class Batcher:
                     # One whose text went back to a checkpoint reads again, and must not be held.
                     is_first=any(
                         [
-                            request.awaits_first_token and not self._loop.is_reading(member)
+                            request.awaits_first_token
+                            and not (member in self._coming or self._loop.is_reading(member))
                             for member, request in self._running.items()
                         ]
                     ),
@@ -222,6 +228,8 @@ class Batcher:
             return news + self._free_cells(e)
         except Exception as e:
             return news + [self._failed(request, e) for request in [*self._running.values()]]
+        if report.rounds and not report.read:
+            self._round_s = report.ended_s - report.began_s
         for notes in self.on_step:
             notes(report)
         self._share.took(
@@ -236,14 +244,17 @@ class Batcher:
         Returns True if a running request has left its slot, to come back to lower cells.
         """
         idle, sequences = self._pool.idle, self._sequences
+        if not self._coming:  # a request that waits for its copy goes first
+            self._pool.go_on_moving(self._copy_s)
         left = sum([len(m.history) - 1 - sequences.length(m.sequence) for m in prompts])
         n_most = sequences.n_batch if n_prompt_tokens is None else n_prompt_tokens
-        high = idle.before_step(max(1, self._loop.n_ready + min(left, n_most)))
+        n_tokens = max(1, self._loop.n_ready + min(left, n_most))
+        high = idle.before_step(n_tokens, self._round_s if self._loop.n_ready else 0.0)
         n_cells = round(idle.n_idle_cells)
         for request in self._running.values():
             request.passes(n_cells)
         above = next((r for r in self._running.values() if r.slot is high), None)
-        if high is None or above is None:
+        if high is None or above is None or above.member in self._coming:
             return False
         if not (above.may_come_back and self._pool.has_room(high)):
             return False
@@ -363,14 +374,11 @@ class Batcher:
                 break
             if self._running and not self._has_room(request):
                 break
-            slot = self._slot_for(request)
-            if slot is None:
+            prepared = self._slot_for(request)
+            if prepared is None:
                 break
             self._waiting.remove(request)
-            member = self._enter(request, slot)
-            if member.end:
-                self._finished(request)
-                news.append(request)
+            news += self._enter(request, prepared)
         return news
 
     def _has_room(self, request: Request) -> bool:
@@ -383,6 +391,29 @@ class Batcher:
         n_taken = sum([len(member.history) + 1 for member in [*self._running]])
         return n_taken + len(request.history) + 1 <= self._sequences.n_cells
 
+    def _load_parts(self) -> list[Request]:
+        """Copy parts of kept prompts that requests wait for, one prompt after the other.
+
+        Returns the requests that end at once.
+        """
+        news = []
+        for member, coming in [*self._coming.items()]:
+            if not self._pool.go_on_loading(coming, self._copy_s):
+                break
+            del self._coming[member]
+            news += self._begin(self._running[member], coming.slot)
+            if self._loop.n_ready:
+                break
+        return news
+
+    @property
+    def _copy_s(self) -> float:
+        """The most seconds for which texts are copied before the next step.
+
+        A running answer waits about as long as for a decode. Nothing waits if none runs.
+        """
+        return self._round_s if self._loop.n_ready else math.inf
+
     def _next(self) -> Request | None:
         """Return the waiting request to admit next, or None if no waiting request may begin.
 
@@ -393,9 +424,9 @@ class Batcher:
         may_begin = (request for request in self._waiting if self._may_begin(request))
         return min(may_begin, key=lambda r: n_running[r.asked_with], default=None)
 
-    def _enter(self, request: Request, slot: Slot) -> BatchMember:
-        n_cached = slot.reuse(request.history, request.options.cache_salt)
-        request.begin(self._counts(), n_cached, slot.number, slot.n_from_disk, slot.copied_back_s)
+    def _enter(self, request: Request, prepared: Slot | ComingPrompt) -> list[Request]:
+        """Give a request its slot. Returns it in a list if it ends at once."""
+        slot = prepared if isinstance(prepared, Slot) else prepared.slot
         self._n_used += 1
         slot.is_busy, slot.last_used = True, self._n_used
         member = BatchMember(
@@ -404,7 +435,7 @@ class Batcher:
             self._acceptance(request, slot),
             request.n_left,
             request.is_end,
-            slot.n_held,
+            0,
             request.bounds,
             hear_prompt=request.hear_prompt,
             images=request.images,
@@ -414,10 +445,26 @@ class Batcher:
         request.slot, request.member = slot, member
         self._running[member] = request
         self._sequences.foresee(slot.number, request.history)
+        if isinstance(prepared, ComingPrompt):
+            self._coming[member] = prepared
+            return []
+        return self._begin(request, slot)
+
+    def _begin(self, request: Request, slot: Slot) -> list[Request]:
+        """Let a request go on from what its slot holds. Returns it in a list if it ends at once."""
+        member = request.member
+        assert member is not None
+        member.n_cached = slot.reuse(request.history, request.options.cache_salt)
+        request.begin(
+            self._counts(), member.n_cached, slot.number, slot.n_from_disk, slot.copied_back_s
+        )
         self._loop.add(member)
         if not self._loop.is_reading(member):
             self._evaluated(request)
-        return member
+        if not member.end:
+            return []
+        self._finished(request)
+        return [request]
 
     def _acceptance(self, request: Request, slot: Slot) -> AcceptanceRule:
         if self._speculation is None:
@@ -435,17 +482,21 @@ class Batcher:
         del self._running[member]
         self._is_full = False
         self._loop.remove(member)
-        slot.keep(request.history)
         slot.is_busy = False
+        if coming := self._coming.pop(member, None):
+            self._pool.left_while_loading(coming)
+        else:
+            slot.keep(request.history)
 
     def _may_begin(self, request: Request) -> bool:
         """False while another request evaluates the same prompt or uses the wanted slot."""
         slot = request.options.id_slot
         return request.may_begin and (slot < 0 or not self.slots[slot].is_busy)
 
-    def _slot_for(self, request: Request) -> Slot | None:
+    def _slot_for(self, request: Request) -> Slot | ComingPrompt | None:
         """Return an idle slot prepared for the request, or None if the request has to wait."""
-        texts = {r.slot.number: r.history for r in self._running.values() if r.slot is not None}
+        texts: dict[int, Sequence[int]] = {m.sequence: m.history for m in self._running}
+        texts |= {member.sequence: coming.tokens for member, coming in self._coming.items()}
         drafts = self._speculation is not None and request.options.draft_max != 0
         return self._pool.prepared(
             request.history,
@@ -455,6 +506,7 @@ class Batcher:
             is_alone=not self._running and len(self._waiting) == 1,
             drafts=drafts,
             salt=request.options.cache_salt,
+            in_parts=bool(self._loop.n_ready),
         )
 
     def _free_cells(self, error: DoesNotFit) -> list[Request]:

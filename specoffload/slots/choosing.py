@@ -122,12 +122,14 @@ class SavedDraft:
 
     tokens: tuple[int, ...]
     state: bytes
+    parts: tuple[bytes, ...] = ()  # those of the state that come before `state`
 
 
 @dataclass(frozen=True)
 class StoredPrompt:
     """A saved sequence: its tokens, its state, and the checkpoints of its memory.
 
+    A long state is saved in `parts`, and `state` is what follows them (`Sequences.saving`).
     `salt`: whose prompt it is (`GenerateOptions.cache_salt`). `draft`: what a draft model held of
     it. That is kept in RAM only, never in a file.
     """
@@ -137,11 +139,17 @@ class StoredPrompt:
     checkpoints: tuple[Checkpoint, ...] = ()
     salt: str = ""
     draft: SavedDraft | None = None
+    parts: tuple[bytes, ...] = ()
+
+    @property
+    def pieces(self) -> tuple[bytes, ...]:
+        """The bytes of the state, in order."""
+        return (*self.parts, self.state)
 
     @property
     def size_bytes(self) -> int:
-        draft_bytes = 0 if self.draft is None else len(self.draft.state)
-        return len(self.state) + draft_bytes + sum(len(c.state) for c in self.checkpoints)
+        draft = () if self.draft is None else (*self.draft.parts, self.draft.state)
+        return sum(map(len, (*self.pieces, *draft))) + sum(len(c.state) for c in self.checkpoints)
 
     def reusable(self, tokens: Sequence[int], salt: str = "", *, can_cut: bool) -> int:
         """Return the number of a prompt's first tokens that need no evaluation with this state."""

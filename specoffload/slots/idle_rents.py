@@ -5,11 +5,19 @@ that time. It leaves before the decode that would raise its account above the co
 and back. This is the rule for renting or buying skis: nobody has to know how often others will
 decode, and the whole cost is at most twice that of the best choice in hindsight. Source: Karlin,
 Manasse, Rudolph and Sleator, "Competitive snoopy caching", Algorithmica 3 (1988).
+
+A long conversation moves out part by part, between several decodes, and pays for these too. It
+leaves so much earlier that the bound holds. If it is used again meanwhile, it stays, and only the
+copied parts are lost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+
+
+def _nothing(_: int, __: float) -> float:
+    return 0.0
 
 
 class IdleRents:
@@ -18,16 +26,23 @@ class IdleRents:
     def __init__(self) -> None:
         self._paid_s: dict[int, float] = {}
 
-    def leaving(self, rents_s: Mapping[int, float], cost_s: Callable[[int], float]) -> list[int]:
+    def leaving(
+        self,
+        rents_s: Mapping[int, float],
+        cost_s: Callable[[int], float],
+        lead_s: Callable[[int, float], float] = _nothing,
+    ) -> list[int]:
         """Charge each conversation for the next decode. Returns those that leave before it.
 
-        `cost_s` returns the seconds of moving a conversation out and back. The account of one that
-        leaves is closed. If it cannot leave, it begins anew, so failures cost no more than rents.
+        `cost_s` returns the seconds of moving a conversation out and back. `lead_s` returns what it
+        pays while it moves out, from its rent for the next decode: it leaves earlier by that. The
+        account of one that leaves is closed. If it cannot leave, it begins anew, so failures cost
+        no more than rents.
         """
         leaving = []
         for who, rent_s in rents_s.items():
             paid_s = self._paid_s.get(who, 0.0) + rent_s
-            if rent_s > 0.0 and paid_s > cost_s(who):
+            if rent_s > 0.0 and paid_s + lead_s(who, rent_s) > cost_s(who):
                 leaving.append(who)
                 paid_s = 0.0
             self._paid_s[who] = paid_s
@@ -62,6 +77,10 @@ class MoveCosts:
     def seconds(self, n_bytes: int) -> float:
         """Return the seconds of moving `n_bytes` out and back."""
         return n_bytes * (self._out_s + self._back_s)
+
+    def out_seconds(self, n_bytes: int) -> float:
+        """Return the seconds of moving `n_bytes` out."""
+        return n_bytes * self._out_s
 
     def _mean(self, before: float, latest: float, *, known: bool) -> float:
         return before + (self._WEIGHT if known else 1.0) * (latest - before)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from offload.errors import DeviceFailed, DoesNotFit
 from offload.plan.cell_times import CellTimes
+from offload.sequences.saved_state import is_in_parts
 from offload.sequences.sequences import Sequences
 from specoffload.slots.choosing import (
     PromptStore,
@@ -20,7 +21,9 @@ from specoffload.slots.choosing import (
     choose,
     common,
 )
+from specoffload.slots.draft_texts import DraftCells
 from specoffload.slots.idle_cells import IdleCells
+from specoffload.slots.moves import ComingPrompt, LeavingPrompt, advance_for
 from specoffload.slots.prompt_files import PromptFolder
 from specoffload.slots.slot import Slot
 
@@ -52,10 +55,12 @@ class PromptSlots:
         folder: PromptFolder | None = None,
         *,
         clears_idle: bool = True,
+        draft_cells: DraftCells | None = None,
     ) -> None:
         """`store_bytes` limits the host memory for prompts of reused slots (None: no limit, 0: keep
         none). What it has no room for goes to `folder`. `similar` is passed to `choose`. A prompt
-        is saved in a context of `keeping`. `times` prices idle slots' cells.
+        is saved in a context of `keeping`. `times` prices idle slots' cells, and `draft_cells`
+        those of a draft model.
         `clears_idle`: idle slots leave the cells for requests that run alone, and by their price.
         """
         self._keeping = keeping
@@ -63,11 +68,16 @@ class PromptSlots:
         self._folder = folder
         self.store = PromptStore(
             store_bytes,
-            can_cut=not sequences.goes_back_by_checkpoints,
+            can_cut=sequences.can_cut_loaded,
             on_evicted=None if folder is None else folder.keep,
         )
         self._clears_idle = clears_idle
-        self.idle = IdleCells(slots, sequences.cells, times, self._move_out, moves=clears_idle)
+        self.idle = IdleCells(
+            slots, sequences.cells, times, self._move_out, moves=clears_idle,
+            in_parts=sequences.saves_parts,
+            draft=None if sequences.has_own_cells else draft_cells,
+        )  # fmt: skip
+        self._leaving: dict[int, LeavingPrompt] = {}  # by slot, in the order in which they began
         self._can_keep = True  # False after a prompt could not be kept in host memory
 
     def prepared(
@@ -80,8 +90,11 @@ class PromptSlots:
         is_alone: bool,
         drafts: bool,
         salt: str = "",
-    ) -> Slot | None:
+        in_parts: bool = False,
+    ) -> Slot | ComingPrompt | None:
         """Return an idle slot prepared for the prompt `tokens`, or None if all are busy.
+
+        With `in_parts`, a kept prompt is perhaps not copied yet. The caller then copies its parts.
 
         The slot gets the longest beginning of the prompt that a slot, the store or the folder
         holds, if the request `reuses` prompts. `texts` has the texts of busy slots by number.
@@ -106,9 +119,15 @@ class PromptSlots:
             slot.share(self._slots[choice.other], states[choice.other].n_shareable, tokens)
         if is_alone:
             self._clear_others(slot, reuses=reuses, drafts=drafts)
-        if stored is not None:
-            self._load(slot, stored)
-            slot.n_from_disk = slot.n_held if choice.source is Source.DISK else 0
+        if stored is None:
+            return slot
+        is_from_disk = choice.source is Source.DISK
+        if in_parts and is_in_parts(stored.state):
+            if not self.make_room(slot, len(stored.tokens)):
+                return slot
+            return ComingPrompt(slot, stored, is_from_disk=is_from_disk)
+        self._load(slot, stored)
+        slot.n_from_disk = slot.n_held if is_from_disk else 0
         return slot
 
     def _chosen(
@@ -153,8 +172,36 @@ class PromptSlots:
                 self.take_out(other, must_keep=reuses)
 
     def _move_out(self, slot: Slot) -> bool:
-        """Move an idle slot's prompt to host memory, if no prompt is lost by that."""
-        return self.has_room(slot) and self.take_out(slot, must_keep=True)
+        """Move an idle slot's prompt to host memory, if no prompt is lost by that.
+
+        Returns False if it stays for now. A long prompt is copied part by part (`go_on_moving`).
+        """
+        leaving = self._leaving.get(slot.number)
+        if (leaving is not None and not leaving.is_void) or not self.has_room(slot):
+            return False
+        if slot.n_parts == 1 or self.store.covers(slot.tokens, slot.salt):
+            return self.take_out(slot, must_keep=True)
+        self._leaving[slot.number] = LeavingPrompt(slot)
+        return False
+
+    def go_on_moving(self, most_s: float) -> None:
+        """Copy parts of the idle slots that move to host memory, for about `most_s` seconds."""
+        for number, leaving in [*self._leaving.items()]:
+            if leaving.is_void:
+                del self._leaving[number]
+                continue
+            try:
+                with self._keeping():
+                    is_whole = advance_for(most_s, leaving.advance)
+            except (DeviceFailed, DoesNotFit, MemoryError) as e:
+                del self._leaving[number]
+                self._not_kept(leaving.slot, e)
+                return
+            if is_whole and self.has_room(leaving.slot):
+                self.take_out(leaving.slot, must_keep=True)
+            elif is_whole:
+                del self._leaving[number]
+            return
 
     def has_room(self, slot: Slot) -> bool:
         """True if a slot's prompt can be kept without losing another one."""
@@ -167,6 +214,8 @@ class PromptSlots:
         one covers is not copied, so it counts as no move.
         """
         n_bytes, began_s = slot.saved_bytes, perf_counter()
+        if (leaving := self._leaving.get(slot.number)) and not leaving.is_void:
+            began_s -= leaving.spent_s
         is_copied = not self.store.covers(slot.tokens, slot.salt)
         is_kept = self.keep(slot)
         if must_keep and not is_kept and slot.tokens:
@@ -187,11 +236,34 @@ class PromptSlots:
         try:
             slot.load(stored)
         except DeviceFailed as e:
-            n = len(stored.tokens)
-            log.warning("a kept prompt of %d tokens is not loaded, but evaluated again: %s", n, e)
+            _not_loaded(stored, e)
             return
         slot.copied_back_s = perf_counter() - began_s
         self.idle.moved_back(stored.size_bytes, slot.copied_back_s)
+
+    def go_on_loading(self, coming: ComingPrompt, most_s: float) -> bool:
+        """Copy parts of a kept prompt for about `most_s` seconds. Returns True when that is over.
+
+        If it fails, the slot is empty, and the prompt is evaluated.
+        """
+        slot, stored = coming.slot, coming.stored
+        try:
+            if not advance_for(most_s, coming.advance):
+                return False
+        except DeviceFailed as e:
+            _not_loaded(stored, e)
+            return True
+        slot.copied_back_s = coming.spent_s
+        slot.n_from_disk = slot.n_held if coming.is_from_disk else 0
+        self.idle.moved_back(stored.size_bytes, coming.spent_s)
+        return True
+
+    def left_while_loading(self, coming: ComingPrompt) -> None:
+        """Keep a prompt whose request has left its slot before all parts were copied."""
+        stored = coming.stored
+        coming.slot.keep(stored.tokens)
+        if not coming.is_from_disk and self.store.has_room(stored.size_bytes):
+            self.store.add(stored.tokens, lambda: stored, stored.salt)
 
     def make_room(self, slot: Slot, n_tokens: int) -> bool:
         """Clear idle slots until `slot`, as if it were empty, has room for a text of `n_tokens`.
@@ -243,17 +315,22 @@ class PromptSlots:
 
         Only the first of several failures in a row is logged.
         """
+        leaving = self._leaving.pop(slot.number, None)
+        save = slot.saved if leaving is None or leaving.is_void else leaving.whole
         try:
             with self._keeping():
-                is_kept = self.store.add(slot.tokens, slot.saved, slot.salt)
+                is_kept = self.store.add(slot.tokens, save, slot.salt)
         except (DeviceFailed, DoesNotFit, MemoryError) as e:
-            if self._can_keep:
-                why = str(e) or "the memory is full"
-                log.warning("a prompt of %d tokens is not kept: %s", len(slot.tokens), why)
-            self._can_keep = False
+            self._not_kept(slot, e)
             return False
         self._can_keep = True
         return is_kept
+
+    def _not_kept(self, slot: Slot, error: Exception) -> None:
+        if self._can_keep:
+            why = str(error) or "the memory is full"
+            log.warning("a prompt of %d tokens is not kept: %s", len(slot.tokens), why)
+        self._can_keep = False
 
     def keep_all(self, place: PromptPlace, on_progress: Callable[[float], None]) -> int:
         """Move the prompts of all slots and of host memory to a place that outlasts this process.
@@ -277,3 +354,8 @@ class PromptSlots:
             done_bytes += prompt.size_bytes
         place.close()
         return place.n_written - n_before
+
+
+def _not_loaded(stored: StoredPrompt, error: DeviceFailed) -> None:
+    n = len(stored.tokens)
+    log.warning("a kept prompt of %d tokens is not loaded, but evaluated again: %s", n, error)

@@ -126,11 +126,11 @@ def write_prompt(
     Raises OSError.
     """
     saved = tuple(map(SavedCheckpoint.of, prompt.checkpoints))
-    head = Head(key, len(prompt.tokens), len(prompt.state), saved, prompt.salt)
+    parts = [*prompt.pieces]
+    head = Head(key, len(prompt.tokens), sum(map(len, parts)), saved, prompt.salt)
     begin = _begin_of(head, array("i", prompt.tokens))
     seal = hmac.new(secret, begin, _SEAL)
     file.write(begin + seal.digest())
-    parts = [prompt.state]
     for checkpoint in prompt.checkpoints:
         parts += SavedCheckpoint.parts(checkpoint)
     done = 0

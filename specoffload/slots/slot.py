@@ -9,7 +9,7 @@ checkpoint, not from its first token.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -183,8 +183,26 @@ class Slot:
             n_bytes += self._draft.saved_bytes(self.number)
         return self._target.saved_bytes(self.number) + n_bytes
 
-    def saved(self, *, with_draft: bool = True) -> StoredPrompt:
-        """Return all that `load` needs, perhaps with the draft model's state. Raises DeviceFailed.
+    def saved(self) -> StoredPrompt:
+        """Return all that `load` needs, with the draft model's state. Raises DeviceFailed."""
+        return finished(self.saving())
+
+    def saving(self) -> Generator[None, None, StoredPrompt]:
+        """Do what `saved` does, and yield after each part. The slot must not change meanwhile."""
+        if self._reachable_ends():
+            return self.saved_whole(with_draft=True)
+        tokens = tuple(self.tokens)
+        state, parts = yield from self._target.saving(self.number)
+        draft = None if self._draft is None else (yield from self._draft.saving(self.number))
+        return StoredPrompt(tokens, state, self.checkpoints, self.salt, draft, parts)
+
+    @property
+    def n_parts(self) -> int:
+        """Number of parts in which `saving` copies the target's state; 1: at once."""
+        return self._target.n_parts(self.number)
+
+    def saved_whole(self, *, with_draft: bool) -> StoredPrompt:
+        """Return what `load` needs, with the state in one piece. Raises DeviceFailed.
 
         Long sliding windows keep no checkpoints while the slot can be cut to the ends of its
         prompts. A loaded state cannot be cut, so this one gets checkpoints there.
@@ -218,11 +236,17 @@ class Slot:
 
         Raises DeviceFailed if there is no room for it. The slot is then empty.
         """
+        for _ in self.loading(stored):
+            pass
+
+    def loading(self, stored: StoredPrompt) -> Iterator[None]:
+        """Do what `load` does, and yield after each part."""
         self.clear()
-        self._target.load(self.number, stored.state, stored.tokens)
+        self.salt = stored.salt
+        yield from self._target.loading(self.number, stored.state, stored.tokens, stored.parts)
         self._take_over(stored)
         if self._draft is not None and stored.draft is not None:
-            self._draft.load(self.number, stored.draft)
+            yield from self._draft.loading(self.number, stored.draft)
 
     def _take_over(self, saved: StoredPrompt) -> None:
         """Record what is known of the sequence that was loaded."""
@@ -237,7 +261,7 @@ class Slot:
         """
         if not self.tokens:
             raise BadRequest(f"slot {self.number} holds nothing to save")
-        return write_sequence(path, self.saved(with_draft=False), self._target.made_by)
+        return write_sequence(path, self.saved_whole(with_draft=False), self._target.made_by)
 
     def read(self, path: Path, make_room: MakeRoom) -> int:
         """Restore the sequence that was written to a file. Returns the bytes read.
@@ -268,6 +292,16 @@ class Slot:
             c for c in self._checkpoints
             if c.length <= n_tokens and self._target.can_restore(self.number, c)
         ]  # fmt: skip
+
+
+def finished(saving: Generator[None, None, StoredPrompt]) -> StoredPrompt:
+    """Let `saving` copy all parts that are left, and return its result."""
+    while True:
+        try:
+            next(saving)
+        except StopIteration as e:
+            result: StoredPrompt = e.value
+            return result
 
 
 # -- files (llama.cpp's POST /slots/ID?action=...) -------------------------------------------------

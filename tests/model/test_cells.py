@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from image_parts import png
+from test_images import session_of
 from test_slots import model
 
 from lab.options import engine_options
 from offload.engine import open_engine
+from offload.images.place_tokens import image_spans
 from offload.sequences.sequences import Sequences
 
 _LINE = re.compile(r"find_slot: stream\[0\], n = +(\d+), used = +(\d+),.*n_swa = +0")
@@ -48,12 +53,45 @@ def test_cells_are_those_of_the_library(
         assert n_compared > 40
 
 
+@pytest.mark.parametrize("kind", ["qwen2vl", "gemma3"])
+def test_cells_of_a_loaded_image_are_those_that_a_cut_frees(kind: str, models: Path) -> None:
+    """With M-RoPE an image has fewer positions than tokens."""
+    with session_of(kind, models) as session:
+        sequences = session.target.sequences
+        tokens = session.image_prompt(("Look at ", png(150, 90, 1), " and say"), add_special=True)
+        (span,) = image_spans(tokens)
+        sequences.extend_batch([(0, tokens[: span.start], 0)])
+        sequences.extend_batch([(0, tokens[span.start : span.end], 0)])
+        sequences.extend_batch([(0, tokens[span.end :], 0)])
+        state = sequences.save(0)
+        for part_bytes in (1 << 30, len(state) // 5):
+            sequences.part_bytes = part_bytes
+            saved, parts = finished(sequences.saving(0))
+            sequences.load(0, saved, tokens, parts)
+            assert sequences.cells.n_used == len(tokens)
+            assert sequences.save(0)[12:] == state[12:]
+            for length in (span.end + 1, span.end, span.start):
+                if sequences.can_drop(0, sequences.length(0) - length):
+                    sequences.rewind(0, length)
+                    assert sequences.cells.n_used == length
+            sequences.load(0, state, tokens)
+
+
+def finished(saving: Generator[None, None, tuple[bytes, tuple[bytes, ...]]]) -> Any:
+    """Return what `Sequences.saving` returns."""
+    while True:
+        try:
+            next(saving)
+        except StopIteration as e:
+            return e.value
+
+
 def _change(sequences: Sequences, random: np.random.Generator) -> None:
     """Make one random step that the memory allows."""
     one, other = (int(n) for n in random.permutation(_N_SEQUENCES)[:2])
     n_held = sequences.length(one)
     n_free = _N_CTX - sum(sequences.length(i) for i in range(_N_SEQUENCES))
-    match random.integers(5):
+    match random.integers(6):
         case 0 if n_free > 200:
             sequences.extend(one, [5] * int(random.integers(1, 180)), 0)
         case 1 if sequences.can_drop(one, n := int(random.integers(n_held + 1))):
@@ -63,6 +101,11 @@ def _change(sequences: Sequences, random: np.random.Generator) -> None:
         case 3 if n_held and n_free > 200:
             saved = sequences.save(one)
             sequences.load(other, saved, [5] * n_held)
+        case 5 if n_held and n_free > 200 and sequences.saves_parts:
+            sequences.part_bytes = sequences.state_bytes(one) // 3
+            state, parts = finished(sequences.saving(one))
+            assert len(parts) >= 3 or n_held < 4
+            sequences.load(other, state, [5] * n_held, parts)
         case 4 if n_held:
             sequences.rewind(other, 0)
             sequences.share(one, other, n_held)

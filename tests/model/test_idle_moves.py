@@ -118,7 +118,7 @@ def test_a_draft_model_whose_state_cannot_be_loaded_reads_the_text_again(
             draft.rewind(sequence, 0)
             raise DeviceFailed("no room")
 
-        monkeypatch.setattr(draft, "load", fails)
+        monkeypatch.setattr(draft, "loading", fails)
         moved = day(session)
     assert [a.tokens for a in moved] == [a.tokens for a in stayed]
     assert "the draft model reads" in caplog.text
@@ -257,3 +257,20 @@ def test_a_conversation_that_cannot_be_saved_stays_in_its_cells(
         assert session.counters()["idle_moves"] == 0
         (answer,) = together(session, [text], OPTIONS)
         assert answer.stats.n_cached_tokens == 199
+
+
+def test_an_edit_after_a_move_writes_the_same_with_all_keys_of_windows(models: Path) -> None:
+    """The library saves only the last window's keys, also with --swa-full."""
+    found = []
+    for clears in (False, True):
+        with opened("gpt-oss-20b", models, swa_full=True, cache_idle_slots=clears) as session:
+            n_vocab = session.target.n_vocab
+            text = prompt(n_vocab, 3, 300)
+            together(session, [text], OPTIONS)
+            together(session, [prompt(n_vocab, 5, 80)], OPTIONS)
+            moves = session.counters()["idle_moves"]
+            (edited,) = together(session, [[*text[:150], 9, 9, 9]], OPTIONS)
+            found.append((edited.tokens, moves))
+    (stayed, before), (moved, after) = found
+    assert (before, after) == (0, 1)
+    assert moved == stayed

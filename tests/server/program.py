@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import openai
@@ -51,10 +51,17 @@ class Program:
 
 
 @contextmanager
-def serving(*flags: str, environment: dict[str, str] | None = None) -> Iterator[Program]:
-    """Run SERVE with more flags. If a flag occurs twice, the later value counts."""
+def serving(
+    *flags: str,
+    environment: dict[str, str] | None = None,
+    entry: Sequence[str] = ("-m", "specoffload"),
+) -> Iterator[Program]:
+    """Run SERVE with more flags. If a flag occurs twice, the later value counts.
+
+    `entry`: the words after Python's name that start the program.
+    """
     with subprocess.Popen(
-        [*SERVE, *flags],
+        [sys.executable, *entry, *SERVE[SERVE.index("serve") :], *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.images.place import on_cpu_reason, projector_bytes
-from offload.images.place_tokens import LEAST_PLACES, ImageSpan, image_spans, place_tokens
+from offload.images.place_tokens import (
+    LEAST_PLACES,
+    ImageSpan,
+    image_spans,
+    place_tokens,
+    positions_of,
+)
 from specoffload.slots.choosing import common
 
 IMAGES = st.tuples(st.integers(LEAST_PLACES, 300), st.integers(1, 300), st.binary(max_size=40))
@@ -58,3 +64,11 @@ def test_the_gpu_computes_a_projector_that_leaves_it_room(
     found = on_cpu_reason(1 << 30, device_gib << 30, n_devices=n_devices, offload=offload)
     assert (why in found) if why else found == ""
     assert projector_bytes(1 << 30) > 1 << 30
+
+
+def test_the_places_of_an_image_have_its_first_position() -> None:
+    flat, plain = place_tokens(6, 3, b"M-RoPE"), place_tokens(5, 5, b"others")
+    tokens = [7, 8, *flat, 9, 9, *plain, 7]
+    expected = [0, 1, *[2] * 6, 5, 6, *[7] * 5, 12]
+    assert positions_of(len(tokens), image_spans(tokens)) == expected
+    assert positions_of(3, []) == [0, 1, 2]

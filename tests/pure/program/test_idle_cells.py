@@ -6,8 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from offload.ggml.cells import Cells
+from offload.sequences.saved_state import PART_BYTES
+from specoffload.slots.draft_texts import DraftCells
 from specoffload.slots.idle_cells import IdleCells
 
 N_CELLS = 100
@@ -161,3 +165,106 @@ def test_a_running_slot_that_shares_cells_stays_above_its_gap() -> None:
     place.slots[1].is_busy = place.slots[0].is_busy = True
     place.cells.remove(2, 0)
     assert [place.idle.before_step(1) for _ in range(20)] == [None] * 20
+
+
+class Drafting(Place):
+    """Slots whose texts a draft model holds, too. It has decoded `n_decoded` tokens."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.n_decoded, self.drafts = 0, Cells(N_CELLS, self.n_slots)
+        slots: Any = self.slots
+        times: Any = SecondPerCell()
+        draft = DraftCells(self.drafts, times, lambda: self.n_decoded)
+        self.idle = IdleCells(slots, self.cells, times, self._move_out, moves=True, draft=draft)
+
+    def hold_both(self, slot: int, n_tokens: int) -> None:
+        self.hold(slot, n_tokens)
+        self.drafts.place([slot] * n_tokens, range(n_tokens))
+
+
+def test_a_slot_pays_for_the_decodes_of_a_draft_model_too() -> None:
+    """Three drafted tokens are three decodes, each of which passes over the draft's cells."""
+    place = Drafting()
+    place.hold_both(0, 2)
+    place.slots[0].saved_bytes = 20  # 20 s at 2 s a step, and 6 s more for drafts
+    place.idle.before_step(1)
+    assert place.idle.counters.idle_cells_s == 2.0
+    for n in range(2):
+        place.n_decoded += 3
+        assert not place.moved, n
+        place.idle.before_step(1)
+    assert place.idle.counters.idle_cells_s == 2.0 + 2 * 8.0
+    place.n_decoded += 3
+    place.idle.before_step(1)
+    assert place.moved == [0]
+
+
+def test_a_prompt_that_a_draft_model_reads_is_one_decode() -> None:
+    place = Drafting()
+    place.hold_both(0, 1)
+    place.slots[0].saved_bytes = 1000
+    place.n_decoded += 200
+    place.idle.before_step(1)
+    assert place.idle.counters.idle_cells_s == 1.0 + 200.0
+
+
+def test_cells_that_a_running_request_shares_in_the_draft_model_are_free() -> None:
+    place = Drafting()
+    place.hold_both(0, 2)
+    place.drafts.copy(0, 1)
+    place.slots[1].is_busy = True
+    place.n_decoded = 5
+    place.idle.before_step(1)
+    assert place.idle.counters.idle_cells_s == 2.0
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4)), max_size=40),
+    st.integers(1, 5),
+    st.floats(0.5, 60.0),
+)
+def test_with_a_draft_model_idle_cells_cost_at_most_twice_the_best_choice(
+    steps: list[tuple[int, int]], n_held: int, cost_s: float
+) -> None:
+    """A step's drafts are not known before it, so they may be added once more."""
+    place = Drafting()
+    place.hold_both(0, n_held)
+    place.slots[0].saved_bytes = max(1, round(cost_s))
+    cost_s = float(place.slots[0].saved_bytes)
+    spent_s = all_s = worst_s = 0.0
+    for n_tokens, n_drafted in steps:
+        place.idle.before_step(n_tokens)
+        step_s = n_held * float(n_tokens + n_drafted)
+        all_s, worst_s = all_s + step_s, max(worst_s, n_held * float(n_drafted))
+        if not place.moved:
+            spent_s += step_s
+        place.n_decoded += n_drafted
+    spent_s += cost_s if place.moved else 0.0
+    assert spent_s <= 2.0 * min(all_s, cost_s) + 2.0 * worst_s + 1e-9
+
+
+def test_a_slot_that_moves_part_by_part_leaves_earlier_by_what_it_pays_meanwhile() -> None:
+    """The copy takes as long as five steps, in each of which a cell costs a second."""
+    place = Place()
+    slots: Any = place.slots
+    times: Any = SecondPerCell(copy_bytes_per_s=float(PART_BYTES))
+    place.idle = IdleCells(slots, place.cells, times, place._move_out, moves=True, in_parts=True)
+    place.hold(0, 1)
+    place.slots[0].saved_bytes = 10 * PART_BYTES  # 10 s out and 10 s back
+    left = [place.idle.before_step(1, 2.0) or place.moved[:] for _ in range(17)]
+    assert left.index([0]) == 15, "15 s before, and five steps of 2 s while it moves"
+
+
+def test_a_short_slot_moves_at_once_and_pays_nothing_meanwhile() -> None:
+    place = Place()
+    slots: Any = place.slots
+    times: Any = SecondPerCell()
+    place.idle = IdleCells(slots, place.cells, times, place._move_out, moves=True, in_parts=True)
+    place.hold(0, 1)
+    place.slots[0].saved_bytes = 10
+    for _ in range(10):
+        place.idle.before_step(1, 2.0)
+    assert not place.moved
+    place.idle.before_step(1, 2.0)
+    assert place.moved == [0]

@@ -70,3 +70,30 @@ def test_costs_of_moves_are_estimated_and_then_measured() -> None:
     assert costs.seconds(10**9) == pytest.approx(5.0)
     costs.took(0, 1.0, is_out=True)
     assert costs.seconds(10**9) == pytest.approx(5.0)
+
+
+@given(
+    st.floats(0.01, 1.0), st.integers(1, 200), st.floats(0.0, 1.0), st.floats(0.5, 40.0),
+    st.floats(0.0, 1.0),
+)  # fmt: skip
+def test_a_copy_during_several_decodes_costs_no_more_than_twice_the_best_choice(
+    step_s: float, n_steps: int, share: float, cost_s: float, out_share: float
+) -> None:
+    """Each step of the copy takes as long as a decode, and the idle conversation pays for it."""
+    rent_s, out_s = share * step_s, out_share * cost_s
+    rents, spent_s, copied_s, leaves = IdleRents(), 0.0, 0.0, False
+    lead_s = out_s * rent_s / step_s
+    for _ in range(n_steps):
+        if leaves and copied_s < out_s:
+            copied_s = min(out_s, copied_s + step_s)
+            spent_s += rent_s
+            continue
+        if leaves:
+            break
+        leaves = bool(rents.leaving({0: rent_s}, lambda _: cost_s, lambda _, __: lead_s))
+        if not leaves:
+            spent_s += rent_s
+    is_out = leaves and copied_s >= out_s
+    spent_s += cost_s if is_out else copied_s
+    best_s = min(n_steps * rent_s, cost_s)
+    assert spent_s <= 2.0 * best_s + 2.0 * step_s + 1e-9
