@@ -80,6 +80,19 @@ def choose_devices(wanted: str, *, all_gpus: bool = False) -> tuple[DeviceChoice
     return chosen
 
 
+def start_devices(
+    wanted: str, shares: Sequence[float] = (), *, has_workers: bool = False, wraps: bool = True
+) -> tuple[DeviceChoice, ...]:
+    """Return the local devices that a start may use, in the order of `--device`.
+
+    `auto` means all GPUs if `shares` (`--tensor-split`) divide the layers between several devices,
+    or if a plan may. A plan divides no layers if workers hold some (`has_workers`), nor for a model
+    that libllama places itself, such as a draft (not `wraps`). Raises DeviceUnavailable.
+    """
+    all_gpus = len(shares) > 1 if shares else wraps and not has_workers
+    return choose_devices(wanted, all_gpus=all_gpus)
+
+
 def _chosen(wanted: str, *, all_gpus: bool) -> tuple[DeviceChoice, ...]:
     names = device_names(wanted)
     if all_gpus and wanted.lower() == "auto":

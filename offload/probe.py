@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from offload.device import DeviceChoice, choose_device, choose_devices
+from offload.device import DeviceChoice, choose_device, start_devices
 from offload.errors import DeviceFailed, DoesNotFit
 from offload.ggml.cuda_driver import most_batch_tokens
 from offload.ggml.library.lib import library
@@ -55,7 +55,9 @@ def probe(facts: ModelFacts, options: EngineOptions) -> Here:
     """
     wanted, shares = options.wanted, options.wanted.tensor_split
     is_planned = wanted.wrapped and not shares and not options.remote.is_used
-    choices = choose_devices(options.device, all_gpus=len(shares) > 1 or is_planned)
+    choices = start_devices(
+        options.device, shares, has_workers=options.remote.is_used, wraps=wanted.wrapped
+    )
     rates: Sequence[float] = ()
     if len(choices) > 1 and options.measure_links is not None and wanted.wrapped:
         rates = options.measure_links(choices)

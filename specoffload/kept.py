@@ -93,6 +93,7 @@ class KeptRun:
 
 # Names of settings, and a value.
 STREAMED, CACHE, ON_DEVICE = "streamed bytes", "KV cache", "on the device"
+WORKERS = "workers"
 _LABELS = {"flash-attn": "flash attention", "ubatch": "--ubatch-size", "min-batch": "--min-batch"}
 
 
@@ -408,7 +409,7 @@ def settings_of(target: Engine, fixed: MinBatch | None) -> dict[str, str]:
             "guesses": str(s.prefetch),
         }
     if target.opened.remote is not None:
-        settings["workers"] = target.opened.remote.words
+        settings[WORKERS] = target.opened.remote.words
     if len(target.start.choices) > 1:
         ranges = "/".join(f"{layers.first}-{layers.end - 1}" for _, layers in target.start.choices)
         settings["layers"] = f"{ranges} on {target.start.options.device}"

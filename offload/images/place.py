@@ -14,14 +14,15 @@ def projector_bytes(file_bytes: int) -> int:
 def on_cpu_reason(file_bytes: int, device_bytes: int, *, n_devices: int, offload: bool) -> str:
     """Return why the CPU has to compute the projector, or "" if the GPU computes it.
 
-    `device_bytes`: memory of the GPU for the model, 0 without a GPU. `offload`: --mmproj-offload.
+    `device_bytes`: memory of the GPU for the model, 0 without a GPU. `n_devices`: the devices that
+    a start may use. `offload`: --mmproj-offload.
     """
     if not device_bytes:
         return "no GPU computes"
     if not offload:
         return "--no-mmproj-offload"
     if n_devices > 1:
-        return "several GPUs share the model"
+        return "several GPUs may share the model, and --device names no single one"
     needed_bytes = projector_bytes(file_bytes)
     if needed_bytes > _MOST_SHARE * device_bytes:
         return (

@@ -383,7 +383,11 @@ def _request_of(
         n_gpu_layers=n_gpu_layers,
         n_cpu_moe=n_cpu_moe,
         mtp=request.mtp and has_mtp,
-        decodes=request.decodes if n_here == n else (),  # times of decodes with all layers
+        decodes=tuple(
+            decode
+            for decode in (request.decodes if n_here == n else ())
+            if decode.device in ("", device.name)
+        ),
     )
 
 

@@ -129,10 +129,14 @@ class Objective:
 
 @dataclass(frozen=True)
 class MeasuredDecode:
-    """The seconds of a decode of one token, measured by an earlier start with this sharing."""
+    """The seconds of a decode of one token, measured by an earlier start with this sharing.
+
+    `device` is the name of the device that had all layers, "" if a start may use only one.
+    """
 
     sharing: Sharing
     seconds: float
+    device: str = ""
 
 
 def measured_s(decodes: Sequence[MeasuredDecode], sharing: Sharing) -> Real:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from numa.machine import read_topology
-from offload.device import choose_device, choose_devices
+from offload.device import choose_device
 from offload.errors import OffloadError
 from offload.ggml.native_build import library_build
 from offload.stream.bell_use import BELLS
@@ -56,6 +56,7 @@ from specoffload.config.resolution import Config
 from specoffload.errors import SpecOffloadError, UsageError
 from specoffload.generation.statistics import GenerationStats
 from specoffload.kept_machine import links_of
+from specoffload.opening.choices import devices_of
 from specoffload.opening.drafters import usable_drafters
 from specoffload.opening.header import target_facts
 from specoffload.opening.planner import Planner
@@ -165,7 +166,7 @@ class _Report:
     def _machine(self) -> None:
         topology, free = read_topology(), self._names.free
         here = machine()
-        choices = choose_devices(self._config.device, all_gpus=len(self._config.tensor_split) > 1)
+        choices = devices_of(self._config)
         self.data["machine"] = here | {
             "cpu": free(here["cpu"]),
             "system": platform.system(),

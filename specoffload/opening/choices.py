@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
-from offload.device import DeviceChoice
+from offload.device import DeviceChoice, start_devices
 from offload.notes import Note, NoteKind
 from offload.times.min_batch import NEVER, MinBatch
 from specoffload.config.options import Toggle
@@ -46,6 +46,11 @@ class StartChoices:
             return self
         hybrid = HybridChoice(Toggle.OFF, reason=_nothing_streams_reason(choice))
         return replace(self, min_batch=_NOTHING_STREAMS, hybrid=hybrid)
+
+
+def devices_of(config: Config) -> tuple[DeviceChoice, ...]:
+    """Return the local devices that a start of the target may use. Raises DeviceUnavailable."""
+    return start_devices(config.device, config.tensor_split, has_workers=config.remote.is_used)
 
 
 def shared_ram_notes(choice: DeviceChoice, config: Config) -> tuple[str, ...]:

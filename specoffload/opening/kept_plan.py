@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from offload.device import MeasureLinks, choose_device, choose_devices
+from offload.device import MeasureLinks, choose_device
 from offload.ggml.native_build import library_build
 from offload.plan.objective import MeasuredDecode
 from offload.plan.workload import TokenMix
@@ -13,8 +13,17 @@ from offload.routing.routing import HitCurve, UnionCurve
 from offload.times.machine import TYPICAL
 from specoffload.config.resolution import Config
 from specoffload.config.speculation import SpecConfig
-from specoffload.kept import CACHE, ON_DEVICE, Kept, KeptFile, place_words, thread_words
+from specoffload.kept import (
+    CACHE,
+    ON_DEVICE,
+    WORKERS,
+    Kept,
+    KeptFile,
+    place_words,
+    thread_words,
+)
 from specoffload.kept_machine import links_of, load_disk
+from specoffload.opening.choices import devices_of
 from specoffload.opening.header import target_facts
 
 
@@ -62,32 +71,41 @@ def _kept_of(config: Config, folder: Path | None) -> tuple[Kept, str] | None:
 
 def ubatch_settings(config: Config) -> dict[str, str]:
     """The settings on which the fastest ubatch depends, as kept with it."""
-    choices = choose_devices(config.device, all_gpus=len(config.tensor_split) > 1)
     memory = config.device_bytes or config.each_device_bytes
+    shares = {"shares": str(config.tensor_split)} if config.tensor_split else {}
+    workers = {WORKERS: ", ".join(map(str, config.remote.workers))} if config.remote.is_used else {}
     return {
-        "device": place_words(choices),
+        "device": place_words(devices_of(config)),
         "memory": str(memory or "what is free"),
         "context": str(config.ctx_size) + (", in RAM" if config.kv_offload is False else ""),
         "mix": "usual" if config.mix is None else str(config.mix),
         "build": library_build(),
+        **shares,
+        **workers,
     }
 
 
 def _decodes(kept: Kept, config: Config) -> tuple[MeasuredDecode, ...]:
-    """Kept times of one-token decodes with these threads, device and library, and any plan."""
-    choices = choose_devices(config.device, all_gpus=len(config.tensor_split) > 1)
-    place = {
+    """Kept times of one-token decodes with these threads, one of the devices and this library.
+
+    Their plans had all layers on this device. A run with workers is another one.
+    """
+    setting = {
         "threads": thread_words(
             config.threads, config.threads_batch, config.decode_on, config.batch_on
         ),
-        "device": place_words(choices),
         "build": library_build(),
         CACHE: ON_DEVICE,  # attention takes another time if the cache is in RAM
     }
+    choices = devices_of(config)
+    names = {place_words([one]): one.name if len(choices) > 1 else "" for one in choices}
     return tuple(
-        MeasuredDecode(run.sharing, run.table.best(1)[1])
+        MeasuredDecode(run.sharing, run.table.best(1)[1], names[run.settings["device"]])
         for run in kept.runs
-        if run.table.is_measured and place.items() <= run.settings.items()
+        if run.table.is_measured
+        and run.settings.get("device") in names
+        and WORKERS not in run.settings
+        and setting.items() <= run.settings.items()
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from offload.device import choose_device, choose_devices
+from offload.device import choose_device
 from offload.engine import EngineOptions
 from offload.errors import BadModel
 from offload.images.place import on_cpu_reason, projector_bytes
@@ -29,7 +29,7 @@ from specoffload.config.options import DraftEngine, Toggle
 from specoffload.config.resolution import Config
 from specoffload.config.speculation import SpecConfig
 from specoffload.kept_machine import layouts_of, reads_of
-from specoffload.opening.choices import StartChoices
+from specoffload.opening.choices import StartChoices, devices_of
 from specoffload.opening.draft import draft_bytes
 from specoffload.opening.header import target_facts
 from specoffload.opening.kept_plan import NOTHING_KEPT, KeptForPlan, disk_rate, link_rates
@@ -90,7 +90,7 @@ def projector_of(config: Config) -> ProjectorOptions | None:
         file_bytes = check_regular(config.mmproj)
     except OSError as e:
         raise BadModel(f"--mmproj {config.mmproj}: {e.strerror}") from e
-    choices = choose_devices(config.device, all_gpus=len(config.tensor_split) > 1)
+    choices = devices_of(config)
     device_bytes = 0
     if choices[0].on_gpu:
         asked_bytes = config.device_bytes

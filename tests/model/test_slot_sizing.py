@@ -12,7 +12,7 @@ import pytest
 from lab.options import Streaming, engine_options
 from lab.synth import write_preset
 from offload import probe as probing
-from offload.device import DeviceChoice, choose_devices
+from offload.device import DeviceChoice, start_devices
 from offload.engine import EngineOptions, open_engine
 from offload.errors import DoesNotFit
 from offload.ggml.backend import Device
@@ -69,8 +69,8 @@ class CountingDevice:
         def free(_: Device) -> tuple[int, int]:
             return self.total_bytes - self.in_use - self.loaded_bytes, self.total_bytes
 
-        def chosen(wanted: str, **named: bool) -> tuple[DeviceChoice, ...]:
-            return tuple(replace(c, on_gpu=True) for c in choose_devices(wanted, **named))
+        def chosen(*wanted: Any, **named: Any) -> tuple[DeviceChoice, ...]:
+            return tuple(replace(c, on_gpu=True) for c in start_devices(*wanted, **named))
 
         def unpinned(store: Store, *arguments: Any, **named: Any) -> None:
             _, _, options = arguments
@@ -80,7 +80,7 @@ class CountingDevice:
         monkeypatch.setattr(Device, "allocate", counted)
         monkeypatch.setattr(Buffer, "close", closed)
         monkeypatch.setattr(Device, "memory_bytes", free)
-        monkeypatch.setattr(probing, "choose_devices", chosen)
+        monkeypatch.setattr(probing, "start_devices", chosen)
         monkeypatch.setattr(Store, "__init__", unpinned)
 
 

@@ -183,8 +183,8 @@ def _check_one(line: Connection, config: Config) -> None:
 
 def _plan_with_all_memory(config: Config) -> None:
     """Plan a model as if no other one held memory. Raises what planning raises."""
-    from offload.device import choose_devices
     from offload.errors import DoesNotFit, WorkerUnavailable
+    from specoffload.opening.choices import devices_of
     from specoffload.opening.context_size import planned_with_context
 
     try:
@@ -196,7 +196,7 @@ def _plan_with_all_memory(config: Config) -> None:
         try:
             planned_with_context(config, PlanOptions(ram=whole))
         except DoesNotFit as e:
-            choices = choose_devices(config.device)
+            choices = devices_of(config)
             room_bytes = sum(choice.device.memory_bytes()[1] for choice in choices if choice.on_gpu)
             if not room_bytes or (e.least_bytes or 0) > room_bytes:
                 raise

@@ -339,6 +339,12 @@ def test_backends_are_told_apart_in_one_table() -> None:
     assert bad == []
 
 
+def test_one_function_decides_which_devices_a_start_may_use() -> None:
+    """Others would count, keep or plan for other devices than a start uses."""
+    callers = {name_of(path) for path in sources() if "choose_devices(" in path.read_text("utf-8")}
+    assert callers == {"offload/device.py"}
+
+
 def test_no_file_is_called_utils() -> None:
     bad = [p for p in sources() if p.stem in FORBIDDEN_STEMS]
     assert bad == []

@@ -20,6 +20,7 @@ from offload.plan import devices as plan_devices
 from offload.plan import range_times
 from offload.plan.devices import DevicePlan, Division, divide, plan_parts
 from offload.plan.found import DeviceRoom, FoundDevice, Kind
+from offload.plan.objective import MeasuredDecode
 from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.ranges import LayerRange
 from offload.plan.search import may_overlap, prompt_s
@@ -27,6 +28,7 @@ from offload.plan.weights import ring_slots
 from offload.plan.workload import TokenMix
 from offload.schedule.batch import LAYER_RING
 from offload.times.context_memory import ContextOptions
+from offload.times.hits import Sharing
 from offload.times.machine import TYPICAL
 
 REQUEST = PlanRequest(context=ContextOptions(n_ctx=4096), most_ubatch=1024, n_cpu_moe="fit")
@@ -98,6 +100,20 @@ def test_one_device_has_the_plan_that_it_had_before(budget: int) -> None:
     (part,) = divided(rooms(budget)).parts
     assert part.plan == make_plan(FACTS, replace(REQUEST, budget_bytes=budget))
     assert part.layers == WHOLE
+
+
+def test_a_device_is_planned_by_its_own_measured_decodes() -> None:
+    """Those of a whole model on another device, or of all layers on two, say nothing of it."""
+    every, here, there = (MeasuredDecode(Sharing(), 1.0, name) for name in ("", "GPU0", "GPU1"))
+    request = replace(REQUEST, decodes=(every, there, here))
+    (part,) = divided(rooms(ALL + BUFFERS), request).parts
+    assert part.request.decodes == (every, here)
+    two = rooms(ALL + BUFFERS, ALL + BUFFERS)
+    (second,) = plan_parts(FACTS, two, [LayerRange(0, 0), WHOLE], request).parts
+    assert second.request.decodes == (every, there)
+    ranges = [LayerRange(0, 3), LayerRange(3, N_LAYERS + 1)]
+    for part in plan_parts(FACTS, two, ranges, request).parts:
+        assert part.request.decodes == ()
 
 
 @settings(max_examples=6, deadline=None)
