@@ -25,6 +25,9 @@ from offload.ggml.threads import cpu_features
 
 _PACKAGE = "llama-cpp-python"
 _TRIAL_S = 60.0
+_GIVES_WRONG, _DIES = "gives wrong numbers", "dies of "
+# Signals of a process whose machine code is wrong. Others come from outside, as SIGKILL does.
+_FAULTS = frozenset({"SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV"})
 _RIGHT, _WRONG = 0, 3  # exit codes of the trial
 _TRIAL = """
 import resource, sys
@@ -96,6 +99,8 @@ def amx_verdict(folder: Path | None, trial: Callable[[], str] | None = None) -> 
     """Return the verdict for this build, or None without AMX. The result is kept in `folder`.
 
     `trial` is called if no result is kept. It returns the reason why AMX does not work, or "".
+    A trial that did not end, for example on a busy machine, is not kept and decides this start
+    alone.
     """
     if amx_buffer_type() is None:
         return None
@@ -103,14 +108,26 @@ def amx_verdict(folder: Path | None, trial: Callable[[], str] | None = None) -> 
     reason = _kept(path)
     if reason is None:
         reason = (trial or _try_in_a_child)()
-        _keep(path, reason)
+        if _is_of_the_build(reason):
+            _keep(path, reason)
     if not reason:
         return AmxVerdict(True)
+    if not _is_of_the_build(reason):
+        return AmxVerdict(
+            False,
+            f"AMX is left unused by this start, and the next start tries it again: a product with "
+            f"it {reason}",
+        )
     return AmxVerdict(
         False,
         f"AMX is left unused: a product with it {reason}, since the library was miscompiled (gcc "
         f"bug 114098); {_REBUILD}",
     )
+
+
+def _is_of_the_build(reason: str) -> bool:
+    """True if a trial's reason, or "", can only come from the library's machine code."""
+    return reason in ("", _GIVES_WRONG) or reason.removeprefix(_DIES) in _FAULTS
 
 
 def _kept(path: Path | None) -> str | None:
@@ -119,7 +136,7 @@ def _kept(path: Path | None) -> str | None:
     except (OSError, ValueError):
         return None  # there is no file yet, or it is damaged, so the trial runs again
     reason = kept.get("why_not") if isinstance(kept, dict) else None
-    return reason if isinstance(reason, str) else None
+    return reason if isinstance(reason, str) and _is_of_the_build(reason) else None
 
 
 def _keep(path: Path | None, reason: str) -> None:
@@ -143,9 +160,9 @@ def _try_in_a_child() -> str:
     if done.returncode == _RIGHT:
         return ""
     if done.returncode == _WRONG:
-        return "gives wrong numbers"
+        return _GIVES_WRONG
     if done.returncode < 0:
-        return f"dies of {signal.Signals(-done.returncode).name}"
+        return f"{_DIES}{signal.Signals(-done.returncode).name}"
     return f"fails ({done.stderr.decode('utf-8', 'replace').strip()[-200:]})"
 
 

@@ -80,6 +80,40 @@ def test_a_damaged_record_is_replaced(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.usefixtures("amx")
+@pytest.mark.parametrize(
+    "why_not", ["could not be tried (timed out)", "dies of SIGKILL", "dies of SIGTERM", "fails (x)"]
+)
+def test_a_trial_that_did_not_end_decides_one_start_alone(tmp_path: Path, why_not: str) -> None:
+    """A busy machine, or one without memory, says nothing of the library."""
+    trial = Trial(why_not)
+    for _ in range(2):
+        verdict = amx_verdict(tmp_path, trial)
+        assert verdict is not None
+        assert not verdict.works
+        assert why_not in verdict.sentence
+        assert "the next start tries it again" in verdict.sentence
+        assert "miscompiled" not in verdict.sentence
+    assert trial.times == 2
+    trial.why_not = ""
+    assert amx_verdict(tmp_path, trial) == AmxVerdict(True)
+    (record,) = tmp_path.iterdir()
+    record.write_text(f'{{"why_not": "{why_not}"}}', encoding="utf-8")  # as earlier versions kept
+    assert amx_verdict(tmp_path, trial) == AmxVerdict(True)
+    assert trial.times == 4
+
+
+@pytest.mark.usefixtures("amx")
+def test_a_trial_that_takes_too_long_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_build, "_TRIAL_S", 0.0)
+    verdict = amx_verdict(tmp_path)
+    assert verdict is not None
+    assert "could not be tried" in verdict.sentence
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.usefixtures("amx")
 def test_without_a_folder_that_can_be_written_it_is_tried_each_time(tmp_path: Path) -> None:
     trial = Trial("")
     in_the_way = tmp_path / "file"
