@@ -10,10 +10,11 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from offload.errors import BadModel
 from offload.plan.store_layout import PAGE_BYTES
@@ -24,6 +25,8 @@ _SLOW_BYTES_PER_S = 1.5e9  # less than NVMe disks reach
 DEPTHS = (1, 2, 4, 8, 16)  # numbers of reads under way
 READ_BYTES = 2 << 20  # bytes of one read, as of an expert's matrix
 _LEAST_S = 0.25
+# Stretches of a measurement. Each must have enough reads that one more or less matters little.
+_LEAST_STRETCHES, _MOST_STRETCHES, _READS_OF_STRETCH = 3, 15, 16
 
 
 class HeldDisk:
@@ -116,8 +119,9 @@ def _text(path: Path) -> str:
 def disk_speed(path: Path, depth: int, least_s: float = _LEAST_S) -> float:
     """Return the bytes/s of reads at random places of a file, `depth` at once.
 
-    Reads bypass the page cache if the file system allows it. Raises BadModel if the file cannot be
-    read or is shorter than a read.
+    This is the median of several stretches (`steady_rate`), since the result is kept for later
+    starts. Reads bypass the page cache if the file system allows it. Raises BadModel if the file
+    cannot be read or is shorter than a read.
     """
     file = OpenFile(path)
     size_bytes = path.stat().st_size
@@ -126,7 +130,7 @@ def disk_speed(path: Path, depth: int, least_s: float = _LEAST_S) -> float:
         raise BadModel(f"{path}: is too short to measure the disk with")
     last_page = (size_bytes - READ_BYTES) // PAGE_BYTES
     descriptor = file.direct if file.is_direct else file.buffered
-    read_bytes = [0] * depth
+    reads: list[tuple[float, int]] = []  # when each read ended, and its bytes
     errors: list[OSError] = []
     end_s = time.perf_counter() + least_s
 
@@ -135,7 +139,8 @@ def disk_speed(path: Path, depth: int, least_s: float = _LEAST_S) -> float:
         try:
             while time.perf_counter() < end_s:
                 at = PAGE_BYTES * chance.randint(0, last_page)
-                read_bytes[number] += os.preadv(descriptor, [memory], at)
+                n_bytes = os.preadv(descriptor, [memory], at)
+                reads.append((time.perf_counter(), n_bytes))
         except OSError as e:
             errors.append(e)
         finally:
@@ -147,8 +152,25 @@ def disk_speed(path: Path, depth: int, least_s: float = _LEAST_S) -> float:
         thread.start()
     for thread in threads:
         thread.join()
-    took_s = time.perf_counter() - start_s
     file.close()
     if errors:
         raise BadModel(f"{path}: cannot be read ({errors[0]})") from errors[0]
-    return sum(read_bytes) / took_s
+    return steady_rate(reads, start_s)
+
+
+def steady_rate(reads: Sequence[tuple[float, int]], start_s: float) -> float:
+    """Return the bytes/s of reads, each given by the second of its end and its bytes. Pure.
+
+    With enough reads it is the median rate of equal stretches of time, so a disturbance of less
+    than half of them does not change it.
+    """
+    ends_s = max((end_s for end_s, _ in reads), default=start_s)
+    took_s = max(ends_s - start_s, 1e-9)
+    n_stretches = min(_MOST_STRETCHES, len(reads) // _READS_OF_STRETCH)
+    if n_stretches < _LEAST_STRETCHES:
+        return sum(n_bytes for _, n_bytes in reads) / took_s
+    stretch_bytes = [0] * n_stretches
+    for end_s, n_bytes in reads:
+        at = int((end_s - start_s) / took_s * n_stretches)
+        stretch_bytes[min(at, n_stretches - 1)] += n_bytes
+    return median(stretch_bytes) * n_stretches / took_s

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from statistics import median
 from time import perf_counter
 
 from offload.device import DeviceChoice
@@ -88,15 +89,24 @@ class _LinkProbe:
         closing.callback(self._copier.close)
 
     def run(self, least_s: float, now: Callable[[], float] = perf_counter) -> float:
-        """Copy for about `least_s` seconds, at least once, and return bytes/s."""
-        n_copied, n_at_once, began_s = 0, 1, now()
-        while n_copied == 0 or now() - began_s < least_s:
+        """Copy for about `least_s` seconds, at least once, and return bytes/s.
+
+        This is the median of many short stretches. A program that disturbs less than half of them
+        does not change it, so the kept rate is not spoilt for later starts.
+        """
+        n_copied, n_at_once = 0, 1
+        began_s = ends_s = now()
+        rates = list[float]()
+        while n_copied == 0 or ends_s - began_s < least_s:
+            from_s = ends_s
             self._copier.begin()
             for i in range(n_copied, n_copied + n_at_once):
                 at = i % _N_PLACES * _COPY_BYTES
                 transfer = Transfer(self._target, 0, self._source, at, _COPY_BYTES)
                 self._copier.copy([transfer], None)
             self._copier.drain()
+            ends_s = now()
+            rates.append(n_at_once * _COPY_BYTES / max(ends_s - from_s, 1e-9))
             n_copied += n_at_once
             n_at_once = min(_MOST_AT_ONCE, 2 * n_at_once)
-        return n_copied * _COPY_BYTES / max(now() - began_s, 1e-9)
+        return median(rates)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from offload.device import DeviceChoice, choose_device
-from offload.stream.link_speed import link_speeds
+from offload.stream.link_speed import _COPY_BYTES, _MOST_AT_ONCE, _LinkProbe, link_speeds
 from specoffload import kept_machine
 from specoffload.kept import MACHINE_FILE
 from specoffload.kept_machine import link_lines, links_of
@@ -27,6 +28,26 @@ def test_each_link_is_measured_alone_and_with_the_other() -> None:
             assert 0.5 * rate < measured <= rate * 1.01
     (only,) = link_speeds(two()[1:], least_s=0.1).together
     assert 0.5 * RATES[1] < only <= RATES[1] * 1.01
+
+
+def test_a_burst_of_other_programs_does_not_change_a_links_speed() -> None:
+    """Copies take 20 times as long in 8 of about 30 stretches of a measurement."""
+    rate, n_stretches, time_s = 10e9, -1, 0.0
+
+    def now() -> float:
+        nonlocal n_stretches, time_s
+        n_stretches += 1
+        if n_stretches:
+            n_copies = min(_MOST_AT_ONCE, 1 << (n_stretches - 1))
+            slowness = 20 if 10 <= n_stretches < 18 else 1
+            time_s += slowness * n_copies * _COPY_BYTES / rate
+        return time_s
+
+    with ExitStack() as closing:
+        probe = _LinkProbe(choose_device("sim"), closing)
+        least_s = (22 + 8 * 20) * _MOST_AT_ONCE * _COPY_BYTES / rate
+        assert probe.run(least_s, now) == pytest.approx(rate, rel=0.01)
+    assert 25 < n_stretches < 40
 
 
 def test_links_are_kept_by_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,14 @@ from numa_trees import mount
 
 from offload.errors import BadModel
 from offload.plan.store_layout import PAGE_BYTES
-from offload.store.disk_speed import READ_BYTES, Disk, HeldDisk, disk_of, disk_speed
+from offload.store.disk_speed import (
+    READ_BYTES,
+    Disk,
+    HeldDisk,
+    disk_of,
+    disk_speed,
+    steady_rate,
+)
 
 
 def test_bytes_that_were_read_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,9 +33,25 @@ def test_bytes_that_were_read_are_counted(tmp_path: Path, monkeypatch: pytest.Mo
         return n
 
     monkeypatch.setattr(os, "preadv", preadv)
-    speed = disk_speed(path, 3, least_s=0.05)
-    assert 0 < speed < counted[0] / 0.05
+    assert disk_speed(path, 3, least_s=0.05) > 0
     assert counted[0] >= 3 * READ_BYTES
+
+
+@pytest.mark.parametrize("burst", [(0.0, 0.4), (0.3, 0.7), (0.6, 1.0)])
+def test_a_burst_of_other_reads_does_not_change_a_disks_speed(burst: tuple[float, float]) -> None:
+    """Reads take 20 times as long for four tenths of the time, as while a backup runs."""
+    reads, now_s = list[tuple[float, int]](), 100.0
+    while now_s < 101.0:
+        is_slow = burst[0] <= now_s - 100.0 < burst[1]
+        now_s += 0.02 if is_slow else 0.001
+        reads.append((now_s, READ_BYTES))
+    assert steady_rate(reads, 100.0) == pytest.approx(READ_BYTES / 0.001, rel=0.05)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 47, 48, 500])
+def test_a_steady_disk_has_its_mean_speed_whatever_the_number_of_reads(n: int) -> None:
+    reads = [(100.0 + (i + 1) * 0.01, READ_BYTES) for i in range(n)]
+    assert steady_rate(reads, 100.0) == pytest.approx(READ_BYTES / 0.01 * (n > 0), rel=0.04)
 
 
 def test_a_file_that_is_too_short_or_missing_is_named(tmp_path: Path) -> None:
