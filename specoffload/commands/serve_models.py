@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from specoffload.config.options import Options, ServeOptions
 from specoffload.config.presets import EVERY, UNNAMED, Preset, notes_on, read_preset_file
 from specoffload.config.resolution import Config
 from specoffload.errors import KNOWN, UsageError
-from specoffload.models.folder import models_of
-from specoffload.models.names import read_hub_name
+from specoffload.models.folder import models_of, projector_beside
+from specoffload.models.names import model_in, read_hub_name
 from specoffload.server.engine.supervisor import stamp_of
 from specoffload.server.log import LogSettings, ServerLog
 from specoffload.server.router.model import DEFAULT_STOP_TIMEOUT_S, Entry
@@ -30,6 +31,7 @@ from specoffload.slots.prompt_shelf import PromptShelf
 
 _MODEL, _REPO, _ALIAS = (Options, "model"), (Options, "hf_repo"), (Options, "alias")
 _DRAFT, _PROJECTOR = (Options, "draft"), (Options, "mmproj")
+_PROJECTOR_URL, _PROJECTOR_AUTO = (Options, "mmproj_url"), (Options, "mmproj_auto")
 _MODELS = (ServeOptions, "models")
 
 
@@ -244,6 +246,9 @@ def _line_of(
     if read.given.keys() & {_MODEL, _REPO}:  # the preset names another file than the folder
         for place in own.keys() - read.given.keys():
             del given[place]
+    auto = given.get(_PROJECTOR_AUTO)
+    if auto is not None and not auto.value and given.get(_PROJECTOR) is own.get(_PROJECTOR):
+        given.pop(_PROJECTOR, None)  # --no-mmproj
     if not given.keys() & {_MODEL, _REPO}:
         if read_hub_name(name) is None:
             words = f"preset {name!r} names no model: add model = FILE or hf-repo = user/repo:quant"
@@ -281,9 +286,24 @@ def _entry(
         loads_on_startup=bool(preset.loads_on_startup),
         stop_timeout_s=DEFAULT_STOP_TIMEOUT_S if stop_s is None else stop_s,
         aliases=tuple(dict.fromkeys((*preset.aliases, *aliases))),
-        reads_images=_PROJECTOR in line.given,
+        reads_images=_reads_images(line),
         line=line,
     )
+
+
+def _reads_images(line: CommandLine) -> bool:
+    """True if the line of a model names a projector, or takes the one beside its file.
+
+    False for a model of the hub without `--mmproj`, as nothing is fetched for a list.
+    """
+    if line.given.keys() & {_PROJECTOR, _PROJECTOR_URL}:
+        return True
+    auto, path = line.given.get(_PROJECTOR_AUTO), line.options.model
+    if auto is None or not auto.value or path is None or not path.exists():
+        return False
+    with suppress(UsageError, OSError):
+        return projector_beside(model_in(path) if path.is_dir() else path).projector is not None
+    return False
 
 
 def _check_names(entries: Sequence[Entry]) -> None:

@@ -7,13 +7,14 @@ their own are left out: by their names, as for repositories (`names.py`), and by
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from specoffload.errors import UsageError
 from specoffload.models.file_kind import no_model_reason
 from specoffload.models.names import (
+    are_one_model,
     choose_projector,
     is_first_part,
     is_model,
@@ -67,27 +68,57 @@ def models_of(folder: Path) -> FolderModels:
     return FolderModels(sorted(_with_own_names(models, folder)), left_out)
 
 
+class Beside(NamedTuple):
+    """The projector in a model's folder, or None and why none is used."""
+
+    projector: Path | None
+    reason: str = ""
+
+
+def projector_beside(model: Path) -> Beside:
+    """Return the projector that lies beside the file of a model.
+
+    Quantisations of one model share it. With several models it may belong to another one.
+    """
+    return _projector_of(model, _kinds(model.parent))
+
+
+def _projector_of(model: Path, kinds: Mapping[Path, str]) -> Beside:
+    """As `projector_beside`, for a folder with these `.gguf` files."""
+    others = [path.name for path, reason in kinds.items() if reason and path.is_file()]
+    chosen = choose_projector(others, model.name)
+    if chosen is None:
+        return Beside(None, f"no file with mmproj in its name lies beside {model.name}")
+    models = [path.name for path, reason in kinds.items() if not reason]
+    if not are_one_model([name for name in models if is_first_part(name)]):
+        words = f"{chosen} may belong to another model of its folder; name it with --mmproj"
+        return Beside(None, words)
+    return Beside(model.parent / chosen)
+
+
+def _kinds(folder: Path) -> dict[Path, str]:
+    """Return why each `.gguf` file of a folder is no model, "" for a model, by its path."""
+    files = sorted(folder.glob("*.gguf"))
+    return {path: no_model_reason(path) or _reason_by_name(path) for path in files}
+
+
 def _in_folder(folder: Path, within: str, left_out: dict[str, str]) -> list[FolderModel]:
     """Return the models of one folder. `within` is its name, "" for the folder of --models-dir."""
-    files = sorted(path for path in folder.glob("*.gguf"))
-    reasons = {path: no_model_reason(path) or _reason_by_name(path) for path in files}
+    reasons = _kinds(folder)
+    files = [*reasons]
     models = [path.name for path in files if not reasons[path]]
     firsts = [name for name in models if is_first_part(name)]
     companions = [path for path in files if reasons[path] and path.is_file()]
     drafts = [path for path in companions if path.name.startswith(_DRAFT_STARTS)] if within else []
-    for path in files:
-        is_rest = any(same_model(first, path.name) for first in firsts)
-        if reasons[path] and path not in drafts and not is_rest:
-            left_out[f"{within}/{path.name}".removeprefix("/")] = reasons[path]
-    names = [path.name for path in companions]
     entries = []
     for name, own in zip(firsts, _names(firsts, within), strict=True):
-        beside = choose_projector(names, name) if within else None
-        entries.append(
-            FolderModel(
-                own, folder / name, next(iter(drafts), None), folder / beside if beside else None
-            )
-        )
+        projector = _projector_of(folder / name, reasons).projector if within else None
+        entries.append(FolderModel(own, folder / name, next(iter(drafts), None), projector))
+    used = {*drafts, *(entry.projector for entry in entries)}
+    for path in files:
+        is_rest = any(same_model(first, path.name) for first in firsts)
+        if reasons[path] and path not in used and not is_rest:
+            left_out[f"{within}/{path.name}".removeprefix("/")] = reasons[path]
     if within and len(entries) > 1:
         usual = usual_of(firsts)
         entries = [m._replace(aliases=(within,)) if m.model.name == usual else m for m in entries]

@@ -21,6 +21,7 @@ from specoffload import report
 from specoffload.config.environment import Environment
 from specoffload.config.options import Options
 from specoffload.errors import UsageError
+from specoffload.models.folder import projector_beside
 from specoffload.models.hub import cached_model, fetch, file_beside, hub_snapshot
 from specoffload.models.names import (
     HubName,
@@ -137,6 +138,7 @@ def _with_projector(
     if options.mmproj is not None:
         return options
     projector: HubName | OllamaName | None = None
+    reason = "only models in files and repositories have one beside them"
     if options.mmproj_url is not None:
         projector = read_name(options.mmproj_url)
         if not isinstance(projector, HubName) or not projector.file:
@@ -153,13 +155,12 @@ def _with_projector(
             offline=options.offline,
             token=options.hf_token,
         )
+        reason = f"no file with mmproj in its name was found in {name.repo}"
     elif options.mmproj_auto and options.model is not None and name is None:
-        folder = options.model.parent
-        files = sorted(path.name for path in folder.glob("*.gguf"))
-        n_models = sum(is_model(file) and is_first_part(file) for file in files)
-        beside = choose_projector(files, options.model.name)
-        if beside is not None and n_models == 1:  # otherwise it may belong to another model
-            return replace(options, mmproj=folder / beside)
+        beside = projector_beside(options.model)
+        if beside.projector is not None:
+            return replace(options, mmproj=beside.projector)
+        reason = beside.reason
     if isinstance(projector, HubName):
         path = fetch(
             projector, offline=options.offline, token=options.hf_token, header_only=header_only
@@ -168,7 +169,7 @@ def _with_projector(
         return replace(options, mmproj=path)
     if options.mmproj_auto:
         flag = options.name("mmproj_auto")
-        words = f"{flag} has no effect: no projector lies beside the model, or several models do"
+        words = f"{flag} has no effect: {reason}"
         return replace(options, notes=(*options.notes, words))
     return options
 

@@ -257,12 +257,20 @@ def parts_of(file: str, files: Sequence[str], whose: str) -> tuple[str, ...]:
 
 def quants(models: Sequence[str]) -> list[str]:
     """The names of the files' quantisations. A file that names none is listed by its own name."""
-    endings = []
-    for file in models:
-        stem = stem_of(file)
-        named = re.search(r"[-.]((?:UD-)?[A-Za-z0-9_]+)$", stem)
-        endings.append(named[1] if named and _QUANT.search(named[1]) else stem)
+    endings = [_quant_of(stem) or stem for stem in map(stem_of, models)]
     return sorted(dict.fromkeys(endings))
+
+
+def _quant_of(stem: str) -> str:
+    """The quantisation that ends a name, or ""."""
+    named = re.search(r"[-.]((?:UD-)?[A-Za-z0-9_]+)$", stem)
+    return named[1] if named and _QUANT.search(named[1]) else ""
+
+
+def are_one_model(files: Sequence[str]) -> bool:
+    """True if the names of all files differ only in the quantisation at their ends."""
+    stems = map(stem_of, files)
+    return len({stem.removesuffix(_quant_of(stem)).rstrip("-.").lower() for stem in stems}) <= 1
 
 
 def name_of(repo: str, file: str, files: Sequence[str]) -> str | None:

@@ -710,7 +710,7 @@ def test_a_projector_is_fetched_with_the_model_if_asked_for(hub: Hub, home: Path
     assert located(hub, home, "-hf", repo, "--mmproj-url", f"{url}/mmproj-F16.gguf") == [path]
     none = located(hub, home, "-hf", "maker/other-GGUF", "--mmproj-auto")
     assert none[0] == "None"
-    assert "--mmproj-auto has no effect" in none[1]
+    assert "--mmproj-auto has no effect: no file with mmproj in its name was found in" in none[1]
     (refused,) = located(hub, home, "-hf", repo, "--mmproj-url", "https://example.org/a.gguf")
     assert refused.startswith("UsageError --mmproj-url https://example.org/a.gguf: only files of")
 
@@ -746,4 +746,9 @@ def test_a_projector_in_the_models_folder_is_found(hub: Hub, home: Path, tmp_pat
     assert located(hub, home, "-m", model) == ["None"]
     assert located(hub, home, "-m", model, "--mmproj-auto") == [str(folder / "mmproj-Q8_0.gguf")]
     (folder / "other.gguf").write_bytes(b"GGUF")
-    assert located(hub, home, "-m", model, "--mmproj-auto")[0] == "None"
+    other = located(hub, home, "-m", model, "--mmproj-auto")
+    assert other[0] == "None"
+    assert "mmproj-Q8_0.gguf may belong to another model of its folder" in other[1]
+    (folder / "other.gguf").rename(folder / "m-Q8_0.gguf")
+    found = located(hub, home, "-m", model, "--mmproj-auto")
+    assert found == [str(folder / "mmproj-Q8_0.gguf")], "quantisations share a projector"

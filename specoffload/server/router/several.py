@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specoffload import __version__
+from specoffload.generation.generation import ModelCard
 from specoffload.server.access import ANOTHER_SITE, NEEDS_KEY, has_key, may_change
 from specoffload.server.api.body import invalid, read_json
 from specoffload.server.api.context import ServerContext
@@ -87,7 +88,7 @@ class SeveralModels(Models):
             self._events.tell({"model": "*", "event": "models_reload"})
         is_known = has_key(request.scope)
         return [
-            ListedModel(self._described(model, is_known=is_known), model.entry.reads_images)
+            ListedModel(self._described(model, is_known=is_known), _reads_images(model))
             for model in self._pool.models.values()
         ]
 
@@ -123,14 +124,13 @@ class SeveralModels(Models):
         told |= {
             "tags": list(entry.tags),
             "architecture": {
-                "input_modalities": ["text", *["image"] * entry.reads_images],
+                "input_modalities": ["text", *["image"] * _reads_images(model)],
                 "output_modalities": ["text"],
             },
             "source": entry.source,
             "can_remove": False,
         }
-        card = model.served.engine.card if model.served is not None and model.is_ready else None
-        if card is not None:
+        if (card := _card(model)) is not None:
             told["meta"] = meta_of(card)
         return told
 
@@ -244,6 +244,17 @@ def _check_may_change(request: Request) -> None:
         raise RequestFailed(NEEDS_KEY)
     if not may_change(request.scope):
         raise RequestFailed(ANOTHER_SITE)
+
+
+def _card(model: PoolModel) -> ModelCard | None:
+    """Return what an open model says of itself, None for one that is not open."""
+    return model.served.engine.card if model.served is not None and model.is_ready else None
+
+
+def _reads_images(model: PoolModel) -> bool:
+    """True if an open model has a projector, or if a closed one's flags name one."""
+    card = _card(model)
+    return model.entry.reads_images if card is None else card.reads_images
 
 
 def _progress(model: PoolModel) -> Json:

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from specoffload.commands.serve_models import _Catalogue
-from specoffload.config.command_line import read_command_line
+from specoffload.config.command_line import CommandLine, read_command_line
 from specoffload.config.environment import Environment
 from specoffload.errors import UsageError
-from specoffload.models.folder import FolderModel, models_of
+from specoffload.models.folder import FolderModel, models_of, projector_beside
+from specoffload.server.router.model import Entry
 
 FILES = (
     "llama-1b-Q4_K_M.gguf",
@@ -69,6 +70,8 @@ def test_files_and_folders_are_models(tmp_path: Path) -> None:
     ]
     assert found.left_out["half-00002-of-00002.gguf"] == "a part whose first one is missing"
     assert not [name for name in found.left_out if "kimi" in name]
+    assert "gemma/mmproj-F16.gguf" not in found.left_out, "it is used"
+    assert "mmproj-llama.gguf" in found.left_out
 
 
 def test_all_models_of_a_folder_are_offered_and_its_name_means_the_usual_one(
@@ -159,3 +162,75 @@ def test_a_section_may_name_a_folder(tmp_path: Path) -> None:
 def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--models-dir .*: no such folder"):
         models_of(tmp_path / "none")
+
+
+# -- projectors ------------------------------------------------------------------------------------
+
+SHARED = ("q/q-Q8_0.gguf", "q/q-UD-Q4_K_XL.gguf", "q/mmproj-F16.gguf", "q/lora.gguf")
+OF_OTHERS = ("mix/one-Q8_0.gguf", "mix/two-Q8_0.gguf", "mix/mmproj-two-F16.gguf")
+
+
+def listed(folder: Path, *words: str, **variables: str) -> dict[str, Entry]:
+    """The models of `serve --models-dir FOLDER` by name."""
+    line = read_command_line(
+        "serve", ["--models-dir", str(folder), *words], Environment(variables=variables)
+    )
+    return {entry.name: entry for entry in _Catalogue(line).entries()}
+
+
+def projector_of(entry: Entry) -> Path | None:
+    assert isinstance(entry.line, CommandLine)
+    return entry.line.options.mmproj
+
+
+def test_quantisations_of_one_model_share_a_projector_and_other_models_do_not(
+    tmp_path: Path,
+) -> None:
+    """A router's folder and the flag --mmproj-auto for a single file follow the same rule."""
+    put(tmp_path, *SHARED[:3], *OF_OTHERS, "alone/alone.gguf")
+    put(tmp_path, SHARED[3], data=header(general__architecture="llama", general__type="adapter"))
+    found = models_of(tmp_path)
+    shared = tmp_path / SHARED[2]
+    of_folder = {model.model: model.projector for model in found.models}
+    for name in (*SHARED[:2], *OF_OTHERS[:2], "alone/alone.gguf"):
+        expected = shared if name in SHARED else None
+        assert of_folder[tmp_path / name] == expected
+        beside = projector_beside(tmp_path / name)
+        assert beside.projector == expected
+        assert (beside.reason == "") == (expected is not None)
+    assert OF_OTHERS[2] in found.left_out
+    words = projector_beside(tmp_path / OF_OTHERS[0]).reason
+    assert words == (
+        "mmproj-two-F16.gguf may belong to another model of its folder; name it with --mmproj"
+    )
+    words = projector_beside(tmp_path / "alone" / "alone.gguf").reason
+    assert words == "no file with mmproj in its name lies beside alone.gguf"
+
+
+def test_a_routers_folders_give_projectors_unless_they_are_turned_off(tmp_path: Path) -> None:
+    put(tmp_path, "eye/eye-Q8_0.gguf", "eye/mmproj-F16.gguf", "text/text.gguf")
+    presets = tmp_path / "models.ini"
+    presets.write_text("[eye]\nno-mmproj = 1\n[text]\nmmproj-url = https://hf.co/a/b.gguf\n")
+    eye = tmp_path / "eye" / "mmproj-F16.gguf"
+    for words, variables, projector in (
+        ((), {}, eye),
+        (("--mmproj-auto",), {}, eye),
+        (("--no-mmproj",), {}, None),
+        (("--no-mmproj-auto",), {}, None),
+        ((), {"LLAMA_ARG_MMPROJ_AUTO": "0"}, None),
+        (("--models-preset", str(presets)), {}, None),
+    ):
+        entries = listed(tmp_path, *words, **variables)
+        assert projector_of(entries["eye"]) == projector
+        assert entries["eye"].reads_images == (projector is not None)
+        assert projector_of(entries["text"]) is None
+        assert entries["text"].reads_images == ("--models-preset" in words)
+
+
+def test_a_file_of_the_folder_itself_has_a_projector_only_if_asked_for(tmp_path: Path) -> None:
+    put(tmp_path, "eye-Q8_0.gguf", "mmproj-eye.gguf", "eye-F16.gguf")
+    for words, reads_images in (((), False), (("--mmproj-auto",), True)):
+        for entry in listed(tmp_path, *words).values():
+            assert entry.reads_images == reads_images
+    put(tmp_path, "other.gguf")
+    assert not any(e.reads_images for e in listed(tmp_path, "--mmproj-auto").values())
