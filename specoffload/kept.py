@@ -6,6 +6,7 @@ that holds for every model (`kept_machine`). Files of earlier versions are ignor
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import logging
@@ -352,10 +353,17 @@ class KeptFile:
     def update(self, change: Callable[[Kept], None]) -> str:
         """Apply `change` to the kept data and write the file, whole or not at all.
 
+        What is out of bounds is not written, for example a time of a busy machine. Otherwise the
+        next start would warn of it. `change` may put objects into the data that are still in use,
+        and these stay as they are.
+
         Returns a sentence if it cannot be written, else "". A failure does not end the run.
         """
         kept, _ = self.load()
         change(kept)
+        kept = copy.deepcopy(kept)
+        for reason in drop_absurd(kept, self._expert_bytes):
+            log.info("not kept: %s", reason)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with whole_file(self.path) as f:
