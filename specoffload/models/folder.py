@@ -68,14 +68,14 @@ def models_of(folder: Path) -> FolderModels:
     return FolderModels(sorted(_with_own_names(models, folder)), left_out)
 
 
-class Beside(NamedTuple):
+class FolderProjector(NamedTuple):
     """The projector in a model's folder, or None and why none is used."""
 
     projector: Path | None
     reason: str = ""
 
 
-def projector_beside(model: Path) -> Beside:
+def projector_beside(model: Path) -> FolderProjector:
     """Return the projector that lies beside the file of a model.
 
     Quantisations of one model share it. With several models it may belong to another one.
@@ -83,17 +83,17 @@ def projector_beside(model: Path) -> Beside:
     return _projector_of(model, _kinds(model.parent))
 
 
-def _projector_of(model: Path, kinds: Mapping[Path, str]) -> Beside:
+def _projector_of(model: Path, kinds: Mapping[Path, str]) -> FolderProjector:
     """As `projector_beside`, for a folder with these `.gguf` files."""
     others = [path.name for path, reason in kinds.items() if reason and path.is_file()]
     chosen = choose_projector(others, model.name)
     if chosen is None:
-        return Beside(None, f"no file with mmproj in its name lies beside {model.name}")
+        return FolderProjector(None, f"no file with mmproj in its name lies beside {model.name}")
     models = [path.name for path, reason in kinds.items() if not reason]
     if not are_one_model([name for name in models if is_first_part(name)]):
         words = f"{chosen} may belong to another model of its folder; name it with --mmproj"
-        return Beside(None, words)
-    return Beside(model.parent / chosen)
+        return FolderProjector(None, words)
+    return FolderProjector(model.parent / chosen)
 
 
 def _kinds(folder: Path) -> dict[Path, str]:
