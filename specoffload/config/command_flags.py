@@ -95,7 +95,10 @@ _PROMPT_FILE = (
 
 _RUN_FLAGS = (
     _run("prompt", "--prompt -p", TEXT, "Text to answer, or to continue.", first=True),
-    _run("prompt", "--file -f", CONTENTS, "File with the text, as for --prompt."),
+    _run(
+        "prompt", "--file -f", CONTENTS, "File with the text, as for --prompt.",
+        more="`-` is standard input, and `<(command)` is a command's output.",
+    ),
     _run(
         "conversation", "--conversation -cnv !-no-cnv !--no-conversation", SWITCH,
         "On: answer by the chat template. Off: continue the text.",

@@ -5,7 +5,9 @@ Each function takes the text of a value. Its ValueError says what the value must
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shlex
 from collections.abc import Callable
@@ -23,7 +25,7 @@ from offload.times.min_batch import MinBatch
 from offload.units import parse_bytes, parse_rate
 from specdec.options import DRAFTER_ALIASES, DrafterName, PolicyName
 from specdec.user_path import user_path
-from specdec.whole_file import read_text
+from specdec.whole_file import MOST_BYTES, decoded, read_text
 from specoffload.config.flag import FALSE, TRUE, ValueKind, choice, whole
 from specoffload.config.options import (
     CpuRange,
@@ -307,13 +309,30 @@ def conversations(name: str) -> tuple[tuple[str, ...], ...]:
     return tuple(talks)
 
 
+_OPEN_FILE = re.compile(r"/dev/stdin|/(?:dev|proc/self)/fd/(\d+)")  # `<(command)` is the latter
+
+
 def contents(name: str) -> str:
-    """The text in the file `name`."""
+    """The text in the file `name`. It may be standard input or an open pipe, as `<(command)` is."""
     try:
+        if name == "-":
+            return _read_open(0, name)
+        if (number := _OPEN_FILE.fullmatch(name)) is not None:
+            return _read_open(int(number[1] or 0), name)
         return read_text(user_path(name))
-    except (OSError, UnicodeDecodeError) as e:
-        reason = e.strerror if isinstance(e, OSError) else e
-        raise ValueError(f"cannot be read as UTF-8 text ({reason})") from None
+    except OSError as e:
+        raise ValueError(f"cannot be read ({e.strerror})") from None
+    except UnicodeDecodeError as e:
+        raise ValueError(f"cannot be read as UTF-8 text ({e})") from None
+
+
+def _read_open(handle: int, name: str) -> str:
+    """All text of a file that this process has open. Raises OSError and UnicodeDecodeError."""
+    with os.fdopen(os.dup(handle), "rb") as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise OSError(errno.EFBIG, f"more than {MOST_BYTES} bytes, which are read at most", name)
+    return decoded(content, name)
 
 
 def cpu_mask(text: str) -> tuple[int, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,8 +66,30 @@ def test_a_file_stands_for_its_text(tmp_path: Path) -> None:
     file.write_text('root ::= "ja"', encoding="utf-8")
     line = read_command_line("run", ["--grammar", "x", "--grammar-file", str(file)])
     assert line.of(AskedOptions).grammar == 'root ::= "ja"', "the last one wins"
-    with pytest.raises(UsageError, match="-sysf .*: cannot be read as UTF-8"):
+    with pytest.raises(UsageError, match=r"-sysf .*: cannot be read \(No such file"):
         read_command_line("chat", ["-sysf", str(tmp_path / "missing")])
+    file.write_bytes(b"\xff")
+    with pytest.raises(UsageError, match="-sysf .*: cannot be read as UTF-8 text"):
+        read_command_line("chat", ["-sysf", str(file)])
+
+
+@pytest.mark.parametrize("named", ["-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"])
+def test_an_open_pipe_stands_for_its_text(named: str) -> None:
+    program = (
+        "from specoffload.config.command_line import read_command_line\n"
+        "from specoffload.config.options import RunOptions\n"
+        f"print(read_command_line('run', ['-f', {named!r}]).of(RunOptions).prompt)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], input="Grüße\n", capture_output=True, text=True,
+        timeout=60, check=True, encoding="utf-8",
+    )  # fmt: skip
+    assert done.stdout == "Grüße\n\n"
+
+
+def test_a_pipe_that_is_not_open_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"-f /dev/fd/999: cannot be read \(Bad file descriptor"):
+        read_command_line("run", ["-f", "/dev/fd/999"])
 
 
 @pytest.mark.parametrize("flag", TABLE, ids=lambda flag: f"{flag.section.__name__}.{flag.field}")
