@@ -25,6 +25,8 @@ def parse_bytes(text: str) -> int:
     quotes the text.
     """
     n_bytes, unit = _bytes(text)
+    if not unit and not n_bytes:
+        raise ValueError(f"{text} is no size: write one such as 8GiB")
     if not unit and n_bytes < _LEAST_BARE:
         raise ValueError(f"{text} would be {n_bytes} bytes; write {text.strip()}GiB for GiB")
     return n_bytes

@@ -84,7 +84,12 @@ def test_sizes_are_read_as_people_write_them(text: str, expected: int) -> None:
     assert parse_bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["24", "0", "1.5", "1048575"])
+def test_no_size_is_no_hint_at_a_unit() -> None:
+    with pytest.raises(ValueError, match="^0 is no size: write one such as 8GiB$"):
+        parse_bytes("0")
+
+
+@pytest.mark.parametrize("text", ["24", "1.5", "1048575"])
 def test_a_small_number_without_a_unit_is_not_taken_for_bytes(text: str) -> None:
     with pytest.raises(ValueError, match=rf"^{text} would be \d+ bytes; write {text}GiB for GiB$"):
         parse_bytes(text)
