@@ -355,6 +355,7 @@ class Policy(Protocol):
     name: str
     n_max: int
     p_top_k: int
+    prices_reading: bool = False  # True: it wants to know what a drafter has not read yet
 
     def begin(self, limit: int, source: str) -> Walk:
         """A new draft of at most `limit` tokens from the drafter named `source`."""
@@ -472,7 +473,7 @@ class DraftRequest:
         `n_unread` returns how many tokens the drafter must read before its first step.
         """
         walk = self.policy.begin(limit, source)
-        if walk.wants and (n := n_unread()):
+        if self.policy.prices_reading and walk.wants and (n := n_unread()):
             walk = self.policy.postponed(walk, source, n) or walk
         self.walks[source] = walk
         return walk

@@ -202,7 +202,7 @@ class DecodingLoop:
         else:
             self._drafts = drafts = self._drafting.propose(self._ready, trees=trees)
             self._rest = min([draft.decision.rest for draft in drafts])
-            if self._rest:  # these rounds must not count what was proposed once more
+            if self._rest:  # a round of rest must not learn again from what was proposed before
                 self._drafts = [draft.resting for draft in drafts]
             return drafts
         return self._drafts

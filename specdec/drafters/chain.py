@@ -28,7 +28,7 @@ _LEAST_COMPARED = 8.0  # differences, with decay, from which a drafter may lead
 _BETWEEN = 24  # least tokens between two later trials
 _SURE = 3.0  # standard errors by which a drafter must gain more to lead
 _FADE = 0.99  # decay of older differences, per difference
-_LONG_REST = 31  # rounds of rest if nobody wants to be asked earlier
+_LONG_REST = 31  # rounds in which a drafter is not asked if nothing else limits them
 _MOST_APART = 3.0  # cap on a difference, in tokens
 
 
@@ -113,7 +113,7 @@ class _Paid:
         """True if it may be tried now, after `n_tokens` emitted tokens."""
         self._credit = min(_CREDIT, self._credit + _TRIAL_SHARE * (n_tokens - self._at))
         self._at = n_tokens
-        return n_tokens >= self._until and self._credit >= self._price
+        return n_tokens >= self._until and self._credit >= min(self._price, _CREDIT)
 
     def tried(self, price: float, *, n_in_a_row: int = 0) -> None:
         """Record a trial's price in tokens. The first `n_in_a_row` trials are in a row."""
@@ -206,11 +206,14 @@ class ChainDrafter:
         if (
             self.free
             and not is_due
+            and leader.usual_gain > 0.0  # else the policy decides when it is probed
             and self._n_tokens - leader.asked_at > BATCHED_TAIL * len(requests)
         ):
             # Catching up with the text comes first, and pays only after several poor offers.
             leader.missed += fmean([leader.usual_gain - offer.gain for _, offer in poor])
             if leader.missed < leader.catch_up:
+                for _, offer in poor:
+                    offer.paid_rest = 0  # each round counts
                 return
         price = self._ask(poor, leader)
         if is_due:

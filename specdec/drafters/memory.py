@@ -71,6 +71,8 @@ class DraftMemory:
         n_held = 0
         if held is not None:
             n_held = _n_same(held, history, min(len(held.tokens), len(history) - 1))
+            if len(held.tokens) > n_held:
+                n_held = self._n_after_cut(sequence, held, n_held)
         n = len(history) - n_held
         return n - 1 if n > BATCHED_TAIL else 0
 
@@ -135,6 +137,13 @@ class DraftMemory:
         if len(tokens) > n:
             n = self._cut(sequence, held, n)
         return list(history[n:])
+
+    def _n_after_cut(self, sequence: int, held: _HeldTokens, n: int) -> int:
+        """The number of tokens that `_cut` would leave."""
+        if self._model.can_rewind:
+            forgetting, n_dropped = self._forgetting, len(held.tokens) - n
+            return n if forgetting is None or forgetting.can_drop(sequence, n_dropped) else 0
+        return held.checkpoint_length if 0 <= held.checkpoint_length <= n else 0
 
     def _cut(self, sequence: int, held: _HeldTokens, n: int) -> int:
         """Rewind the model to at most `n` tokens. Returns the number that it then holds."""

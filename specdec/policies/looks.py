@@ -12,7 +12,7 @@ from collections import deque
 from statistics import median_low
 
 _SHARE = 0.004  # share of the time that looks may take if they gain nothing
-_FIRST_TOKENS = 1.0  # tokens that looks may cost in advance
+_FIRST_TOKENS = 1.0  # tokens of plain decoding whose time looks may take in advance
 _MOST_TOKENS = 1.5  # most tokens of earlier gains that later looks may cost
 _LONGEST_REST = 32  # rounds
 _LOOKS_SEEN = 9  # newest looks whose time counts
@@ -29,7 +29,7 @@ class Looks:
     """
 
     def __init__(self) -> None:
-        self._tokens = _FIRST_TOKENS  # that looks may cost now
+        self._tokens = _FIRST_TOKENS  # tokens of plain decoding whose time looks may take now
         self._costs: deque[float] = deque(maxlen=_LOOKS_SEEN)
 
     def emitted(self, n_tokens: int) -> None:
@@ -38,11 +38,13 @@ class Looks:
     def looked(self, cost: float) -> None:
         """Take the cost of a look, in tokens of plain decoding.
 
-        The median of recent looks is charged. The first look at a prompt takes much longer, because
-        the whole prompt is indexed, and that occurs once.
+        The median of recent looks is charged, and nothing for the first one. The first look at a
+        prompt takes much longer, because the whole prompt is indexed, and that occurs once.
         """
+        is_first = not self._costs
         self._costs.append(cost)
-        self._tokens = max(0.0, self._tokens - self._usual)
+        if not is_first:
+            self._tokens = max(0.0, self._tokens - self._usual)
 
     def gained(self, n_tokens: float) -> None:
         """Take what the draft of a look gained over plain decoding. A loss has another budget."""
@@ -67,7 +69,7 @@ class ReadingTimes:
         self._asked: dict[str, int] = {}  # tokens that each drafter is to read now
 
     def expected_s(self, source: str, n_tokens: int, step_s: float) -> float:
-        """Seconds of reading `n_tokens`, and of the first step. `step_s`: those of a step."""
+        """Seconds of reading `n_tokens` and of the first draft step, which takes `step_s`."""
         self._asked[source] = n_tokens
         seen = self._seen.get(source)
         token_s = median_low(seen) if seen else _READ_SHARE * step_s

@@ -132,6 +132,7 @@ class _Bounded(Policy):
     def __init__(self, policy: Policy, bounds: DraftBounds) -> None:
         self._policy, self._bounds = policy, bounds
         self.name, self.n_max, self.p_top_k = policy.name, policy.n_max, policy.p_top_k
+        self.prices_reading = policy.prices_reading
 
     def begin(self, limit: int, source: str) -> Walk:
         return _BoundedWalk(self._policy.begin(limit, source), self._bounds)

@@ -68,6 +68,7 @@ class Throughput(Policy):
 
     name = "throughput"
     p_top_k = 0
+    prices_reading = True
 
     def __init__(
         self,
@@ -138,16 +139,20 @@ class Throughput(Policy):
             return None
         known = self._sources[source]
         reading_s = self._reading.expected_s(source, n_tokens, self._step_of(source))
-        price = self.rate * reading_s + (walk.n_probed - 1) * known.step + known.block
+        if known.n_judged and n_tokens <= known.gap + _IDLE_ROUNDS:
+            return None  # the gap between probes is priced already, when a probe has failed
+        price = self.rate * reading_s + (walk.n_probed - 1) * known.step
         allowed = max(0.0, self._budget - (1.0 - _READ_OF_WON) * max(0.0, self._won))
         if price <= allowed:
             return None
         self._walks.pop(source, None)
-        known.until = self._n_rounds + _IDLE_ROUNDS
         reason = (
             f"reading {n_tokens} tokens of the text first takes the time of {price:.1f} tokens, "
             f"and drafts may cost {allowed:.1f}"
         )
+        if self._beside:  # the drafter may have read the texts of other sequences
+            return NotAsked(reason, 0)
+        known.until = self._n_rounds + _IDLE_ROUNDS
         known.not_asked = NotAsked(reason, _IDLE_ROUNDS - 1)
         return known.not_asked
 
@@ -179,19 +184,21 @@ class Throughput(Policy):
             is_probe = True
         walk = ThroughputWalk(
             self._affordable(limit, known), source, known, self.calibration, is_probe,
-            self._priced_now(known.price),
+            self._priced_now(known.price, source),
         )  # fmt: skip
         self._walks[source] = walk
         return walk
 
-    def _priced_now(self, price: list[float]) -> list[float]:
+    def _priced_now(self, price: list[float], source: str) -> list[float]:
         """`price` by drafted tokens, less what a batch as large as the last one saves."""
         same = self._same.n_rows - 1 - self._beside
         if not self._saved_tokens or not 0 <= same < len(price):
             return price
         price = [*price]
-        # A draft after plain decoding changes the size twice: now, and when plain decoding goes on.
-        n_changes = 1 if same else 2
+        # After plain decoding, a lone draft of n-grams changes the size twice: now, and when plain
+        # decoding goes on. Drafters that spend steps draft in most rounds, or in none.
+        is_lone = same == 0 and source not in _PAID and source not in BY_BLOCK
+        n_changes = 2 if is_lone else 1
         price[same] -= n_changes * self._saved_tokens
         return price
 
@@ -241,7 +248,7 @@ class Throughput(Policy):
         if slope > _FLAT:
             return None
         price = [rate * (time_s - times[0]) for time_s in times[: n + 1]]
-        price = self._priced_now(price)
+        price = self._priced_now(price, source)
         budget = _TRUST_TOKENS + known.n_judged - known.block
         while n > N_PROBED and price[n] - price[0] > budget:
             n -= 1
@@ -288,6 +295,7 @@ class Throughput(Policy):
         if not (self._walks or draft.tokens or draft.dropped or draft.others or draft.n_steps):
             self._n_rounds += 1
             self._alone_s.append(round_.verify_s)
+            self._looks.emitted(1)
             if round_.draft_s > 0.0:
                 self._look(round_)
             if len(self._alone_s) >= _MOST_ALONE:
@@ -318,8 +326,8 @@ class Throughput(Policy):
             draft_s=self._without_rows(draft, round_.draft_s),
         )
         if draft.catch_up_s:
-            self._has_read(draft)
-        elif not draft.n_steps:
+            self._has_read(draft, is_probe=isinstance(walk, ThroughputWalk) and walk.is_probe)
+        elif not draft.n_steps and round_.draft_s > 0.0:
             self._look(round_)
 
     def _look(self, round_: Round) -> None:
@@ -331,10 +339,13 @@ class Throughput(Policy):
             extra_s = float(extra_time(np.array(self._costs.planned), 1)[n])
             self._looks.gained(len(round_.emitted) - 1 - extra_s * self._plain_rate)
 
-    def _has_read(self, draft: Draft) -> None:
-        """Count the time in which a draft model read the prompt, as far as drafts may lose it."""
-        self._reading.took(draft.source, draft.catch_up_s)
-        if not self._costs.is_relative:
+    def _has_read(self, draft: Draft, *, is_probe: bool) -> None:
+        """Learn how long reading took. A probe's is a loss, as far as drafts may lose more."""
+        others_s = sum([other.catch_up_s for other in draft.others])
+        self._reading.took(draft.source, draft.catch_up_s - others_s)
+        for other in draft.others:
+            self._reading.took(other.source, other.catch_up_s)
+        if is_probe and not self._costs.is_relative:
             spent = draft.catch_up_s * self._plain_rate
             self._won -= min(spent, max(0.0, self._budget + _LOSS_TOKENS))
 
@@ -415,7 +426,11 @@ class Throughput(Policy):
             for p, accepted in evidence:
                 self.calibration.observe(source, p, accepted)
             self.calibration.elapse(source, len(round_.emitted))
-            self.settle(source, round_, len(evidence), walks.get(source))
+            walk = walks.get(source)
+            self.settle(source, round_, len(evidence), walk)
+            if round_.draft.catch_up_s:
+                is_probe = isinstance(walk, ThroughputWalk) and walk.is_probe
+                self._has_read(round_.draft, is_probe=is_probe)
         if is_priced and rounds:
             first = rounds[0][0]
             self.account(
@@ -506,7 +521,6 @@ class Throughput(Policy):
             self._observe(1, verify_s, 0.0, 0, 0.0)
         self.calibration.elapse_all(n)
         self._n_tokens += n
-        self._looks.emitted(n)
         keep = (1.0 - 1.0 / _RATE_ROUNDS) ** n
         come = (1.0 - keep) * _RATE_ROUNDS
         self._tokens = self._tokens * keep + come

@@ -8,8 +8,11 @@ import pytest
 from fake_target import FakeTarget
 from hypothesis import given
 from hypothesis import strategies as st
+from parts import member_of
 
 from specdec.costs.profile import CostProfile
+from specdec.decoding.drafting import ChainDrafting
+from specdec.decoding.loop import DecodingLoop
 from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.memory import BATCHED_TAIL, DraftMemory
 from specdec.policies.looks import Looks, ReadingTimes
@@ -112,14 +115,100 @@ def test_a_draft_that_should_pay_reads_the_longest_prompt() -> None:
     assert asked(Throughput(FLAT), 100_000).wants
 
 
-def test_the_time_of_reading_is_a_loss_of_speculation() -> None:
-    policies = [Throughput(DEAR), Throughput(DEAR)]
-    for policy, catch_up_s in zip(policies, (0.0, 2.0), strict=True):
-        assert asked(policy, 5).wants
-        draft = Draft((), (), "draft", NO_TOKENS, ((7, 0.5),), n_steps=1, catch_up_s=catch_up_s)
-        policy.learn(Round(draft, 0, (1,), 1.0, 1.0))
-        wrote(policy, 300)
-    assert [asked(policy, 9).wants for policy in policies] == [True, False]
+def probed(profile: CostProfile, catch_up_s: float) -> Throughput:
+    """A policy after a draft of one wrong token, before which 5 tokens were read."""
+    policy = Throughput(profile)
+    assert asked(policy, 5).wants
+    draft = Draft((), (), "draft", NO_TOKENS, ((7, 0.5),), n_steps=1, catch_up_s=catch_up_s)
+    policy.learn(Round(draft, 0, (1,), 1.0, 1.0))
+    return policy
+
+
+def test_the_time_of_reading_for_a_probe_is_a_loss() -> None:
+    quick, slow, free = (probed(DEAR, seconds) for seconds in (0.5, 50.0, 0.0))
+    assert free._won - quick._won == pytest.approx(0.5)
+    assert slow._budget == pytest.approx(-2.0), "it is not behind for ever"
+    wrote(quick, 700)
+    assert asked(quick, 10).wants, "tokens written in a gap are read at once"
+    wrote(quick, 1)
+    assert not asked(quick, 1000).wants
+
+
+def test_a_draft_that_pays_is_not_charged_for_reading() -> None:
+    policy = probed(FLAT, 50.0)
+    wrote(policy, 20)
+    walk = asked(policy, 5000)
+    assert walk.wants
+    assert not walk.is_probe
+
+
+def test_a_lone_draft_of_n_grams_is_charged_for_two_changes_of_size() -> None:
+    policy = Throughput(FLAT)
+    for n_drafted in (0, 3, 0, 0, 3, 3, 0, 0, 3, 3, 0, 0, 3, 3, 0, 0):
+        tokens = (7,) * n_drafted
+        draft = Draft(tokens, (0.9,) * n_drafted, "suffix", Decision(n_drafted, ""))
+        is_same = n_drafted + 1 == policy._same.n_rows
+        policy.learn(Round(draft, n_drafted, (*tokens, 1), 0.01, 1.0 if is_same else 1.5))
+    for source in ("suffix", "draft"):
+        policy.begin(8, source)
+        policy._sources[source].age = 1 << 20  # plan with what is known now
+    n_grams, model = (policy.begin(8, source) for source in ("suffix", "draft"))
+    assert policy._saved_tokens > 0.0
+    assert n_grams._price[0] == pytest.approx(-2 * policy._saved_tokens)
+    assert model._price[0] == pytest.approx(-policy._saved_tokens)
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_what_a_cut_drops_is_unread(forgets: bool) -> None:
+    model = FakeTarget(recurrent=forgets)
+    memory = DraftMemory(model)
+    history = [*range(1, 40)]
+    model.extend(0, memory.tail(0, history)[0], 1)
+    memory.fed(0, history[-1:])
+    memory.mark(0)
+    memory.forget(0)
+    assert memory.n_unread(0, [*history[:30], *[60] * 20]) == (49 if forgets else 19)
+
+
+class Noticing:
+    """A drafter whose tokens the policy drops. Counts how often it is asked."""
+
+    name = "suffix"
+
+    def __init__(self) -> None:
+        self.n_asked = 0
+
+    def propose(self, requests: Any) -> list[Draft]:
+        self.n_asked += 1
+        dropped = ((1, 0.5),)
+        return [Draft((), (), self.name, Decision(0, "too dear"), dropped) for _ in requests]
+
+    def learn(self, sequence: int, round_: Round) -> None: ...
+    def heard(self, sequence: int) -> None: ...
+    def forget(self, sequence: int) -> None: ...
+
+
+class RestingAndLearning(Fixed):
+    rest_of_looks = 5
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.n_others = 0
+
+    def learn(self, round_: Round) -> None:
+        self.n_others += len(round_.draft.others)
+
+
+def test_a_round_of_rest_asks_nobody_and_learns_nothing_again() -> None:
+    drafter, policy, target = Noticing(), RestingAndLearning(), FakeTarget()
+    chain = ChainDrafter([drafter, Silent("ngram")])
+    loop = DecodingLoop(target, ChainDrafting(target, chain, policy))
+    member = member_of(0, [1, 2, 3], 24)
+    loop.add(member)
+    while loop.members:
+        loop.step()
+    assert drafter.n_asked == 4
+    assert policy.n_others == 4
 
 
 # -- chain and loop --------------------------------------------------------------------------------
