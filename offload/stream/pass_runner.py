@@ -94,19 +94,22 @@ class PassRunner:
         return self._cpu is not None and self.shares(n_tokens) and self._cpu.pays(pool, n_tokens)
 
     def abandon(self) -> None:
-        """After a failure, wait for what the CPU computes, and for results that kernels read."""
+        """After a failure, wait for what the CPU computes, and for kernels that use its memory."""
         if self._cpu is not None:
             self._cpu.abandon()
-        if self._side is not None:
-            self._side.synchronize()
+        self._wait_for_sides()
+
+    def _wait_for_sides(self) -> None:
+        """Wait for the kernels and copies that use the CPU's pinned memory."""
+        for stream in (self._side, self._fetching):
+            if stream is not None:
+                stream.synchronize()
 
     def close(self) -> None:
+        self._wait_for_sides()
         if self._cpu is not None:
             self._cpu.close()
         if self._side is not None:
-            self._side.synchronize()
-            if self._fetching is not None:
-                self._fetching.synchronize()
             self._events.close()
             self._side.close()
             if self._fetching is not None:

@@ -16,14 +16,16 @@ from offload.backends import CUDA
 from offload.device import DeviceChoice
 from offload.engine import EngineOptions, open_engine
 from offload.errors import DeviceFailed
-from offload.ggml.backend import Device
+from offload.ggml.backend import Device, Stream
 from offload.ggml.cuda_driver import maps_pinned
 from offload.ggml.tensor import Buffer
 from offload.notes import NoteKind, kind_of
+from offload.stream.cpu_side import HostGraph
+from offload.stream.pass_runner import PassRunner
 from offload.stream.passes import PassGraph, PinnedLaunch
 from offload.stream.prompt_side import CpuPart
 from offload.stream.read_speed import measure_reads
-from offload.times.mapped_reads import MappedReads, reads_pay
+from offload.times.mapped_reads import MappedReads
 
 FAST = MappedReads(1.5e-6, 24e9, 12e9, 6e-6, 25e9)
 SLOW = replace(FAST, bytes_per_s=6e9)
@@ -110,6 +112,36 @@ def test_kernels_gather_each_row_that_the_cpu_needs_once(
     assert max(map(len, gathered)) > 1
 
 
+def test_a_failure_waits_for_the_kernels_that_write_rows_to_pinned_memory(
+    cuda: DeviceChoice, moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, waited = list[Stream](), list[Stream]()
+    gather, abandon, synchronize = CpuPart.gather, PassRunner.abandon, Stream.synchronize
+
+    def gathers(self: CpuPart, graph: PassGraph, stream: Stream, *others: Any) -> Any:
+        writing.append(stream)
+        return gather(self, graph, stream, *others)
+
+    def abandons(self: PassRunner) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Stream, "synchronize", waits)
+            abandon(self)
+
+    def waits(self: Stream) -> None:
+        waited.append(self)
+        synchronize(self)
+
+    def fails(self: HostGraph, *_: object) -> int:
+        raise DeviceFailed("the CPU is gone")
+
+    monkeypatch.setattr(CpuPart, "gather", gathers)
+    monkeypatch.setattr(PassRunner, "abandon", abandons)
+    monkeypatch.setattr(HostGraph, "compute", fails)
+    with pytest.raises(DeviceFailed, match="the CPU is gone"):
+        run(moe, shared(cuda, moe, measure_reads=lambda _: FAST))
+    assert writing[-1] in waited
+
+
 def test_a_measurement_that_fails_leaves_rows_to_copies(cuda: DeviceChoice, moe: Path) -> None:
     def fails(_: DeviceChoice) -> MappedReads:
         raise DeviceFailed("no such kernel")
@@ -139,6 +171,5 @@ def test_devices_without_a_link_or_mapped_memory_are_not_measured(
 
 def test_a_measurement_has_plausible_values(cuda: DeviceChoice) -> None:
     found = measure_reads(cuda)
-    assert 0.0 <= found.first_s < 1e-2
+    assert max(found.first_s, found.copy_first_s) < 1e-2
     assert min(found.bytes_per_s, found.beside_bytes_per_s, found.copy_bytes_per_s) > 1e7
-    assert reads_pay(found) in {True, False}
