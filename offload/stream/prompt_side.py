@@ -68,7 +68,9 @@ class HostThread:
 
     def join(self) -> int:
         """Wait until the next block is computed. Returns a ggml_status. Raises DeviceFailed."""
-        return self._blocks.popleft().result()
+        status = self._blocks[0].result()  # after an interrupt, `abandon` still waits for it
+        self._blocks.popleft()
+        return status
 
     def abandon(self) -> None:
         """After a failure, wait for the block that is computed, and drop the others."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from lab.synth import write_preset
 from offload.engine import EngineOptions, open_engine
 from offload.errors import DeviceFailed
 from offload.schedule import pair_rows, passes
+from offload.schedule.slots import StreamCounters
 from offload.schedule.splitter import Splitter, stay
 from offload.stream.cpu_side import HostGraph, LayerWeights
 from offload.stream.pass_runner import PassRunner
@@ -204,3 +207,30 @@ def test_a_fault_of_the_cpu_ends_the_prompt_and_the_next_one_has_the_right_bits(
                 engine.sequences.extend(0, text)
         assert engine.sequences.length(0) == 0
         assert np.array_equal(engine.sequences.extend(0, text), expected)
+
+
+def test_an_interrupted_wait_for_a_block_does_not_forget_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The block's thread goes on, so memory that it uses may only be freed when it has ended."""
+    team: Any = SimpleNamespace(stream=None)
+    host = SimpleNamespace(choose=lambda *_: None, compute=lambda *_: 0)
+    none = np.zeros(1, np.int32)
+    part: Any = SimpleNamespace(
+        blocks=[slice(0, 1)], host=host, weights=SimpleNamespace(layer=0), experts=none, rows=none
+    )
+    counters, may_compute = StreamCounters(), threading.Event()
+    thread = HostThread(team, counters)
+    thread.start(part, [lambda: may_compute.wait(60.0) and None])
+
+    def interrupted(_: Future[int]) -> int:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Future, "result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            thread.join()
+    threading.Timer(0.1, may_compute.set).start()
+    thread.abandon()
+    assert counters.host_s > 0.0, "the block has been computed"
+    thread.close()
