@@ -7,7 +7,7 @@ in the slow direction. Times of decodes have bounds of their own (offload/times/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from numa.tune import TuneResult
 from offload.plan.workload import TokenMix
 from offload.schedule.division import DeviceCosts, MeasuredCosts
 from offload.times.hits import Sharing
+from offload.times.mapped_reads import MappedReads
 from offload.times.table import CostTable
 from specdec.costs.profile import CostProfile
 from specdec.errors import BadProfile
@@ -144,7 +145,9 @@ def _drop_of_parts(kept: Profile) -> Iterator[str]:
         kept.links, "the speed of links from RAM to",
         lambda one: LINK_RATE.reason([*one.alone, *one.together]),
     )  # fmt: skip
-    yield from _without(kept.reads, "the reads of pinned memory by", _reads_reason)
+    yield from _without(
+        kept.reads, "the reads of pinned memory by", lambda one: reads_reason(one.measured)
+    )
     yield from _without(
         kept.layouts, "the times of layouts of",
         lambda one: PRODUCT.reason(
@@ -199,16 +202,16 @@ def _drop_of_layers(kept: Profile, expert_bytes: float | None) -> Iterator[str]:
             yield f"the split costs of {worker.device}: {reason}"
 
 
-def _reads_reason(reads: Any) -> str:
+def reads_reason(measured: Sequence[MappedReads]) -> str:
     """Return a clause on no measurement, or on a value that is out of bounds, or ""."""
-    if not reads.measured:
+    if not measured:
         return "none was measured"
     rates = [
         rate
-        for one in reads.measured
+        for one in measured
         for rate in (one.bytes_per_s, one.beside_bytes_per_s, one.copy_bytes_per_s)
     ]
-    first_s = [s for one in reads.measured for s in (one.first_s, one.copy_first_s)]
+    first_s = [s for one in measured for s in (one.first_s, one.copy_first_s)]
     return LINK_RATE.reason(rates) or FIRST_READ.reason(first_s)
 
 

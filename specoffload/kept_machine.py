@@ -5,6 +5,7 @@ They are measured once and kept in `machine.json` (`specoffload.kept`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +25,9 @@ from offload.stream.read_speed import measure_reads
 from offload.times.mapped_reads import MappedReads, usual_reads
 from specdec.whole_file import is_folder
 from specoffload.kept import KeptDisk, KeptFile, KeptLayouts, KeptLinks, KeptReads, today
-from specoffload.kept_bounds import is_old
+from specoffload.kept_bounds import is_old, reads_reason
+
+log = logging.getLogger("specoffload.kept")
 
 TUNE = "`specoffload tune numa`"
 
@@ -163,14 +166,19 @@ def reads_of(folder: Path | None, choice: DeviceChoice) -> MappedReads:
     """Return how fast a device's kernels read pinned memory: medians over several starts.
 
     Each start measures once more until `_MOST_READS` measurements are kept in `folder`, and all are
-    replaced when they are old. None: nothing is kept. Raises DoesNotFit or DeviceFailed.
+    replaced when they are old. A measurement that is out of bounds leaves the kept ones as they
+    are, and does not count beside them. None: nothing is kept. Raises DoesNotFit or DeviceFailed.
     """
     kept = None if folder is None else KeptFile(folder).load()[0].reads.get(choice.words)
     if kept is None or is_old(kept.date, today()):
         kept = KeptReads([], today())
     if len(kept.measured) >= _MOST_READS:
         return usual_reads(kept.measured)
-    new = KeptReads([*kept.measured, measure_reads(choice)], kept.date)
+    measured = measure_reads(choice)
+    if kept.measured and (reason := reads_reason([measured])):
+        log.info("not kept: the reads of pinned memory by %s: %s", choice.words, reason)
+        return usual_reads(kept.measured)
+    new = KeptReads([*kept.measured, measured], kept.date)
     if folder is not None:
         KeptFile(folder).update(lambda file: file.reads.update({choice.words: new}))
     return usual_reads(new.measured)

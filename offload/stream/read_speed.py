@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from statistics import median
 
 import numpy as np
 
@@ -35,21 +36,23 @@ def measure_reads(choice: DeviceChoice) -> MappedReads:
     """Return how fast a device's kernels read pinned memory. It must map this memory.
 
     The shortest times of several rounds count, because other programs can only make them longer.
-    Raises DoesNotFit or DeviceFailed.
+    Beside copies the median counts: if the host is held up before the read, the copies are already
+    done, and the read is too fast. Raises DoesNotFit or DeviceFailed.
     """
     with ExitStack() as closing:
         probe = _ReadProbe(choice.device, closing)
         device_s, pinned_s, copied_s = (
-            (_shortest(partial(way, _FEW)), _shortest(partial(way, _MANY)))
+            (min(_timed(partial(way, _FEW))), min(_timed(partial(way, _MANY))))
             for way in (probe.from_device_s, probe.from_pinned_s, probe.copied_s)
         )
-        beside_s = _shortest(probe.beside_s)
+        beside_s = median(_timed(probe.beside_s))
     sizes_bytes = _FEW * _ROW_BYTES, _MANY_BYTES
     return ReadTimings(sizes_bytes, device_s, pinned_s, copied_s, beside_s).reads()
 
 
-def _shortest(timed: Callable[[], float]) -> float:
-    return min([timed() for _ in range(_N_WARM + _N_TIMED)][_N_WARM:])
+def _timed(once_s: Callable[[], float]) -> list[float]:
+    """Return the seconds of each round that counts."""
+    return [once_s() for _ in range(_N_WARM + _N_TIMED)][_N_WARM:]
 
 
 class _ReadProbe:

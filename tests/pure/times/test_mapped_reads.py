@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import astuple, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload.stream import read_speed
+from offload.stream.read_speed import measure_reads
 from offload.times.mapped_reads import (
     MOST_LONGER,
     PROMPT_BYTES,
@@ -81,6 +86,20 @@ def test_up_to_half_of_the_measurements_may_be_disturbed(
     factors = st.tuples(*[FACTOR] * 5)
     measured = [disturbed(reads, data.draw(factors)) for _ in range(n_disturbed)]
     measured += [reads] * (n_measured - n_disturbed)
+    usual = usual_reads(data.draw(st.permutations(measured)))
+    if 2 * n_disturbed < n_measured:
+        assert usual == reads
+    # Beside copies a disturbance may shorten a read, too, so half of them may decide there.
+    assert replace(usual, beside_bytes_per_s=reads.beside_bytes_per_s) == reads
+
+
+@given(READS, st.integers(1, 5), FACTOR, st.data())
+def test_reads_that_ran_after_the_copies_beside_them_do_not_count(
+    reads: MappedReads, n_measured: int, factor: float, data: st.DataObject
+) -> None:
+    n_alone = data.draw(st.integers(0, n_measured // 2))
+    alone = replace(reads, beside_bytes_per_s=reads.beside_bytes_per_s * factor)
+    measured = [alone] * n_alone + [reads] * (n_measured - n_alone)
     assert usual_reads(data.draw(st.permutations(measured))) == reads
 
 
@@ -114,6 +133,44 @@ def test_any_times_give_times_and_rates(times_s: list[float]) -> None:
     assert all(math.isfinite(value) and value >= 0.0 for value in astuple(found))
     assert min(found.bytes_per_s, found.beside_bytes_per_s, found.copy_bytes_per_s) > 0.0
     assert reads_pay(found) in {True, False}
+
+
+class FakeProbe:
+    """A device whose ways take 1 us and 1 ns a row, and a read beside copies 300 us or 1 us."""
+
+    def __init__(self, *_: object) -> None:
+        # Rounds to warm up, and then two reads that were held up until the copies were done.
+        self._beside_s: Iterator[float] = iter([1e-6] * 3 + [1e-6, 300e-6, 1e-6, 310e-6, 900e-6])
+
+    def from_device_s(self, n: int) -> float:
+        return 1e-6 + 1e-9 * n
+
+    from_pinned_s = copied_s = from_device_s
+
+    def beside_s(self) -> float:
+        return next(self._beside_s)
+
+
+def test_a_start_takes_the_median_of_reads_beside_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_speed, "_ReadProbe", FakeProbe)
+    card: Any = SimpleNamespace(device=None)
+    found = measure_reads(card)
+    beside_s = 300e-6 - FakeProbe().from_device_s(256)
+    assert found.beside_bytes_per_s == pytest.approx((2 << 20) / beside_s)
+
+
+def test_copies_are_under_way_before_a_read_is_timed_beside_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    did: list[str] = []
+    probe: Any = object.__new__(read_speed._ReadProbe)
+    probe._experts = probe._source = None
+    probe._other = SimpleNamespace(
+        copy=lambda *_: did.append("copy"), synchronize=lambda: did.append("wait")
+    )
+    monkeypatch.setattr(probe, "from_pinned_s", lambda _: did.append("read") or 2.0, raising=False)
+    assert probe.beside_s() == 2.0
+    assert did == [*["copy"] * 4, "read", "wait"]
 
 
 def test_the_words_have_all_values() -> None:
