@@ -910,13 +910,12 @@ static int is_readable(int32_t state) { return state != LOADING && state != CLOS
 /* Give each expert of a layer a slot in `table`: its own if it is there, else one that no other expert of the layer
  * has. A router chooses distinct experts, so no token names a slot twice. If one did, CUDA's products of several
  * tokens with experts (mmid.cu in ggml-cuda) would write to addresses that nobody set. Results computed with a
- * missing expert's slot are wrong, and a repair overwrites them. A missing expert keeps its slot of the table if no
- * other expert needs that slot.
+ * missing expert's slot are wrong, and a repair overwrites them.
  *
- * Missing experts share a slot if `may_share`, which is set where the kernel permits repeated slots. It is one of those
- * that were used last: if the next token uses it again, the device reads no more weights than it needs. With fewer
- * slots than experts they have to share one. Returns 0 if too few slots are left, or if no expert is there and `needs_one` is set. The layer is
- * then not computed ahead, or has to wait.
+ * Without `may_share`, a missing expert keeps its slot of the table if no other expert needs it. With `may_share`, which
+ * is set where the kernel permits repeated slots, all missing experts share a slot that was used last. The device
+ * then reads no expert that no token needs. With fewer slots than experts they have to share one. Returns 0 if too few
+ * slots are left, or if no expert is there and `needs_one` is set. The layer is then not computed ahead, or has to wait.
  * `changed` gets the range of changed entries. `there` [n_experts] gets 1 for experts that are there.
  * `taken` [n_slots] is 0 before and after. */
 number player_table_slots(const int32_t *slot_of, const int32_t *state, const number *last_use, number n_experts,

@@ -1,4 +1,4 @@
-"""Brings ids and rows of layers that run without a wait of the host over the link, without copies.
+"""Moves ids and rows over the link by kernels, for layers with a doorbell.
 
 A copy costs an engine's time and latency, and a card has one engine for each direction. CUDA maps
 pinned memory into the device's address space, at the same address

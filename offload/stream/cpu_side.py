@@ -4,7 +4,8 @@ The CPU's pairs are gathered and computed with copies of the layer's nodes (form
 Layers of one form share a `HostGraph`. The weights and the number of pairs are written into it
 before it is computed. `RowPlacer` copies the resulting rows and their places to the device. There
 one SET_ROWS writes the rows into the output of down before any node reads it. So it does not matter
-how a model weights and sums its experts.
+how a model weights and sums its experts. Where kernels use pinned memory, those of layers with a
+doorbell (bell_rows.py) and of prompts (prompt_side.py) read `results` without a copy.
 """
 
 from __future__ import annotations

@@ -416,6 +416,7 @@ class _RingProgram:
         self, first: int, end: int, node: Tensor | None = None, last: Tensor | None = None
     ) -> int:
         """Return the number of a part of nodes [first, end), between `node` and `last`."""
+        assert first < end, "the player refuses an empty part"
         own = {at: [one] for at, one in ((first, node), (end, last)) if one is not None}
         part = self._graph.with_nodes(first, end, own)
         self._kept.append(part)
