@@ -48,7 +48,8 @@ class EngineOptions:
     measure_links: MeasureLinks | None = None  # returns several links' rates; None: typical
     trial_folder: Path | None = None  # folder for results of AMX trials; None: try at each start
     measure_layouts: MeasureLayouts | None = None  # None: repack all, as llama.cpp does
-    # Decides whether kernels read rows of prompts from pinned memory; None: they do, on CUDA.
+    # Decides whether kernels read and write rows of prompts in pinned memory, by measured reads.
+    # None: they do, on CUDA.
     measure_reads: MeasureReads | None = None
 
     @property

@@ -109,7 +109,7 @@ class Executor:
         is on, it records the experts that routers choose for small batches. `compute` is the
         buffer in which the stream's graphs are computed, if slots may continue in it. `most_tokens`
         has the largest batch, for which memory is taken at once; 0: it is unknown. With
-        `reads_pinned`, the device's kernels read rows of prompts from pinned host memory.
+        `reads_pinned`, the device's kernels read and write rows of prompts in pinned host memory.
         """
         self._stream, self._host, self._layout = stream, host, layout
         self._prefetch, self._trace = options.prefetch, trace
