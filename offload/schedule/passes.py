@@ -24,6 +24,8 @@ from offload.schedule.slots import NOWHERE
 AHEAD_OF_ROUTER = 0.8
 MOST_PAIRS = 1024  # most pairs of a launch, to limit the memory for their rows
 MOST_HOST_PAIRS = 4096  # most pairs of a layer that the CPU computes, to limit memory
+# Rows whose way takes less are computed in one block: each block takes the threads about 0.1 ms.
+_LEAST_WAY_S = 500e-6
 LEAST_GAIN = 0.02  # least share of a layer's time that the CPU's part saves
 _GROUPS_IN_MODEL = 4  # groups of copies that products follow, in the model of a division
 _GROUPS = 16  # groups of a layer's experts, if the slots have room for two of them
@@ -184,13 +186,20 @@ class RowsWay:
     def host_s(self, n_pairs: NDArray[np.integer]) -> NDArray[np.float64]:
         """Return the seconds that the way adds to the CPU's, for several numbers of pairs.
 
-        Results come beside copies, so they have half of the link.
+        Results come beside copies, so they have half of the link. Pairs in one block wait for all
+        of their rows, and the device for all of their results.
         """
+        in_one = self.is_in_one(n_pairs)
         seconds = np.full(n_pairs.shape, self.begin_s)
         if self.first_row_s is not None:
-            np.minimum(seconds, self.first_row_s * n_pairs, out=seconds)
-        seconds += 2 * self.last_share * self.row_s * n_pairs
+            first_share = np.where(in_one, 1.0 / _BLOCK_SHARES[0], 1.0)
+            np.minimum(seconds, first_share * self.first_row_s * n_pairs, out=seconds)
+        seconds += 2 * np.where(in_one, 1.0, self.last_share) * self.row_s * n_pairs
         return seconds
+
+    def is_in_one(self, n_pairs: Any) -> Any:
+        """True for numbers of pairs that the CPU computes in one block. May be an array."""
+        return self.row_s * n_pairs < _LEAST_WAY_S
 
 
 # Shares of the CPU's pairs in each block. The CPU waits for the rows of the first block, and the

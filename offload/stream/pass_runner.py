@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.alignment import power_of_two
 from offload.ggml.backend import Device, Stream
 from offload.ggml.graph import Graph
 from offload.ggml.rewriting import Scratch
@@ -24,6 +25,7 @@ from offload.schedule.passes import (
     passes_of,
 )
 from offload.schedule.slots import NOWHERE, CutNeed
+from offload.schedule.splitter import Splitter
 from offload.stream.copying import GraphEvents
 from offload.stream.cut_graph import CutGraph
 from offload.stream.passes import PassStep, PinnedLaunch, without_forms
@@ -49,11 +51,13 @@ class PassRunner:
         """With `cpu`, the CPU computes a part of each layer. None: the device computes all.
 
         `most_tokens`: tokens of the largest batch, for which memory is taken at once; 0: unknown.
-        `reads_pinned`: the device's kernels read tables and results from pinned host memory.
+        `reads_pinned`: the device's kernels read tables and results from pinned host memory, and
+        write the rows that the CPU needs there.
         """
         self._cpu = cpu
-        # Number of experts to copy, by number of tokens, splitter and layer. Layer None: the last.
-        self._n_copied: dict[Hashable, int] = {}
+        # Number of experts to copy, by rounded number of tokens and layer. Layer None: the last.
+        self._n_copied: dict[tuple[int, int | None], int] = {}
+        self._divided_by: Splitter | None = None  # which gave `_n_copied`
         self._after: dict[int, PassStep] = {}  # by cut: the next layer, which is not announced yet
         self.is_alone = True  # False: other devices compute parts of the same graph
         self._stream, self._schedule, self._copies = parts.stream, parts.schedule, parts.copies
@@ -85,9 +89,13 @@ class PassRunner:
         """
         return self._cpu is not None and self.is_alone and self._cpu.shares(n_tokens)
 
-    def _regime(self, step: PassStep, layer: int | None) -> Hashable:
-        """Return a key for `_n_copied`: what decides how many experts are copied."""
-        return step.n_tokens, None if self._cpu is None else self._cpu.splitter, layer
+    def _regime(self, step: PassStep, layer: int | None) -> tuple[int, int | None]:
+        """Return a key for `_n_copied`. Forget what another splitter gave."""
+        splitter = None if self._cpu is None else self._cpu.splitter
+        if splitter != self._divided_by:
+            self._n_copied.clear()
+            self._divided_by = splitter
+        return power_of_two(step.n_tokens), layer
 
     def should_share(self, pool: SlotPool, n_tokens: int) -> bool:
         """True if sharing pays although whole layers of the pool fit the slots."""

@@ -84,9 +84,6 @@ class HostThread:
         self._thread.shutdown()
 
 
-# Rows whose way takes less are computed in one block: each block takes the threads about 0.1 ms.
-_LEAST_WAY_S = 500e-6
-
 _LEAST_RATIO = 1.25  # ratio of copying time to the device's computing time from which sharing pays
 
 # No link is slower. Costs that say so keep experts in RAM, and say nothing of rows.
@@ -219,7 +216,7 @@ class PromptSide:
         splitter = self.splitter
         if isinstance(splitter, ByCosts):
             way = rows_way(form, splitter.costs.copy_s, in_blocks=False)
-            if way.row_s * len(experts) < _LEAST_WAY_S:
+            if way.is_in_one(len(experts)):
                 return [slice(0, len(experts))]
         starts = np.flatnonzero(np.diff(experts, prepend=-1))
         return host_blocks(np.diff(starts, append=len(experts)))

@@ -25,7 +25,7 @@ from offload.schedule.splitter import Splitter, stay
 from offload.stream.cpu_side import HostGraph, LayerWeights
 from offload.stream.pass_runner import PassRunner
 from offload.stream.passes import PassStep
-from offload.stream.prompt_side import CpuPart, HostThread
+from offload.stream.prompt_side import CpuPart, HostThread, PromptSide
 
 Rows = NDArray[np.float32]
 PRESETS = {
@@ -234,3 +234,29 @@ def test_an_interrupted_wait_for_a_block_does_not_forget_it(
     thread.abandon()
     assert counters.host_s > 0.0, "the block has been computed"
     thread.close()
+
+
+def test_what_is_remembered_of_prompts_does_not_grow_with_their_sizes(
+    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runners = set[PassRunner]()
+    cpu_part = PassRunner._cpu_part
+
+    def noted(self: PassRunner, *others: Any) -> CpuPart | None:
+        runners.add(self)
+        return cpu_part(self, *others)
+
+    monkeypatch.setattr(PassRunner, "_cpu_part", noted)
+    streaming = split_streaming(SPLITTERS["random"](), tiny_moe, "half")
+    with open_engine(tiny_moe, options(streaming, n_ubatch=256)) as engine:
+
+        def sizes(*n_tokens: int) -> set[int]:
+            for n in n_tokens:
+                engine.sequences.rewind(0, 0)
+                engine.sequences.extend(0, [(3 * i) % engine.n_vocab for i in range(n)])
+            (runner,) = runners
+            return {size for size, _ in runner._n_copied}
+
+        assert sizes(70, 100, 128, 200, 250) == {128, 256}
+        monkeypatch.setattr(PromptSide, "splitter", SPLITTERS["random"]())
+        assert sizes(100) == {128}, "another splitter forgets what the first one gave"

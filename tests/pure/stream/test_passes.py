@@ -87,8 +87,10 @@ def layer_s(
 ) -> float:
     """Seconds of a layer whose device computes in no time and whose CPU computes experts `its`."""
     n_pairs = sum(rows[e] for e in its)
-    row_s = float(costs.host_s[1]) + 2 * way.last_share * way.row_s
-    of_first_s = float("inf") if way.first_row_s is None else n_pairs * way.first_row_s
+    in_one = n_pairs * way.row_s < 0.5e-3  # then one block has all pairs, not an eighth of them
+    row_s = float(costs.host_s[1]) + 2 * (1.0 if in_one else way.last_share) * way.row_s
+    first_row_s = float("inf") if way.first_row_s is None else way.first_row_s
+    of_first_s = n_pairs * first_row_s * (8 if in_one else 1) if n_pairs else 0.0
     alone_s = n_pairs * row_s + min(way.begin_s, of_first_s) if its else 0.0
     copies_s = (n_missing - len(its)) * costs.copy_s + n_pairs * way.row_s
     slow, link_slow = costs.host_slowdown, costs.link_slowdown
@@ -140,6 +142,14 @@ def test_rows_that_come_in_blocks_leave_more_to_the_cpu() -> None:
     ways = (RowsWay.over(64.0, 256, 1, 1, in_blocks=in_blocks) for in_blocks in (False, True))
     in_one, in_blocks = (len(soonest_host_experts(rows, nothing, (), costs, way)) for way in ways)
     assert in_one < in_blocks
+
+
+def test_few_rows_are_expected_in_one_block() -> None:
+    """Each further block would take the CPU's threads longer than the way."""
+    way = RowsWay.over(1e6, 10_000, 1, 1, in_blocks=True)  # 1 us a row
+    few, many = np.array([0, 100, 499]), np.array([500, 4096])
+    assert way.host_s(few) == pytest.approx(few * 3e-6), "all rows, and results beside copies"
+    assert way.host_s(many) == pytest.approx(many * 3e-6 / 8), "an eighth of both"
 
 
 @given(st.lists(st.integers(0, 49), min_size=1, max_size=300))
