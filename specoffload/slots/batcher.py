@@ -269,6 +269,8 @@ class Batcher:
         nothing would lose the texts of all requests in the step, so it must be the only one.
         Another thread may call this during a step.
         """
+        if request.member in self._coming:  # the step does nothing for it
+            return False
         return request.reads_prompt and (self._sequences.may_stop or len(self._running) == 1)
 
     def is_worth_stopping_for(self, request: Request, step_s: float) -> bool:
@@ -388,8 +390,9 @@ class Batcher:
         """
         if self._sequences.has_own_cells:
             return True
-        n_taken = sum([len(member.history) + 1 for member in [*self._running]])
-        return n_taken + len(request.history) + 1 <= self._sequences.n_cells
+        coming = {member: len(c.stored.tokens) for member, c in [*self._coming.items()]}
+        taken = [max(len(m.history) + 1, coming.get(m, 0)) for m in [*self._running]]
+        return sum(taken) + len(request.history) + 1 <= self._sequences.n_cells
 
     def _load_parts(self) -> list[Request]:
         """Copy parts of kept prompts that requests wait for, one prompt after the other.
@@ -398,6 +401,10 @@ class Batcher:
         """
         news = []
         for member, coming in [*self._coming.items()]:
+            if not self.make_room(coming.slot, len(coming.stored.tokens)):
+                self._wait_again(self._running[member], coming.slot)
+                self._is_full = True  # answers have grown since it got its slot
+                break
             if not self._pool.go_on_loading(coming, self._copy_s):
                 break
             del self._coming[member]
@@ -489,20 +496,30 @@ class Batcher:
             slot.keep(request.history)
 
     def _may_begin(self, request: Request) -> bool:
-        """False while another request evaluates the same prompt or uses the wanted slot."""
+        """False while another request evaluates or loads its text, or uses the wanted slot."""
         slot = request.options.id_slot
-        return request.may_begin and (slot < 0 or not self.slots[slot].is_busy)
+        if not request.may_begin or (slot >= 0 and self.slots[slot].is_busy):
+            return False
+        if not (self._coming and request.may_come_back):
+            return True
+        tokens, salt, texts = request.history, request.options.cache_salt, self._texts()
+        return not any(
+            [self._pool.will_share(c, tokens, texts, salt) for c in self._coming.values()]
+        )
+
+    def _texts(self) -> dict[int, Sequence[int]]:
+        """Return the texts of busy slots by number."""
+        texts: dict[int, Sequence[int]] = {m.sequence: m.history for m in self._running}
+        return texts | {member.sequence: coming.tokens for member, coming in self._coming.items()}
 
     def _slot_for(self, request: Request) -> Slot | ComingPrompt | None:
         """Return an idle slot prepared for the request, or None if the request has to wait."""
-        texts: dict[int, Sequence[int]] = {m.sequence: m.history for m in self._running}
-        texts |= {member.sequence: coming.tokens for member, coming in self._coming.items()}
         drafts = self._speculation is not None and request.options.draft_max != 0
         return self._pool.prepared(
             request.history,
-            texts,
+            self._texts(),
             request.options.id_slot,
-            reuses=request.options.cache_prompt and request.hear_prompt is None,
+            reuses=request.may_come_back,
             is_alone=not self._running and len(self._waiting) == 1,
             drafts=drafts,
             salt=request.options.cache_salt,

@@ -11,7 +11,7 @@ from offload.sequences.sequences import Checkpoint
 
 SIMILAR = 0.1  # share of a prompt below which a common beginning is chance
 _MUCH_LOST = 0.5  # lost share of a slot's tokens above which the slot is saved first
-_WORTH_TOKENS = 16  # number of tokens below which evaluating is faster than copying
+WORTH_TOKENS = 16  # number of tokens below which evaluating is faster than copying
 _WORTH_READING = 128  # and than reading from a disk
 
 
@@ -79,12 +79,12 @@ def choose(
     is_similar = similar > 0 and own.n_reusable >= max(1.0, similar * n_prompt)
     n_own = own.n_reusable if is_similar else 0
     place = min(idle, key=lambda s: (s.n_held > 0, s.last_used, s.number))
-    others = [s for s in slots if s.number != place.number and s.n_shareable >= _WORTH_TOKENS]
+    others = [s for s in slots if s.number != place.number and s.n_shareable >= WORTH_TOKENS]
     shared = max(others, key=lambda s: s.n_shareable, default=None)
     n_shared = 0 if shared is None else shared.n_shareable
     if n_on_disk >= max(n_own, n_shared, n_stored) + _WORTH_READING:
         return SlotChoice(place.number, Source.DISK, keep=_loses_much(place, 0))
-    if n_stored >= _WORTH_TOKENS and n_stored > max(n_own, n_shared):
+    if n_stored >= WORTH_TOKENS and n_stored > max(n_own, n_shared):
         return SlotChoice(place.number, Source.STORE, keep=_loses_much(place, 0))
     splits = _loses_much(own, n_own) and not place.n_held and n_shared == n_own
     if shared is not None and (n_shared > n_own or splits):
@@ -97,7 +97,7 @@ def choose(
 def _loses_much(slot: SlotState, n_reused: int) -> bool:
     """True if the slot would lose much of its text by keeping only `n_reused` tokens."""
     lost = slot.n_held - n_reused
-    return lost >= _WORTH_TOKENS and lost > _MUCH_LOST * slot.n_held
+    return lost >= WORTH_TOKENS and lost > _MUCH_LOST * slot.n_held
 
 
 def common(held: Sequence[int], tokens: Sequence[int]) -> int:

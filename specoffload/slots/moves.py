@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import perf_counter
 
+from offload.errors import DeviceFailed
 from specoffload.slots.choosing import StoredPrompt
 from specoffload.slots.slot import Slot
 
@@ -29,6 +30,8 @@ class LeavingPrompt:
         try:
             next(self._saving)
         except StopIteration as e:
+            if e.value is None:
+                raise DeviceFailed("an earlier part of the copy has failed") from None
             self._prompt = e.value
         self.spent_s += perf_counter() - began_s
         return self._prompt is not None

@@ -13,6 +13,7 @@ from offload.plan.cell_times import CellTimes
 from offload.sequences.saved_state import is_in_parts
 from offload.sequences.sequences import Sequences
 from specoffload.slots.choosing import (
+    WORTH_TOKENS,
     PromptStore,
     SlotChoice,
     SlotState,
@@ -95,6 +96,7 @@ class PromptSlots:
         """Return an idle slot prepared for the prompt `tokens`, or None if all are busy.
 
         With `in_parts`, a kept prompt is perhaps not copied yet. The caller then copies its parts.
+        A kept prompt that does not fit beside busy slots stays in the store, and is evaluated.
 
         The slot gets the longest beginning of the prompt that a slot, the store or the folder
         holds, if the request `reuses` prompts. `texts` has the texts of busy slots by number.
@@ -122,9 +124,11 @@ class PromptSlots:
         if stored is None:
             return slot
         is_from_disk = choice.source is Source.DISK
+        if not self.make_room(slot, len(stored.tokens)):
+            if not is_from_disk:
+                self._put_back(stored)
+            return slot
         if in_parts and is_in_parts(stored.state):
-            if not self.make_room(slot, len(stored.tokens)):
-                return slot
             return ComingPrompt(slot, stored, is_from_disk=is_from_disk)
         self._load(slot, stored)
         slot.n_from_disk = slot.n_held if is_from_disk else 0
@@ -197,6 +201,9 @@ class PromptSlots:
                 del self._leaving[number]
                 self._not_kept(leaving.slot, e)
                 return
+            except BaseException:  # a stopped decode: what has raised cannot go on
+                del self._leaving[number]
+                raise
             if is_whole and self.has_room(leaving.slot):
                 self.take_out(leaving.slot, must_keep=True)
             elif is_whole:
@@ -226,12 +233,7 @@ class PromptSlots:
         return is_kept
 
     def _load(self, slot: Slot, stored: StoredPrompt) -> None:
-        """Load a stored prompt into an empty slot, and clear idle slots until it fits.
-
-        Loads nothing if it still does not fit. The prompt is then evaluated once there is room.
-        """
-        if not self.make_room(slot, len(stored.tokens)):
-            return
+        """Load a stored prompt into an empty slot. If that fails, the prompt is evaluated."""
         began_s = perf_counter()
         try:
             slot.load(stored)
@@ -244,7 +246,8 @@ class PromptSlots:
     def go_on_loading(self, coming: ComingPrompt, most_s: float) -> bool:
         """Copy parts of a kept prompt for about `most_s` seconds. Returns True when that is over.
 
-        If it fails, the slot is empty, and the prompt is evaluated.
+        There must be room for all of it (`make_room`). If a part cannot be loaded, the slot is
+        empty, and the prompt is evaluated.
         """
         slot, stored = coming.slot, coming.stored
         try:
@@ -262,8 +265,27 @@ class PromptSlots:
         """Keep a prompt whose request has left its slot before all parts were copied."""
         stored = coming.stored
         coming.slot.keep(stored.tokens)
-        if not coming.is_from_disk and self.store.has_room(stored.size_bytes):
-            self.store.add(stored.tokens, lambda: stored, stored.salt)
+        if not coming.is_from_disk:
+            self._put_back(stored)
+
+    def _put_back(self, stored: StoredPrompt) -> None:
+        """Store a prompt again that was taken, as the most recently used one."""
+        self.store.add(stored.tokens, lambda: stored, stored.salt)
+
+    def will_share(
+        self, coming: ComingPrompt, tokens: Sequence[int], texts: Mapping[int, Sequence[int]],
+        salt: str,
+    ) -> bool:  # fmt: skip
+        """True if the rest of `coming` spares the prompt `tokens` more than slots and store do.
+
+        The prompt then waits for the copy. `texts` and `salt` are as in `prepared`.
+        """
+        stored = coming.stored
+        n_common = common(stored.tokens, tokens) if stored.salt == salt else 0
+        if n_common < coming.slot.n_held + WORTH_TOKENS:
+            return False
+        held = [max(s.n_reusable, s.n_shareable) for s in self._states(tokens, texts, salt)]
+        return n_common >= max(*held, self.store.reusable(tokens, salt)) + WORTH_TOKENS
 
     def make_room(self, slot: Slot, n_tokens: int) -> bool:
         """Clear idle slots until `slot`, as if it were empty, has room for a text of `n_tokens`.

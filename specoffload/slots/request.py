@@ -151,7 +151,7 @@ class Request:
 
     @property
     def may_come_back(self) -> bool:
-        """True if the request may continue from a saved text."""
+        """True if the request may reuse kept text, such as its own that has left its slot."""
         return self.options.cache_prompt and self.hear_prompt is None
 
     def evaluated(self) -> None:

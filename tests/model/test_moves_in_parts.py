@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,15 +20,19 @@ from lab.options import engine_options
 from lab.synth import write_preset
 from lab.synth.mtp import write_mtp
 from offload.engine import open_engine
-from offload.errors import DeviceFailed
+from offload.errors import DecodeStopped, DeviceFailed
 from offload.ggml.context import Context
+from offload.sequences.sequences import Sequences
 from specoffload.config.options import DiskRoom
 from specoffload.generation.generation import GenerateOptions
 from specoffload.session.session import Session
 from specoffload.slots import batcher
+from specoffload.slots.choosing import StoredPrompt
 from specoffload.slots.idle_rents import MoveCosts
+from specoffload.slots.moves import LeavingPrompt
 
 LONG = GenerateOptions(n_predict=80, ignore_eos=True)
+SLOW = replace(LONG, draft_max=1)  # one or two tokens each step
 # Full attention, MLA, indexers, keys chosen by blocks, own layers that draft.
 KINDS = ("mistral-large", "deepseek-v3", "deepseek-v3.2", "glm-5", "minimax-m3", "glm4moe")
 
@@ -40,6 +46,10 @@ def _one_part_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _no_time(_: object) -> float:
     return 0.0
+
+
+def _too_much(*_: object) -> float:
+    return 1e9
 
 
 def _a_minute(_: object) -> float:
@@ -187,6 +197,7 @@ def test_a_client_that_leaves_while_its_text_comes_back_loses_nothing(
         for _ in range(n_steps):
             session.step()
         assert not asked.pieces
+        assert not session.is_worth_stopping(asked), "the step is another answer's"
         session.cancel(asked)
         assert len(session.batcher.store) == 1, "the whole text is there again"
         again = session.start([*text, 7, 8], OPTIONS)
@@ -197,6 +208,134 @@ def test_a_client_that_leaves_while_its_text_comes_back_loses_nothing(
     with opened_kind("mistral-large", models) as session:
         (expected,) = together(session, [[*text, 7, 8]], OPTIONS)
     assert answer.tokens == expected.tokens
+
+
+def test_a_client_that_leaves_puts_its_text_back_in_the_place_of_an_older_one(models: Path) -> None:
+    """Another text has filled the RAM in the meantime."""
+    with opened_kind("mistral-large", models) as session:
+        text, _ = moved_away(session)
+        store = session.batcher.store
+        store._limit_bytes = store.size_bytes + 100
+        asked = session.start([*text, 7, 8], OPTIONS)
+        session.step()
+        assert len(store) == 0
+        older = StoredPrompt((1, 2, 3), bytes(200))
+        store.add(older.tokens, lambda: older)
+        session.cancel(asked)
+        assert [len(kept.tokens) for kept in store.prompts] == [207]
+        again = session.start([*text, 7, 8], OPTIONS)
+        while not session.is_idle:
+            session.step()
+        assert answer_of(again).stats.n_cached_tokens == 200
+
+
+def moved_away_alone(session: Session, n: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let a conversation move to RAM, which then holds all that there is. No other one will."""
+    text, _ = moved_away(session, n)
+    while not session.is_idle:
+        session.step()
+    for slot in session.slots():
+        session.change_slot(slot.id, "erase", "")
+    monkeypatch.setattr(MoveCosts, "seconds", _too_much)
+    return text
+
+
+def n_free(session: Session) -> int:
+    return session.target.n_cells - sum(slot.n_tokens for slot in session.slots())
+
+
+def test_an_idle_conversation_makes_room_for_one_that_comes_back_beside_an_answer(
+    models: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While parts are copied, the answer takes the cells that were free at first."""
+    with opened_kind("mistral-large", models) as session:
+        n_vocab = session.target.n_vocab
+        text = moved_away_alone(session, 300, monkeypatch)
+        together(session, [prompt(n_vocab, 9, 686)], OPTIONS)
+        running = session.start(prompt(n_vocab, 11, 20), SLOW)
+        while len(running.history) == running.n_prompt:
+            session.step()
+        n_moves = session.counters()["idle_moves"]
+        again = session.start([*text, 7], OPTIONS)
+        assert 307 < n_free(session) < 316, "the answer takes these before all is copied"
+        session.step()
+        assert session.counters()["idle_moves"] == n_moves, "at first there is room"
+        while not session.is_idle:
+            session.step()
+        answer = answer_of(again)
+        assert session.counters()["idle_moves"] == n_moves + 1
+    assert answer.stats.n_cached_tokens == 300
+    assert "is not loaded" not in caplog.text
+    with opened_kind("mistral-large", models) as session:
+        (expected,) = together(session, [[*text, 7]], OPTIONS)
+    assert answer.tokens == expected.tokens
+
+
+def test_a_conversation_waits_for_room_that_an_answer_has_taken_while_it_came_back(
+    models: Path,
+    counted: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with opened_kind("mistral-large", models) as session:
+        text = moved_away_alone(session, 300, monkeypatch)
+        running = session.start(prompt(session.target.n_vocab, 11, 712), SLOW)
+        while len(running.history) == running.n_prompt:
+            session.step()
+        again = session.start([*text, 7], OPTIONS)
+        assert 307 < n_free(session) < 316
+        session.step()
+        assert again.slot is not None
+        for _ in range(20):
+            session.step()
+        assert again.slot is None, "it has lost its slot"
+        assert 3 < counted["add_state"] < 15
+        assert 307 in [len(kept.tokens) for kept in session.batcher.store.prompts]
+        assert not running.is_over
+        while not session.is_idle:
+            session.step()
+        assert answer_of(again).stats.n_cached_tokens == 300
+        assert running.error is None
+    assert "is not loaded" not in caplog.text
+
+
+def test_a_move_out_whose_decode_is_stopped_begins_again(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last part asks a follower for its data, which may decode."""
+    plain, n_asked = Sequences._followers_data, 0
+
+    def is_stopped(self: Sequences, sequence: int) -> bytes:
+        nonlocal n_asked
+        n_asked += 1
+        if n_asked == 1:
+            raise DecodeStopped("the decode was stopped")
+        return plain(self, sequence)
+
+    monkeypatch.setattr(Sequences, "_followers_data", is_stopped)
+    with opened_kind("mistral-large", models) as session:
+        n_vocab = session.target.n_vocab
+        text = prompt(n_vocab, 3, 200)
+        together(session, [text], OPTIONS)
+        running = session.start(prompt(n_vocab, 5, 20), LONG)
+        while not session.is_idle:
+            session.step()
+        assert n_asked >= 2
+        assert 207 in [len(kept.tokens) for kept in session.batcher.store.prompts]
+        assert running.error is None
+
+
+def test_a_copy_that_has_failed_says_so_again() -> None:
+    def fails() -> Generator[None, None, StoredPrompt]:
+        raise DecodeStopped("the decode was stopped")
+        yield
+
+    slot = SimpleNamespace(tokens=[1], is_busy=False, saving=fails)
+    leaving = LeavingPrompt(slot)  # type: ignore[arg-type]
+    with pytest.raises(DecodeStopped):
+        leaving.advance()
+    with pytest.raises(DeviceFailed, match="an earlier part"):
+        leaving.advance()
 
 
 def test_a_text_whose_part_cannot_be_loaded_is_evaluated_again(
@@ -287,6 +426,7 @@ def test_two_clients_of_one_moved_text_get_equal_answers(models: Path) -> None:
         while not session.is_idle:
             session.step()
         answers = [answer_of(request).tokens for request in asked]
+        assert all(answer_of(r).stats.n_cached_tokens >= 200 for r in asked), "one is copied once"
     with opened_kind("mistral-large", models) as session:
         expected = [together(session, [[*text, 7, end]], OPTIONS)[0].tokens for end in (8, 8, 9)]
     assert answers == expected
