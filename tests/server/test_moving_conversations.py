@@ -71,11 +71,9 @@ class Talk:
         self.client, self.n_words, self.tokens = client, n_words, words(client, n_words)
         self.answers: list[list[int]] = []
         self.n_evaluated: list[int] = []  # of each turn's prompt
-        self.n_refused = 0
 
     def turn(self, url: str, **more: Any) -> None:
         while (answer := ask(url, self.tokens, **more)) is None:
-            self.n_refused += 1
             time.sleep(0.25)
         self.answers.append(answer["tokens"])
         self.n_evaluated.append(answer["timings"]["prompt_n"])
@@ -112,7 +110,6 @@ def test_64_clients_whose_conversations_move_get_their_own_texts(kind: str, mode
     ):
         list(threads.map(lambda talk: talk.all_turns(program.url), talks))
         counted = counters(program)
-    assert sum(talk.n_refused for talk in talks) > 0, "the queue is shorter than they are many"
     assert [talk.answers for talk in talks] == alone(model, talks)
     later = [n for talk in talks for n in talk.n_evaluated[1:]]
     assert max(later) <= 5 + N_PREDICT + 1, "only what is new is evaluated: nothing was lost"
