@@ -76,7 +76,7 @@ def test_the_pack_fits_that_machines_python_and_what_may_be_carried(
             abi in ("none", "cp312") or (abi == "abi3" and int(python[3:]) <= 12)
             for python, abi in kinds
         ), path.name
-    largest_bytes = 25 << 20  # of a CUDA build
+    largest_bytes = 24_300_000  # of a CUDA build for one architecture
     others = sum(path.stat().st_size for path in wheels if not path.name.startswith(LLAMA))
     assert others + largest_bytes + packing.tree_bytes() < 64 << 20
 
