@@ -70,6 +70,7 @@ DEMO_WORDS = (
 DEMO_NAME = "demo-pair"
 _USUAL_PARALLEL = 4
 _LEAST_TOKENS = 512  # least context per request if the user did not choose their number
+_PAD = 256  # cells to which libllama rounds those of each slot up
 
 
 _MTP_KEY = b".nextn_predict_layers"
@@ -142,7 +143,7 @@ class Config(OpeningOptions):
 
     def n_ctx_each(self, n_ctx: int) -> int:
         """Return the tokens that one slot may hold in a context of `n_ctx`; 0: not known yet."""
-        each = n_ctx // self.parallel if self.has_own_cells else n_ctx
+        each = own_cells(n_ctx, self.parallel) if self.has_own_cells else n_ctx
         return min(each, self.most_each) if self.most_each else each
 
     @property
@@ -445,11 +446,19 @@ def _with_cells(
             "(--kv-unified-per-slot)"
         )
     elif each and config.ctx_size:
-        n_own = config.ctx_size // (1 if serve.kv_unified else parallel)
+        n_own = config.ctx_size if serve.kv_unified else own_cells(config.ctx_size, parallel)
         if each > n_own:
             said = f"a slot has at most {n_own:,} tokens (--ctx-size)"
             reasons.append(ignored(f"--kv-unified-per-slot {each}", said))
     return replace(config, kv_unified=serve.kv_unified, most_each=each), tuple(reasons)
+
+
+def own_cells(n_ctx: int, parallel: int) -> int:
+    """Return the cells of each of `parallel` slots in a context of `n_ctx` that they divide.
+
+    libllama rounds them up to 256.
+    """
+    return -(-n_ctx // (_PAD * parallel)) * _PAD
 
 
 def usual_parallel(ctx_size: int | None) -> int:

@@ -303,6 +303,7 @@ class Batcher:
         for slot in self.slots:
             if not slot.is_busy:
                 slot.clear()
+        self._pool.drop_void_copies()
 
     def _times(self) -> Sequence[float]:
         """Seconds of a decode by number of tokens, starting at 1; empty if unknown."""

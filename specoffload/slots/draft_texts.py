@@ -93,6 +93,7 @@ class DraftTexts:
         """Do what `load` does, and yield after each part if the model is loaded in parts."""
         if self._memory is None:
             return
+        self._memory.loaded(sequence, ())  # true of no part, if the rest is never loaded
         try:
             if isinstance(self._model, SavedInParts):
                 yield from self._model.loading(sequence, saved.state, saved.tokens, saved.parts)

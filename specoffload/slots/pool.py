@@ -190,10 +190,8 @@ class PromptSlots:
 
     def go_on_moving(self, most_s: float) -> None:
         """Copy parts of the idle slots that move to host memory, for about `most_s` seconds."""
+        self.drop_void_copies()
         for number, leaving in [*self._leaving.items()]:
-            if leaving.is_void:
-                del self._leaving[number]
-                continue
             try:
                 with self._keeping():
                     is_whole = advance_for(most_s, leaving.advance)
@@ -209,6 +207,10 @@ class PromptSlots:
             elif is_whole:
                 del self._leaving[number]
             return
+
+    def drop_void_copies(self) -> None:
+        """Drop what was copied of texts that their slots hold no longer, or that are used again."""
+        self._leaving = {n: leaving for n, leaving in self._leaving.items() if not leaving.is_void}
 
     def has_room(self, slot: Slot) -> bool:
         """True if a slot's prompt can be kept without losing another one."""

@@ -398,6 +398,20 @@ def test_a_conversation_that_is_erased_during_its_move_is_not_kept(
         assert len(session.batcher.store) == 0
 
 
+def test_a_conversation_that_is_forgotten_during_its_move_takes_no_memory(
+    models: Path, counted: dict[str, int]
+) -> None:
+    with opened_kind("mistral-large", models) as session:
+        n_vocab = session.target.n_vocab
+        together(session, [prompt(n_vocab, 3, 200)], OPTIONS)
+        session.start(prompt(n_vocab, 5, 20), LONG)
+        while counted["part_of_state"] < 3:
+            session.step()
+        assert len(session.batcher._pool._leaving) == 1
+        session.forget()
+        assert not session.batcher._pool._leaving
+
+
 def test_a_move_that_lacks_room_at_its_end_leaves_the_text_in_its_cells(
     models: Path, counted: dict[str, int]
 ) -> None:

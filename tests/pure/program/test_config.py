@@ -670,9 +670,12 @@ def test_a_limit_for_each_slot_sizes_the_context_unless_that_is_given() -> None:
     assert capped.n_ctx_each(4096) == 2000
     assert not any("ignored" in words for words in capped.reasons)
     own = serving("-np", "3", "--no-kv-unified", "--kv-unified-per-slot", "2000", ctx_size=4096)
-    assert own.n_ctx_each(4096) == 1365
-    said = "--kv-unified-per-slot 2000 ignored: a slot has at most 1,365 tokens (--ctx-size)"
+    assert own.n_ctx_each(4096) == 1536
+    said = "--kv-unified-per-slot 2000 ignored: a slot has at most 1,536 tokens (--ctx-size)"
     assert said in own.reasons
+    rounded = serving("-np", "3", "--no-kv-unified", "--kv-unified-per-slot", "1400", ctx_size=4096)
+    assert rounded.n_ctx_each(4096) == 1400
+    assert not any("ignored" in words for words in rounded.reasons)
     assert serving("-np", "3", "--kv-unified-per-slot", "0").ctx_size is None
 
 

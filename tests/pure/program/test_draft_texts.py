@@ -41,13 +41,13 @@ class Memory:
     """Knows the tokens of all sequences."""
 
     def __init__(self) -> None:
-        self.n_loaded = 0
+        self.known: list[tuple[int, ...]] = []  # what was told, in order
 
     def settled(self, sequence: int) -> tuple[int, ...]:
         return (1, 2)
 
     def loaded(self, sequence: int, tokens: Any) -> None:
-        self.n_loaded += 1
+        self.known.append(tuple(tokens))
 
 
 def test_a_draft_model_that_is_known_is_saved_and_loaded() -> None:
@@ -57,8 +57,23 @@ def test_a_draft_model_that_is_known_is_saved_and_loaded() -> None:
     assert saved == SavedDraft((1, 2), b"state")
     assert texts.saved_bytes(0) == 5
     texts.load(0, saved)
-    assert memory.n_loaded == 1
+    assert memory.known == [(), (1, 2)]
     assert DraftTexts(Model(), None).saved(0) is None
+
+
+def test_nothing_is_known_of_a_text_whose_client_left_while_its_parts_were_loaded() -> None:
+    class InParts(Model):
+        def saving(self, sequence: int) -> Any:
+            yield
+
+        def loading(self, sequence: int, state: bytes, tokens: Any, parts: Any = ()) -> Any:
+            yield
+            yield
+
+    memory = Memory()
+    loading = DraftTexts(InParts(), cast(DraftMemory, memory)).loading(0, SavedDraft((1, 2), b""))
+    next(loading)
+    assert memory.known == [()]
 
 
 @pytest.mark.parametrize("error", [DeviceFailed("the card is gone"), DoesNotFit("no memory")])
@@ -69,5 +84,5 @@ def test_a_failure_of_the_draft_alone_keeps_the_targets_prompt(
     texts = DraftTexts(Model(error), cast(DraftMemory, memory))
     assert texts.saved(0) is None
     texts.load(0, SavedDraft((1, 2), b"state"))
-    assert memory.n_loaded == 0
+    assert memory.known == [()]
     assert [str(error) in record.message for record in caplog.records] == [True, True]
