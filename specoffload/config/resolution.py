@@ -146,6 +146,11 @@ class Config(OpeningOptions):
         each = own_cells(n_ctx, self.parallel) if self.has_own_cells else n_ctx
         return min(each, self.most_each) if self.most_each else each
 
+    def n_cells(self, n_ctx: int) -> int:
+        """Return the cells of all slots in a context of `n_ctx`, as they are rounded up."""
+        each = own_cells(n_ctx, self.parallel)
+        return self.parallel * each if self.has_own_cells else n_ctx
+
     @property
     def uses_workers(self) -> bool:
         """True if the target or the draft model has layers on devices of other machines."""

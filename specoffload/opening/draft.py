@@ -86,8 +86,9 @@ def draft_bytes(config: Config, spec: SpecConfig, n_ctx: int | None) -> int:
     if spec.row_file is not None:
         return row_file_bytes(facts, _context_of_target(config, n_ctx))
     n_ctx = n_ctx or _DEFAULT_CTX
+    n_cells = _llama_ctx(config, config.n_cells(n_ctx))
     context = _context_of_draft(
-        config, spec, ContextOptions(n_ctx=_llama_ctx(config, n_ctx), n_sequences=config.parallel)
+        config, spec, ContextOptions(n_ctx=n_cells, n_sequences=config.parallel)
     )
     by_llama = device_bytes(facts) + context_memory(facts, context).total_bytes
     may_be_torch = spec.of_draft.engine is not DraftEngine.LLAMA

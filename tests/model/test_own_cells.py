@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from budgets import ON_GPU, budget
 from image_parts import model_with_projector
+from resolved import config_of
 from test_block import open_block
 from test_block import pair as block_pair
 from test_eagle import open_eagle
@@ -23,6 +24,7 @@ from lab.synth.mtp import write_mtp
 from offload.errors import BadRequest, DeviceFailed, DoesNotFit
 from specoffload.config.options import Toggle
 from specoffload.generation.generation import GenerateOptions
+from specoffload.opening.draft import draft_bytes
 from specoffload.session.session import Session
 
 OPTIONS = GenerateOptions(n_predict=8, ignore_eos=True)
@@ -115,6 +117,16 @@ def test_a_draft_model_keeps_cells_that_all_share(kind: str, place: str, models:
         assert session.draft is not None
         assert not session.draft.sequences.has_own_cells  # type: ignore[union-attr]
     assert sum(answer.stats.n_accepted for answer in got) > 0
+
+
+def test_a_draft_model_is_planned_for_the_cells_that_the_slots_are_rounded_up_to(
+    models: Path,
+) -> None:
+    path = preset("mistral-large", models)
+    given = config_of(spec_given=dict(SPECS["itself"]), model=path, draft=path, device="cpu")
+    own = replace(given, parallel=64, kv_unified=False)
+    shared = replace(own, kv_unified=True)
+    assert draft_bytes(own, own.spec, 4096) == draft_bytes(shared, shared.spec, 64 * 256) > 0
 
 
 @pytest.mark.parametrize("place", ["resident", "streamed"])
