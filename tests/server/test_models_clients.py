@@ -34,6 +34,7 @@ def test_anthropics_client_chooses_and_hears_of_unknown_models(models: RunningMo
 
 
 @pytest.mark.extra("litellm")
+@pytest.mark.filterwarnings("ignore:Item 'summary':UserWarning")  # pydantic's, of its own types
 def test_litellm_chooses_a_model(models: RunningModels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     import litellm
