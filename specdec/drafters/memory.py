@@ -142,15 +142,14 @@ class DraftMemory:
         """The number of tokens that `_cut` would leave."""
         if self._model.can_rewind:
             forgetting, n_dropped = self._forgetting, len(held.tokens) - n
+            # 0: sliding windows have passed what comes before
             return n if forgetting is None or forgetting.can_drop(sequence, n_dropped) else 0
         return held.checkpoint_length if 0 <= held.checkpoint_length <= n else 0
 
     def _cut(self, sequence: int, held: _HeldTokens, n: int) -> int:
         """Rewind the model to at most `n` tokens. Returns the number that it then holds."""
         if self._model.can_rewind:
-            forgetting, n_dropped = self._forgetting, len(held.tokens) - n
-            if forgetting is not None and not forgetting.can_drop(sequence, n_dropped):
-                n = 0  # sliding windows have passed what comes before
+            n = self._n_after_cut(sequence, held, n)
             self._model.rewind(sequence, n)
         elif 0 <= held.checkpoint_length <= n:
             self._model.restore(sequence, held.checkpoint)

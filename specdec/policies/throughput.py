@@ -134,11 +134,10 @@ class Throughput(Policy):
 
     def postponed(self, walk: Walk, source: str, n_tokens: int) -> Walk | None:
         """A probe waits until the time of reading the prompt fits what speculation may lose."""
+        reading_s = self._reading.expected_s(source, n_tokens, self._step_of(source))
         if not (isinstance(walk, ThroughputWalk) and walk.is_probe) or self._costs.is_relative:
-            self._reading.expected_s(source, n_tokens, 0.0)
             return None
         known = self._sources[source]
-        reading_s = self._reading.expected_s(source, n_tokens, self._step_of(source))
         if known.n_judged and n_tokens <= known.gap + _IDLE_ROUNDS:
             return None  # the gap between probes is priced already, when a probe has failed
         price = self.rate * reading_s + (walk.n_probed - 1) * known.step
@@ -326,7 +325,7 @@ class Throughput(Policy):
             draft_s=self._without_rows(draft, round_.draft_s),
         )
         if draft.catch_up_s:
-            self._has_read(draft, is_probe=isinstance(walk, ThroughputWalk) and walk.is_probe)
+            self._has_read(draft, walk)
         elif not draft.n_steps and round_.draft_s > 0.0:
             self._look(round_)
 
@@ -339,8 +338,9 @@ class Throughput(Policy):
             extra_s = float(extra_time(np.array(self._costs.planned), 1)[n])
             self._looks.gained(len(round_.emitted) - 1 - extra_s * self._plain_rate)
 
-    def _has_read(self, draft: Draft, *, is_probe: bool) -> None:
+    def _has_read(self, draft: Draft, walk: Walk | None) -> None:
         """Learn how long reading took. A probe's is a loss, as far as drafts may lose more."""
+        is_probe = isinstance(walk, ThroughputWalk) and walk.is_probe
         others_s = sum([other.catch_up_s for other in draft.others])
         self._reading.took(draft.source, draft.catch_up_s - others_s)
         for other in draft.others:
@@ -429,8 +429,7 @@ class Throughput(Policy):
             walk = walks.get(source)
             self.settle(source, round_, len(evidence), walk)
             if round_.draft.catch_up_s:
-                is_probe = isinstance(walk, ThroughputWalk) and walk.is_probe
-                self._has_read(round_.draft, is_probe=is_probe)
+                self._has_read(round_.draft, walk)
         if is_priced and rounds:
             first = rounds[0][0]
             self.account(
