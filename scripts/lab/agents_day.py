@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import platform
 import re
 import statistics
 import sys
@@ -36,7 +35,6 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +44,7 @@ from lab.attack.program import LOOPBACK, Program, serving
 from lab.bench_server.__main__ import DEMO, LOAD_PATIENCE_S, llama_server, metrics
 from lab.bench_server.client import Answer, ask
 from lab.synth.library import write_f32
-from lab.tables import filled, page_of
+from lab.tables import conditions, page_of, publish
 from offload.model_file import read_facts
 from specoffload.bench.load import Load, Watch
 from specoffload.config.resolution import demo_prompts
@@ -60,7 +58,7 @@ _EXACT_TURNS = 3  # a day in the exact setting is shorter, because f32 is slow
 
 @dataclass
 class DayReport:
-    """What clients saw in a day. `texts`: the tokens of each answer, by conversation."""
+    """Times and counts of clients in a day. `texts` has each answer's tokens by conversation."""
 
     wall_s: float = 0.0
     first_s: list[float] = field(default_factory=list)
@@ -303,15 +301,9 @@ def main(words: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         reports, load = by_turns(options, size, Path(name))
         exact = None if options.no_exact else exact_texts(options, size, Path(name))
-    when = datetime.now(UTC).date()
-    where = (
-        f"{options.model.name} on the CPU ({platform.machine()}), `-t {options.threads}`, {when}, "
-        f"{options.rounds} rounds; {load.words} meanwhile."
-    )
+    where = conditions(options.model, options.threads, options.rounds, load)
     text = f"{where}\n\n{table(reports, exact)}"
-    print(text)
-    if not options.only_prints:
-        PAGE.write_text(filled(PAGE, {"agents day": text}), encoding="utf-8")
+    publish(PAGE, "agents day", text, only_prints=options.only_prints)
 
 
 if __name__ == "__main__":

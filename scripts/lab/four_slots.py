@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import statistics
 import sys
@@ -25,13 +24,12 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from lab.attack.program import LOOPBACK, serving
 from lab.bench_server.__main__ import DEMO, LOAD_PATIENCE_S, llama_server
-from lab.tables import filled, page_of
+from lab.tables import conditions, page_of, publish
 from offload.model_file import read_facts
 from specoffload.bench.load import Load, Watch
 
@@ -41,7 +39,7 @@ N_PREDICT = 32
 LENGTHS = (300, 1000, 3000, 3000, 6000, 3000, 12000)
 _FIRST_TEXT_ID = 1000  # ids below it are often control tokens
 OURS = "ours"
-_MOST_OF_CPU_S = 600.0  # for one request
+_REQUEST_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ def ask(port: int, ids: Sequence[int]) -> Took:
         {"Content-Type": "application/json"},
     )  # fmt: skip
     began_s = time.perf_counter()
-    with urllib.request.urlopen(request, timeout=_MOST_OF_CPU_S) as answer:
+    with urllib.request.urlopen(request, timeout=_REQUEST_TIMEOUT_S) as answer:
         timings: dict[str, Any] = json.load(answer)["timings"]
     wall_s = time.perf_counter() - began_s
     return Took(wall_s - timings["predicted_ms"] / 1e3, timings["predicted_per_second"])
@@ -152,15 +150,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 def main(words: list[str] | None = None) -> None:
     options = arguments(words)
     taken, load = by_turns(options)
-    when = datetime.now(UTC).date()
-    where = (
-        f"{options.model.name} on the CPU ({platform.machine()}), `-t {options.threads}`, {when}, "
-        f"{options.rounds} rounds; {load.words} meanwhile."
-    )
+    where = conditions(options.model, options.threads, options.rounds, load)
     text = f"{where}\n\n{table(options.lengths, taken)}"
-    print(text)
-    if not options.only_prints:
-        PAGE.write_text(filled(PAGE, {"four slots": text}), encoding="utf-8")
+    publish(PAGE, "four slots", text, only_prints=options.only_prints)
 
 
 if __name__ == "__main__":

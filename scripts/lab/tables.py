@@ -5,13 +5,16 @@ Part `x` of a page is the text from `<!-- x -->` to `<!-- end -->`.
 
 from __future__ import annotations
 
+import platform
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from lab import ROOT
 from lab.synth.published import PUBLISHED
+from specoffload.bench.load import Load
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,21 @@ def filled(page: Path, parts: Mapping[str, str]) -> str:
         if n != 1:
             raise ValueError(f"{page} has {n} parts named {name!r}")
     return text
+
+
+def conditions(model: Path, n_threads: int, n_rounds: int, load: Load) -> str:
+    """A sentence for a table of servers that took turns on this CPU, with the day and the load."""
+    return (
+        f"{model.name} on the CPU ({platform.machine()}), `-t {n_threads}`, "
+        f"{datetime.now(UTC).date()}, {n_rounds} rounds; {load.words} meanwhile."
+    )
+
+
+def publish(page: Path, part: str, text: str, *, only_prints: bool) -> None:
+    """Print the text, and write it into that part of the page unless it `only_prints`."""
+    print(text)
+    if not only_prints:
+        page.write_text(filled(page, {part: text}), encoding="utf-8")
 
 
 def listed() -> str:
