@@ -443,10 +443,16 @@ def set_latencies(scale: float = 1.0) -> None:
 
 def measure(folder: Path, wanted: Sequence[str] = ()) -> Iterator[Price]:
     """The rows of the table."""
+    library = compile_doorbell(folder)
+    for shape, work, today in _opened(folder, wanted):
+        yield from (replace(row, model=shape.title) for row in _rows(library, work, shape, today))
+
+
+def _opened(folder: Path, wanted: Sequence[str]) -> Iterator[tuple[Shape, Any, Today]]:
+    """Each wanted shape, its work and today's program on it, which is closed after its turn."""
     from lab.synth.published import published_facts
     from offload.times.work import model_work
 
-    library = compile_doorbell(folder)
     use_experts_time()
     always_ring()
     timeline = Timeline(Path(os.environ["STANDIN_TIMELINE"]))
@@ -456,9 +462,7 @@ def measure(folder: Path, wanted: Sequence[str] = ()) -> Iterator[Price]:
         work = model_work(published_facts(shape.title, folder))
         today = Today(shape, folder, timeline)
         try:
-            yield from (
-                replace(row, model=shape.title) for row in _rows(library, work, shape, today)
-            )
+            yield shape, work, today
         finally:
             today.close()
 
@@ -508,17 +512,7 @@ def bound_s(device: Layers, host_s: float) -> float:
 
 def rung(folder: Path, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
     """A layer of the program with a doorbell beside its bound, on the first card."""
-    from lab.synth.published import published_facts
-    from offload.times.work import model_work
-
-    use_experts_time()
-    always_ring()
-    timeline = Timeline(Path(os.environ["STANDIN_TIMELINE"]))
-    for shape in SHAPES:
-        if wanted and shape.title not in wanted:
-            continue
-        work = model_work(published_facts(shape.title, folder))
-        today = Today(shape, folder, timeline)
+    for shape, work, today in _opened(folder, wanted):
         expert_s = float(work.expert.cpu_seconds(use_card(CARDS[PRICED[0]]), 1))
         set_latencies()
         set_rate("host_expert_s", expert_s)
@@ -533,7 +527,6 @@ def rung(folder: Path, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
             yield {"model": shape.title, "n_host": n_host, "layer_s": layer_s,
                    "waiting_s": device.period_s, "bound_s": least_s,
                    "ratio": layer_s / least_s}  # fmt: skip
-        today.close()
 
 
 def _price(
