@@ -365,6 +365,13 @@ def test_a_text_whose_part_cannot_be_loaded_is_evaluated_again(
     assert answer.tokens == expected.tokens
 
 
+def copy_three_parts(session: Session, counted: dict[str, int]) -> None:
+    """Answer another conversation until three parts of the idle one are copied."""
+    session.start(prompt(session.target.n_vocab, 5, 20), LONG)
+    while counted["part_of_state"] < 3:
+        session.step()
+
+
 def test_a_conversation_that_is_used_again_during_its_move_stays(
     models: Path, counted: dict[str, int]
 ) -> None:
@@ -372,9 +379,7 @@ def test_a_conversation_that_is_used_again_during_its_move_stays(
         n_vocab = session.target.n_vocab
         text = prompt(n_vocab, 3, 200)
         together(session, [text], OPTIONS)
-        session.start(prompt(n_vocab, 5, 20), LONG)
-        while counted["part_of_state"] < 3:
-            session.step()
+        copy_three_parts(session, counted)
         again = session.start([*text, 7], OPTIONS)
         while not again.is_over:
             session.step()
@@ -388,9 +393,7 @@ def test_a_conversation_that_is_erased_during_its_move_is_not_kept(
     with opened_kind("mistral-large", models) as session:
         n_vocab = session.target.n_vocab
         together(session, [prompt(n_vocab, 3, 200)], OPTIONS)
-        session.start(prompt(n_vocab, 5, 20), LONG)
-        while counted["part_of_state"] < 3:
-            session.step()
+        copy_three_parts(session, counted)
         session.change_slot(0, "erase", "")
         while not session.is_idle:
             session.step()
@@ -404,9 +407,7 @@ def test_a_conversation_that_is_forgotten_during_its_move_takes_no_memory(
     with opened_kind("mistral-large", models) as session:
         n_vocab = session.target.n_vocab
         together(session, [prompt(n_vocab, 3, 200)], OPTIONS)
-        session.start(prompt(n_vocab, 5, 20), LONG)
-        while counted["part_of_state"] < 3:
-            session.step()
+        copy_three_parts(session, counted)
         assert len(session.batcher._pool._leaving) == 1
         session.forget()
         assert not session.batcher._pool._leaving
@@ -420,9 +421,7 @@ def test_a_move_that_lacks_room_at_its_end_leaves_the_text_in_its_cells(
         n_vocab = session.target.n_vocab
         text = prompt(n_vocab, 3, 200)
         together(session, [text], OPTIONS)
-        session.start(prompt(n_vocab, 5, 20), LONG)
-        while counted["part_of_state"] < 3:
-            session.step()
+        copy_three_parts(session, counted)
         session.batcher.store._limit_bytes = 100
         for _ in range(20):
             session.step()

@@ -112,18 +112,27 @@ def steps() -> dict[str, float]:
     return ends
 
 
-def measured() -> dict[str, Any]:
-    """What a start measures and decides, with kernels that fill the link, and with slow ones."""
+def link_and_gpu() -> tuple[Link, Any]:
+    """The clock's link with the times of this file, and the device, both in virtual time."""
     from lab.virtual_gpu import use_virtual_time
     from offload.device import devices
-    from offload.stream.read_speed import measure_reads
-    from offload.times.mapped_reads import reads_pay
 
     link = Link()
     link.rate("mapped_s", FIRST_S)
     link.rate("copy_s", COPY_S)
     use_virtual_time()
-    gpu = next(device for device in devices() if device.on_gpu)
+    return link, next(device for device in devices() if device.on_gpu)
+
+
+def measured() -> dict[str, Any]:
+    """Return a start's measurements and decisions, first with fast kernels and then with slow ones.
+
+    Fast kernels fill the link.
+    """
+    from offload.stream.read_speed import measure_reads
+    from offload.times.mapped_reads import reads_pay
+
+    link, gpu = link_and_gpu()
     fast = measure_reads(gpu)
     link.rate("mapped_share", 0.5)
     slow = measure_reads(gpu)
@@ -133,17 +142,10 @@ def measured() -> dict[str, Any]:
 
 
 def table() -> dict[str, Any]:
-    """What scripts/gpu-check measures, with rows of up to 4 MB."""
+    """Return the measurements of scripts/gpu-check, with rows of up to 4 MB."""
     from mapped import measure_mapped
 
-    from lab.virtual_gpu import use_virtual_time
-    from offload.device import devices
-
-    link = Link()
-    link.rate("mapped_s", FIRST_S)
-    link.rate("copy_s", COPY_S)
-    use_virtual_time()
-    gpu = next(device for device in devices() if device.on_gpu)
+    _, gpu = link_and_gpu()
     return measure_mapped(gpu, 4 * MIB)
 
 
