@@ -129,7 +129,7 @@ class Sequences:
         self._tree_tokens: list[int] = []  # by node
         self.device_checkpoints = memory.device_checkpoints
         self.n_vocab, self.n_ctx = context.n_vocab, context.n_ctx_each
-        self.n_cells = context.n_ctx  # of all sequences together
+        self.n_cells = context.n_ctx  # cells of all sequences together
         self.has_own_cells = context.n_streams > 1  # each sequence has; otherwise all share them
         self.can_rewind = not memory.is_recurrent
         self._is_hybrid = memory.is_hybrid

@@ -30,7 +30,7 @@ SIZES_BYTES = tuple(4096 << (2 * n) for n in range(8))  # 4 KB to 64 MB
 TO_DEVICE, TO_HOST = "to the device", "to the host"
 _ROW_NUMBERS = 1024  # of f32, so that a row has the least size
 _ROW_BYTES = 4 * _ROW_NUMBERS
-_PIECE_BYTES = 16 << 20  # of one of the copies that run beside a kernel
+_PIECE_BYTES = 16 << 20  # size of each copy that runs beside a kernel
 _LEAST_BESIDE_BYTES = 64 << 20  # copied beside a kernel at least, so that copies outlast its launch
 _N_WARM, _N_TIMED = 3, 9  # the backend loads and captures kernels in the first repetitions
 

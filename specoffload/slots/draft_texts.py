@@ -1,4 +1,4 @@
-"""What a draft model holds of slots' texts: its states, saved beside the target's, and its cells.
+"""Saves a draft model's states of slots' texts beside the target's, and prices the draft's cells.
 
 Without its state, the draft model would read a whole conversation again that comes back from RAM.
 """

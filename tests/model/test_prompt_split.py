@@ -104,7 +104,7 @@ def test_the_cpus_part_of_a_layer_has_a_limit_and_grows_with_batches(
     ) -> None:
         if first == 0:
             sizes.append(0)
-        sizes[-1] += len(experts)  # of all blocks of a layer
+        sizes[-1] += len(experts)  # experts of all blocks of the layer
         choose(self, weights, experts, rows, first)
 
     monkeypatch.setattr(pair_rows, "_LEAST_HOST_PAIRS", 1)

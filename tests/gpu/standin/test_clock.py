@@ -207,10 +207,10 @@ def test_a_layers_two_sides_compute_at_once(case: str, most_best: float, most_ra
     assert row["ratio"] < most_ratio
 
 
-# Ratios of a layer to its bound with so many experts on the CPU, on an RTX 4090. docs/gpu.md has
-# 1.21 and 1.10. Much of what is above the bound is this machine's own processor time, so a slower
-# processor makes it longer, and the limits are far. Layers of the same run that wait are the nearer
-# limit. docs/gpu.md has 1.36 and 1.16 for them.
+# Largest ratio of a layer's time to its bound on an RTX 4090, by number of experts on the CPU.
+# docs/gpu.md has 1.21 and 1.10. Much of what is above the bound is this machine's own processor
+# time, so a slower processor makes it longer, and the limits are far. Layers of the same run that
+# wait are the nearer limit. docs/gpu.md has 1.36 and 1.16 for them.
 MOST_OF_BOUND = {1: 1.54, 4: 1.24}
 
 

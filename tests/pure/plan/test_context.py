@@ -206,6 +206,6 @@ def test_windows_of_separate_sequences_are_each_rounded_up() -> None:
     windowed = facts("gpt-oss", attention__sliding_window=100)
     shared = ContextOptions(n_ctx=8192, n_sequences=4, n_ubatch=64)
     own = replace(shared, kv_unified=False)
-    cell_bytes = 2 * 2 * 64 * 2  # of one layer; two of four layers have windows
+    cell_bytes = 2 * 2 * 64 * 2  # bytes of a cell in one layer. Two of four layers have windows
     assert context_memory(windowed, shared).kv_bytes == 2 * (8192 + 512) * cell_bytes
     assert context_memory(windowed, own).kv_bytes == 2 * (8192 + 4 * 256) * cell_bytes

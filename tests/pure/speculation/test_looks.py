@@ -1,4 +1,4 @@
-"""What drafters may cost before they have drafted a token: looks, and reading a prompt."""
+"""Tests the price of looks and of reading a prompt, which come before a drafter's first token."""
 
 from __future__ import annotations
 
