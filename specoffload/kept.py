@@ -324,10 +324,10 @@ class KeptFile:
         return is_folder(folder) and any(folder.glob(f"{escape(model_file.stem)}-*.json"))
 
     def load(self) -> tuple[Kept, str]:
-        """The kept data and "", or what is usable of it and why the rest is not.
+        """The kept data and "", or nothing and why the file cannot be used ("" if there is none).
 
-        Runs with absurd times are left out, so they are measured again. A warning names each other
-        measurement that is out of bounds (`kept_bounds`), and it counts as missing, too.
+        A warning names each measurement that is out of bounds (`kept_bounds`). It counts as
+        missing, so it is measured again when it is needed.
         """
         nothing = Kept(self._model, machine_words())
         kept, reason = read_file(self.path)
@@ -341,13 +341,6 @@ class KeptFile:
             said.append(f"the counted hits: {reason}")
         for reason in said:
             _warn(self.path, reason)
-        whole, absurd = kept.runs, [run for run in kept.runs if run.table.absurd]
-        kept.runs = [run for run in whole if not run.table.absurd]
-        if absurd:
-            return kept, (
-                f"{self.path}: the times of {len(absurd)} of {len(whole)} kept runs are not used: "
-                f"{absurd[0].table.absurd}"
-            )
         return kept, ""
 
     def update(self, change: Callable[[Kept], None]) -> str:

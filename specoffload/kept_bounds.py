@@ -2,7 +2,8 @@
 
 A measurement may have been disturbed by other programs, and a file may be damaged. The bounds are
 far wider than any noise: at most, a measurement differs from a plausible machine by a factor of 20
-in the slow direction. Times of decodes have bounds of their own (offload/times/table.py).
+in the slow direction. The bounds of a table of decode times also follow from its other sizes
+(`CostTable.absurd` in offload/times/table.py).
 """
 
 from __future__ import annotations
@@ -189,7 +190,7 @@ def _drop_of_use(kept: Profile) -> Iterator[str]:
 def _drop_of_layers(kept: Profile, expert_bytes: float | None) -> Iterator[str]:
     """Drop what is out of bounds in runs, and in workers' times of split layers."""
     for run in [*kept.runs]:
-        if reason := _count_reason(run):
+        if reason := _count_reason(run) or run.table.absurd:
             kept.runs.remove(run)
             yield f"the times of {run.date}: {reason}"
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -302,19 +303,30 @@ def test_doctor_prefers_the_run_that_still_holds(tmp_path: Path, facts: ModelFac
     assert "is damaged and not used" in found.words(date(2026, 1, 5))
 
 
-def test_a_run_with_absurd_times_is_refused_and_the_rest_is_used(
-    tmp_path: Path, facts: ModelFacts
+def test_a_run_with_absurd_times_is_neither_written_nor_read(
+    tmp_path: Path, facts: ModelFacts, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A learner once ran away, and a session stored what it had learnt."""
     file = KeptFile(tmp_path, facts)
     absurd = CostTable(
         16, 4, {Way.IN_PLACE: {1: DecodeTime(0.5, n_timed=3), 2: DecodeTime(9e5, n_timed=3)}}
     )
-    file.update(lambda kept: kept.put(a_run(500, table=absurd)))
-    file.update(lambda kept: kept.put(a_run()))
-    assert [run.sharing.n_slots for run in file.load()[0].runs] == [100]
-    file.path.unlink()
-    file.update(lambda kept: kept.put(a_run(500, table=absurd)))
+
+    def change(kept: Kept) -> None:
+        kept.put(a_run())
+        kept.put(a_run(500, table=absurd))
+
+    file.update(change)
+    written = json.loads(file.path.read_text(encoding="utf-8"))
+    assert [run["sharing"]["n_slots"] for run in written["runs"]] == [100]
+    assert caplog.records == []
+    spoilt = copy.deepcopy(written["runs"][0])  # as earlier versions wrote it
+    spoilt["table"]["ways"]["in place"]["2"] = {"seconds": 9e5, "n_timed": 3}
+    written["runs"].append(spoilt)
+    file.path.write_text(json.dumps(written), encoding="utf-8")
+    (model,) = kept_models(tmp_path, NOW)
+    assert [one.value for one in model.measurements][-1] == "out of bounds"
     kept, reason = file.load()
-    assert kept.runs == []
-    assert "the times of 1 of 1 kept runs are not used: 2 tokens in place" in reason
+    assert (kept.runs, reason) == ([a_run()], "")
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "is made again when needed: the times of 2026-01-02: 2 tokens in place would" in line
