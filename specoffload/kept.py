@@ -27,7 +27,6 @@ from numa.tune import TuneResult
 from offload.ggml.native_build import library_build
 from offload.model import ModelFacts
 from offload.model_file import behaviour_hash
-from offload.plan.repacking import LayoutTimes
 from offload.plan.ubatch_search import UbatchTrial
 from offload.plan.workload import TokenMix
 from offload.routing.routing import SHARES, CountedHits
@@ -38,6 +37,7 @@ from offload.times.table import CostTable
 from specdec.costs.calibration import Bins
 from specdec.whole_file import is_folder, read_text, whole_file
 from specoffload.kept_bounds import drop_absurd
+from specoffload.kept_values import KeptDisk, KeptLayouts
 
 if TYPE_CHECKING:
     from offload.device import DeviceChoice
@@ -137,20 +137,6 @@ class KeptUbatch:
 
 
 @dataclass
-class KeptDisk:
-    """The measured speed of a disk, with several numbers of large reads under way at once."""
-
-    rates: dict[int, float]  # bytes/s by number of reads
-    date: str
-    complaints: list[str] = field(default_factory=list)  # reasons why it is slow, by the file's key
-
-    @property
-    def bytes_per_s(self) -> float:
-        """The highest speed."""
-        return max(self.rates.values())
-
-
-@dataclass
 class KeptLinks:
     """The measured speeds of several devices' links from RAM, in the devices' order."""
 
@@ -172,13 +158,6 @@ class KeptEngines:
     """The measured seconds of a draft token, by the name of the engine."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    date: str = ""
-
-
-@dataclass(frozen=True)
-class KeptLayouts(LayoutTimes):
-    """The measured times of both layouts of a kind of weight, and the day."""
-
     date: str = ""
 
 

@@ -18,6 +18,7 @@ from offload.plan.workload import TokenMix
 from offload.schedule.division import DeviceCosts, MeasuredCosts
 from offload.times.hits import Sharing
 from offload.times.mapped_reads import MappedReads
+from offload.times.repeated import RepeatedValue
 from offload.times.table import CostTable
 from specdec.costs.profile import CostProfile
 from specdec.errors import BadProfile
@@ -140,7 +141,7 @@ def drop_absurd(kept: Profile, expert_bytes: float | None = None) -> list[str]:
 def _drop_of_parts(kept: Profile) -> Iterator[str]:
     """Drop what is out of bounds of disks, links, reads, layouts of weights and draft engines."""
     yield from _without(
-        kept.disks, "the speed of disk", lambda one: DISK_RATE.reason(one.rates.values())
+        kept.disks, "the speed of disk", lambda one: disk_reason(one.rates.values())
     )
     yield from _without(
         kept.links, "the speed of links from RAM to",
@@ -151,9 +152,7 @@ def _drop_of_parts(kept: Profile) -> Iterator[str]:
     )
     yield from _without(
         kept.layouts, "the times of layouts of",
-        lambda one: PRODUCT.reason(
-            [one.plain_one_s, one.repacked_one_s, one.plain_prompt_s, one.repacked_prompt_s]
-        ),
+        lambda one: layouts_reason(one.each.values()),
     )  # fmt: skip
     yield from _without(
         kept.engines, "the times of draft engines with",
@@ -203,6 +202,16 @@ def _drop_of_layers(kept: Profile, expert_bytes: float | None) -> Iterator[str]:
             yield f"the split costs of {worker.device}: {reason}"
 
 
+def disk_reason(rates: Iterable[RepeatedValue]) -> str:
+    """Return a clause on no measurement, or on a value that is out of bounds, or ""."""
+    return _repeated_reason(DISK_RATE, rates)
+
+
+def layouts_reason(times: Iterable[RepeatedValue]) -> str:
+    """Return a clause on no measurement, or on a value that is out of bounds, or ""."""
+    return _repeated_reason(PRODUCT, times)
+
+
 def reads_reason(measured: Sequence[MappedReads]) -> str:
     """Return a clause on no measurement, or on a value that is out of bounds, or ""."""
     if not measured:
@@ -214,6 +223,14 @@ def reads_reason(measured: Sequence[MappedReads]) -> str:
     ]
     first_s = [s for one in measured for s in (one.first_s, one.copy_first_s)]
     return LINK_RATE.reason(rates) or FIRST_READ.reason(first_s)
+
+
+def _repeated_reason(bounds: Bounds, measured: Iterable[RepeatedValue]) -> str:
+    """Return a clause on a value without a measurement, or on one out of bounds, or ""."""
+    each = [*measured]
+    if not each or not all(one.values for one in each):
+        return "none was measured"
+    return bounds.reason(value for one in each for value in one.values)
 
 
 def _numa_reason(tuned: TuneResult) -> str:

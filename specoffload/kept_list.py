@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from statistics import median, quantiles
 
 from offload.schedule.division import MeasuredCosts
 from offload.times.mapped_reads import usual_reads
+from offload.times.repeated import RepeatedValue, half_spread
 from offload.times.table import CostTable
 from specoffload.kept import Kept, KeptReads, KeptRun
 from specoffload.kept_bounds import is_old
+from specoffload.kept_values import KeptDisk, KeptLayouts
 
 _CORRECTED = "corrected in use"
 _COUNTED = "counted in use"
@@ -19,6 +20,9 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64)  # tokens of the decodes that are listed
 USED = "used"
 OLD = "old: run specoffload tune"
 AGAIN = "old: measured again by the next start"
+ONCE_MORE = "used: measured once more by the next start"
+DOUBTED = "doubted, other programs ran: measured again by the next start"
+_BY_STARTS = (USED, ONCE_MORE, DOUBTED)
 TODAY = "today"
 
 
@@ -30,7 +34,7 @@ class Measurement:
     value: str
     day: str = ""  # ISO date
     spread: float | None = None  # None: not known
-    # What the next start does with it. It measures what is only `USED` again once it is old.
+    # What the next start does with it. It measures what is in `_BY_STARTS` again once it is old.
     state: str = USED
     by_tune: bool = False  # True if only `tune` measures it
 
@@ -38,7 +42,7 @@ class Measurement:
         """Return the name, value, spread, age and state as text."""
         spread = "" if self.spread is None else f"±{100 * self.spread:.0f} %"
         state = self.state
-        if (self.by_tune or state == USED) and is_old(self.day, today.isoformat()):
+        if (self.by_tune or state in _BY_STARTS) and is_old(self.day, today.isoformat()):
             state = OLD if self.by_tune else AGAIN
         return self.name, self.value, spread, age(self.day, today), state
 
@@ -56,14 +60,14 @@ def of_machine(kept: Kept) -> list[Measurement]:
     """Return what is measured once for all models."""
     measurements = []
     for name, disk in sorted(kept.disks.items()):
-        measurements.append(Measurement(f"disk {name}", _rate(disk.bytes_per_s), disk.date))
+        measurements.append(_of_disk(name, disk))
     for name, links in sorted(kept.links.items()):
         rates = f"{_rate(min(links.alone))} alone, {_rate(min(links.together))} together"
         measurements.append(Measurement(f"links to {name}", rates, links.date))
     for name, reads in sorted(kept.reads.items()):
         measurements.append(_of_reads(name, reads))
     for name, times in sorted(kept.layouts.items()):
-        measurements.append(Measurement(f"layouts of {name}", times.words, times.date))
+        measurements.append(_of_layouts(name, times))
     if kept.numa is not None:
         best = Measurement("threads and placement", str(kept.numa.best), kept.numa.date)
         measurements.append(replace(best, by_tune=True))
@@ -96,6 +100,27 @@ def of_model(kept: Kept, run: KeptRun | None) -> list[Measurement]:
     return measurements
 
 
+def _of_disk(name: str, disk: KeptDisk) -> Measurement:
+    fastest = max(disk.rates.values(), key=lambda rate: rate.value)
+    value = _rate(fastest.value)
+    state = _state(disk.rates.values(), is_settled=disk.is_settled)
+    return Measurement(f"disk {name}", value, disk.date, fastest.spread, state)
+
+
+def _of_layouts(name: str, times: KeptLayouts) -> Measurement:
+    spreads = [one.spread for one in times.each.values() if one.spread is not None]
+    state = _state(times.each.values(), is_settled=times.is_settled)
+    words = times.times.words
+    return Measurement(f"layouts of {name}", words, times.date, max(spreads, default=None), state)
+
+
+def _state(values: Iterable[RepeatedValue], *, is_settled: bool) -> str:
+    """Return what the next start does with measurements that several starts make."""
+    if any(one.is_doubted for one in values):
+        return DOUBTED
+    return USED if is_settled else ONCE_MORE
+
+
 def _of_reads(name: str, reads: KeptReads) -> Measurement:
     usual = usual_reads(reads.measured)
     value = (
@@ -103,10 +128,7 @@ def _of_reads(name: str, reads: KeptReads) -> Measurement:
         f"first {_time(usual.first_s)}"
     )
     rates = [one.bytes_per_s for one in reads.measured]
-    spread = None
-    if len(rates) > 1:
-        low, _, high = quantiles(rates, n=4, method="inclusive")
-        spread = (high - low) / 2 / median(rates)
+    spread = half_spread(rates)
     return Measurement(f"reads of pinned memory by {name}", value, reads.date, spread)
 
 

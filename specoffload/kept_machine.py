@@ -6,10 +6,12 @@ They are measured once and kept in `machine.json` (`specoffload.kept`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, Protocol, Self, TypeVar
 
 from numa.topology import Topology
 from numa.tune import TuneResult
@@ -24,8 +26,10 @@ from offload.stream.link_speed import link_speeds
 from offload.stream.read_speed import measure_reads
 from offload.times.mapped_reads import MappedReads, usual_reads
 from specdec.whole_file import is_folder
-from specoffload.kept import KeptDisk, KeptFile, KeptLayouts, KeptLinks, KeptReads, today
-from specoffload.kept_bounds import is_old, reads_reason
+from specoffload.cpu_load import Watch
+from specoffload.kept import KeptFile, KeptLinks, KeptReads, today
+from specoffload.kept_bounds import disk_reason, is_old, layouts_reason, reads_reason
+from specoffload.kept_values import KeptDisk, KeptLayouts
 
 log = logging.getLogger("specoffload.kept")
 
@@ -68,6 +72,49 @@ def tuned_sentence(result: TuneResult) -> str:
     return f"measured by {TUNE}: {times}"
 
 
+# -- measurements of several starts ---------------------------------------------------------------
+
+
+class _Remeasured(Protocol):
+    """What starts measure until it is settled."""
+
+    @property
+    def is_settled(self) -> bool: ...
+
+    def with_measured(self, measured: Any, *, is_doubted: bool) -> Self: ...
+
+
+_T = TypeVar("_T", bound=_Remeasured)
+
+
+def _measured_again(
+    kept: _T, measure: Callable[[], Any], reason_of: Callable[[_T], str],
+    *, uses_kernel: bool = False,
+) -> _T:  # fmt: skip
+    """Return `kept` with another measurement, or `kept` itself if it is settled.
+
+    `measure` returns None if there is nothing to measure.
+
+    The new measurement does not count if it is out of bounds and others are kept. It is doubted if
+    other programs took much of the CPUs meanwhile. That is not asked with `uses_kernel`, when the
+    measurement itself keeps threads of the kernel busy, which count as other programs.
+
+    `reason_of` returns a clause on values that are missing or out of bounds, or "".
+    """
+    if kept.is_settled:
+        return kept
+    watch = Watch()
+    measured = measure()
+    if measured is None:
+        return kept
+    more = kept.with_measured(measured, is_doubted=not uses_kernel and watch.others().is_busy)
+    reason = reason_of(more)
+    if reason and not reason_of(kept):
+        log.info("a measurement is not kept: %s", reason)
+        return kept
+    return more
+
+
 # -- disks ----------------------------------------------------------------------------------------
 
 
@@ -79,17 +126,27 @@ def load_disk(folder: Path, model: Path) -> KeptDisk | None:
 
 
 def measure_disk(folder: Path | None, model: Path) -> list[str]:
-    """Lines on the disk with the model, whose speed is kept in `folder` until it is old."""
+    """Lines on the disk with the model, whose speed is kept in `folder` until it is old.
+
+    Each start measures once more until the measurements agree.
+    """
     disk, kept = disk_of(model), None if folder is None else load_disk(folder, model)
     if kept is None or is_old(kept.date, today()):
-        try:
-            rates = {depth: disk_speed(model, depth) for depth in DEPTHS}
-        except BadModel as e:
-            return [f"the disk is not measured: {e}"]
-        new = kept = KeptDisk(rates, today(), disk.reasons(max(rates.values())))
+        kept = KeptDisk({}, today())
+    try:
+        new = _measured_again(
+            kept,
+            lambda: {depth: disk_speed(model, depth) for depth in DEPTHS},
+            lambda one: disk_reason(one.rates.values()),
+            uses_kernel=disk.is_encrypted,
+        )
+    except BadModel as e:
+        return [f"the disk is not measured: {e}"]
+    if new is not kept:
+        new.complaints = disk.reasons(new.bytes_per_s)
         if folder is not None:
             KeptFile(folder).update(lambda file: file.disks.update({disk.name: new}))
-    return disk_lines(disk.name, kept)
+    return disk_lines(disk.name, new)
 
 
 def lines_of_disks(
@@ -107,7 +164,7 @@ def lines_of_disks(
 def disk_lines(name: str, kept: KeptDisk) -> list[str]:
     """Lines on the speed of a disk, and on what makes it slow."""
     rates = ", ".join(
-        f"{rate / 1e9:.1f} with {depth}" for depth, rate in sorted(kept.rates.items())
+        f"{rate.value / 1e9:.1f} with {depth}" for depth, rate in sorted(kept.rates.items())
     )
     line = (
         f"disk {name}: GB/s by number of reads at once: {rates} (measured on {kept.date}); models "
@@ -190,15 +247,16 @@ def reads_of(folder: Path | None, choice: DeviceChoice) -> MappedReads:
 def layouts_of(folder: Path, kind: WeightKind) -> LayoutTimes | None:
     """Return the times of a kind's layouts as kept in `folder`, or measure and keep them.
 
-    Kept times that are old are measured again. Returns None if ggml cannot repack the kind. Raises
-    DoesNotFit or DeviceFailed.
+    Each start measures once more until the times agree, and all are measured again when they are
+    old. Returns None if ggml cannot repack the kind. Raises DoesNotFit or DeviceFailed.
     """
     key = f"{kind.words}, {library_build()}"
     kept = KeptFile(folder).load()[0].layouts.get(key)
-    if kept is not None and not is_old(kept.date, today()):
-        return kept
-    new = layout_times(kind)
-    if new is not None:
-        dated = KeptLayouts(**vars(new), date=today())
-        KeptFile(folder).update(lambda kept: kept.layouts.update({key: dated}))
-    return new
+    if kept is None or is_old(kept.date, today()):
+        kept = KeptLayouts.of(today())
+    new = _measured_again(
+        kept, partial(layout_times, kind), lambda one: layouts_reason(one.each.values())
+    )
+    if new is not kept:
+        KeptFile(folder).update(lambda file: file.layouts.update({key: new}))
+    return new.times if any(one.values for one in new.each.values()) else None

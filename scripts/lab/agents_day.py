@@ -46,8 +46,8 @@ from lab.bench_server.client import Answer, ask
 from lab.synth.library import write_f32
 from lab.tables import conditions, page_of, publish
 from offload.model_file import read_facts
-from specoffload.bench.load import Load, Watch
 from specoffload.config.resolution import demo_prompts
+from specoffload.cpu_load import Load, Watch
 
 PAGE = page_of("agents-day")
 OURS, THEIRS = "ours", "llama-server"

@@ -31,7 +31,7 @@ from lab.attack.program import LOOPBACK, serving
 from lab.bench_server.__main__ import DEMO, LOAD_PATIENCE_S, llama_server
 from lab.tables import conditions, page_of, publish
 from offload.model_file import read_facts
-from specoffload.bench.load import Load, Watch
+from specoffload.cpu_load import Load, Watch
 
 PAGE = page_of("four-slots")
 N_SLOTS = 4

@@ -27,8 +27,8 @@ from typing import Any
 
 from lab import ROOT
 from lab.tables import filled
-from specoffload.bench.load import Load, Watch
 from specoffload.commands.bench import commit, machine
+from specoffload.cpu_load import Load, Watch
 
 KEPT = ROOT / "scripts" / "lab" / "readme.json"
 README = ROOT / "README.md"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lab import ROOT
 from lab.synth.published import PUBLISHED
-from specoffload.bench.load import Load
+from specoffload.cpu_load import Load
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any
 from offload.times.steadiness import if_steady, is_steady, relative_range, speed_words
 from specoffload.bench.card_power import use_words
 from specoffload.bench.llama_server import server_name
-from specoffload.bench.load import Load
 from specoffload.bench.paths import Measured
+from specoffload.cpu_load import Load
 from specoffload.generation.statistics import GenerationStats
 
 LEAST_REPETITIONS = 3

@@ -60,7 +60,7 @@ from specoffload.bench.llama_server import (
     program_of,
     tune_for,
 )
-from specoffload.bench.load import Watch, warn_of_load
+from specoffload.bench.load import warn_of_load
 from specoffload.bench.paths import (
     Llama,
     Measured,
@@ -72,6 +72,7 @@ from specoffload.commands.models import type_name
 from specoffload.commands.profile import measuring_config, show_table, ways_as_data
 from specoffload.config.options import BenchOptions
 from specoffload.config.resolution import Config, demo_prompts
+from specoffload.cpu_load import Watch
 from specoffload.opening.drafters import usable_drafters
 from specoffload.opening.header import target_facts
 from specoffload.session.session import Session

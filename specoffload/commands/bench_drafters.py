@@ -17,7 +17,7 @@ from offload.times.steadiness import speed_words
 from specdec.options import ROW_FILES, DrafterName
 from specoffload import report
 from specoffload.bench.comparison import compared_decodes, doubts
-from specoffload.bench.load import Watch, warn_of_load
+from specoffload.bench.load import warn_of_load
 from specoffload.bench.paths import Measured, SessionPath, Workload, measure_in_turns
 from specoffload.commands.bench import (
     N_PROMPTS,
@@ -28,6 +28,7 @@ from specoffload.commands.bench import (
 )
 from specoffload.config.options import BenchOptions
 from specoffload.config.resolution import Config, demo_prompts
+from specoffload.cpu_load import Watch
 from specoffload.opening.header import target_facts
 from specoffload.session.session import Session
 from specoffload.session.startup_lines import show_always_shown

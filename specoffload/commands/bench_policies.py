@@ -21,7 +21,7 @@ from specdec.options import MOST_DRAFTED, PolicyName
 from specoffload import report
 from specoffload.bench.batch_sizes import SizeSeen, sizes_seen
 from specoffload.bench.llama_bench import RowWriter, row_of
-from specoffload.bench.load import Watch, warn_of_load
+from specoffload.bench.load import warn_of_load
 from specoffload.bench.policies import (
     DEFAULT,
     NO_DRAFTS,
@@ -49,6 +49,7 @@ from specoffload.commands.bench import (
 )
 from specoffload.config.options import BenchOptions, WorkloadName
 from specoffload.config.resolution import Config
+from specoffload.cpu_load import Watch
 from specoffload.errors import UsageError
 from specoffload.session.session import Session
 from specoffload.session.startup_lines import show_always_shown

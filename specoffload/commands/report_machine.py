@@ -28,7 +28,7 @@ from specdec.whole_file import write_json
 from specoffload import report
 from specoffload.bench.card_power import watch_of
 from specoffload.bench.llama_server import measure_ways, program_of
-from specoffload.bench.load import Watch, warn_of_load
+from specoffload.bench.load import warn_of_load
 from specoffload.bench.machine_report import (
     FORM,
     PrivateNames,
@@ -53,6 +53,7 @@ from specoffload.commands.plan import as_dict
 from specoffload.commands.profile import ways_as_data
 from specoffload.config.options import BenchOptions
 from specoffload.config.resolution import Config
+from specoffload.cpu_load import Watch
 from specoffload.errors import SpecOffloadError, UsageError
 from specoffload.generation.statistics import GenerationStats
 from specoffload.kept_machine import links_of

@@ -27,12 +27,13 @@ from offload.threads.numa_plan import make_numa_plan
 from offload.times.steadiness import is_steady
 from offload.times.table import entry_of, ranges
 from specoffload import report
-from specoffload.bench.load import Load, Watch, warn_of_load
+from specoffload.bench.load import warn_of_load
 from specoffload.commands.profile import forget_imported, measuring_config, show_table
 from specoffload.commands.tune_ubatch import UbatchRow, tuned_ubatch
 from specoffload.config.processors import FIELDS
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import SpecConfig
+from specoffload.cpu_load import Load, Watch
 from specoffload.kept import KeptFile, today
 from specoffload.kept_machine import load_tuned, save_tuned
 from specoffload.opening.header import target_facts

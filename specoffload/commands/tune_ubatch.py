@@ -15,9 +15,9 @@ from offload.plan.sharing import UBATCHES
 from offload.plan.ubatch_search import SIZES, UbatchTrial, fastest_ubatch, next_ubatch
 from offload.plan.workload import PlannedWork
 from specoffload import report
-from specoffload.bench.load import Watch
 from specoffload.commands.profile import measuring_config
 from specoffload.config.resolution import Config
+from specoffload.cpu_load import Watch
 from specoffload.kept import KeptFile, KeptUbatch, today
 from specoffload.opening.draft_model import real_text
 from specoffload.opening.header import target_facts

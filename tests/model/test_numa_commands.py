@@ -20,10 +20,10 @@ from numa.errors import NumaError
 from numa.machine import read_topology
 from numa.place import Candidate, Strategy
 from numa.topology import Core, MemoryNode, Topology
-from specoffload.bench.load import Load, Watch
 from specoffload.cli import app
 from specoffload.commands.tune import SIZES, config_for
 from specoffload.config.speculation import NO_DRAFTS
+from specoffload.cpu_load import Load, Watch
 from specoffload.kept import MACHINE_FILE
 from specoffload.kept_machine import load_tuned
 

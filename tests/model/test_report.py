@@ -14,11 +14,11 @@ import pytest
 from in_process import command
 from resolved import config_of
 
-from specoffload.bench.load import Load, Watch
 from specoffload.bench.paths import measure_in_turns
 from specoffload.commands import report_machine as module
 from specoffload.config.options import BenchOptions
 from specoffload.config.resolution import demo_file
+from specoffload.cpu_load import Load, Watch
 
 FEW = ("-r", "1", "-n", "4", "-p", "32", "-c", "512", "-t", "1")
 SMALL = BenchOptions(n_predict=4, repetitions=2, n_prompt=32)

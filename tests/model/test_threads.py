@@ -30,10 +30,10 @@ from offload.plan.store_layout import plan_layout
 from offload.schedule.splitter import stay
 from offload.threads.numa_plan import NumaPlan, PagePlacer, make_numa_plan
 from specoffload.bench import llama_server
-from specoffload.bench.load import Watch
 from specoffload.commands.tune import _with_threads
 from specoffload.config.options import DraftOptions
 from specoffload.config.resolution import demo_file
+from specoffload.cpu_load import Watch
 from specoffload.session.session import Session
 
 CPUS = tuple(sorted(os.sched_getaffinity(0)))

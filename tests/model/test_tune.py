@@ -65,7 +65,7 @@ def tune(
     )
     monkeypatch.setattr(report, "paragraph", said.append)
     monkeypatch.setattr(report, "data", found.append)
-    monkeypatch.setattr("specoffload.bench.load.Load.is_busy", False)
+    monkeypatch.setattr("specoffload.cpu_load.Load.is_busy", False)
 
     def run(times_ms: Times) -> tuple[dict[str, Any], str]:
         fake_times(times_ms, monkeypatch)
@@ -110,7 +110,7 @@ def test_spoilt_times_leave_what_was_kept_before(tune: Callable[..., Any], kept_
 def test_a_busy_machine_is_a_reason_to_keep_nothing(
     tune: Callable[..., Any], kept_in: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specoffload.bench.load.Load.is_busy", True)
+    monkeypatch.setattr("specoffload.cpu_load.Load.is_busy", True)
     data, words = tune(AGREEING_MS)
     assert data["stored"] is None
     assert "other programs took" in words
@@ -127,7 +127,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def streaming(kept_in: Path, mixture: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
     """Returns the configuration of a start whose experts stream, as found on this machine now."""
     fake_times(AGREEING_MS, monkeypatch)
-    monkeypatch.setattr("specoffload.bench.load.Load.is_busy", False)
+    monkeypatch.setattr("specoffload.cpu_load.Load.is_busy", False)
 
     def config() -> Config:
         return config_of(
@@ -199,7 +199,7 @@ def test_every_measured_choice_has_a_row(
     kept_in: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_times(AGREEING_MS, monkeypatch)
-    monkeypatch.setattr("specoffload.bench.load.Load.is_busy", False)
+    monkeypatch.setattr("specoffload.cpu_load.Load.is_busy", False)
     target = write_preset("deepseek-v3", models / "tune-rows.gguf", size="tiny", seed=3)
     draft = write_preset("qwen2.5-0.5b", models / "tune-draft.gguf", size="tiny", seed=3)
     config = config_of(
@@ -224,7 +224,7 @@ def test_a_block_draft_is_measured_and_its_step_used(
     kept_in: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_times(AGREEING_MS, monkeypatch)
-    monkeypatch.setattr("specoffload.bench.load.Load.is_busy", False)
+    monkeypatch.setattr("specoffload.cpu_load.Load.is_busy", False)
     target = write_target(models, "qwen3moe")
     draft = write_block(models, target, "dflash2")
     config = config_of(model=target, draft=draft, device="cpu", threads=1, ctx_size=256)
@@ -246,7 +246,7 @@ def test_threads_are_searched_once_a_day_and_used_by_what_follows(
     kept_in: Path, mixture: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_times(AGREEING_MS, monkeypatch)
-    monkeypatch.setattr("specoffload.bench.load.Load.is_busy", False)
+    monkeypatch.setattr("specoffload.cpu_load.Load.is_busy", False)
     found: list[dict[str, Any]] = []
     monkeypatch.setattr(report, "data", found.append)
     for _ in range(2):

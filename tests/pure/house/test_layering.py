@@ -49,7 +49,7 @@ LAYERS = {
     "specoffload": (
         ("chat", "ctrl_c", "errors"),
         ("generation",),
-        ("kept_bounds",),
+        ("cpu_load", "kept_bounds", "kept_values"),
         ("kept", "report"),
         ("kept_list", "kept_machine"),
         ("config",),

@@ -41,11 +41,12 @@ from specoffload.bench.llama_server import (
     sweep,
     tune_for,
 )
-from specoffload.bench.load import Load, Watch, load_sentence
+from specoffload.bench.load import load_sentence
 from specoffload.bench.paths import Measured
 from specoffload.bench.sweep import TimedTest, settings_of, timed_tests
 from specoffload.commands.bench import no_drafts_reason
 from specoffload.config.options import BenchOptions, Options, SweepOptions, Toggle
+from specoffload.cpu_load import Load, Watch
 from specoffload.errors import UsageError
 from specoffload.generation.statistics import GenerationStats
 

@@ -1,20 +1,36 @@
-"""The speed of a disk is measured once, kept with the machine, and told."""
+"""The speed of a disk is measured by several starts, kept with the machine, and told."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from numa_trees import mount
 
 from offload.errors import BadModel
-from offload.store.disk_speed import DEPTHS
+from offload.store.disk_speed import DEPTHS, Disk
+from offload.times.repeated import RepeatedRate
 from specoffload import kept_machine
-from specoffload.kept import KeptDisk
+from specoffload.cpu_load import Load
+from specoffload.kept import KeptFile
 from specoffload.kept_machine import lines_of_disks, load_disk, measure_disk
+from specoffload.kept_values import KeptDisk
 
 
-def test_a_disk_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Holds anything while other programs take much of the CPUs."""
+    others = set[str]()
+    monkeypatch.setattr(Load, "is_busy", property(lambda _: bool(others)))
+    return others
+
+
+@pytest.mark.usefixtures("load")
+def test_a_disk_is_measured_until_values_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, folder, measured = tmp_path / "m.gguf", tmp_path / "profiles", list[int]()
     model.write_bytes(b"GGUF")
 
@@ -27,15 +43,17 @@ def test_a_disk_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
     first = measure_disk(folder, model)
     assert measured == list(DEPTHS)
     assert "1.0 with 1, 2.0 with 2, 4.0 with 4, 6.0 with 8, 6.0 with 16" in first[0]
-    assert measure_disk(folder, model) == first
-    assert measured == list(DEPTHS)
+    for n in (2, 3, 3, 3):
+        assert measure_disk(folder, model) == first
+        assert measured == n * [*DEPTHS]
     known = load_disk(folder, model)
     assert known is not None
     assert known.bytes_per_s == 6e9
     assert measure_disk(None, model) == first, "without a folder it is measured again"
-    assert len(measured) == 2 * len(DEPTHS)
+    assert len(measured) == 4 * len(DEPTHS)
 
 
+@pytest.mark.usefixtures("load")
 def test_an_old_speed_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, measured = tmp_path / "m.gguf", list[int]()
     model.write_bytes(b"GGUF")
@@ -45,13 +63,96 @@ def test_an_old_speed_is_measured_again(tmp_path: Path, monkeypatch: pytest.Monk
         return 1e9
 
     monkeypatch.setattr(kept_machine, "disk_speed", speed)
-    for day, n_measured in (("2026-01-01", 1), ("2026-01-30", 1), ("2026-01-31", 2)):
+    days = ["2026-01-01"] * 3 + ["2026-01-30", "2026-01-31"]
+    for day, n_measured in zip(days, (1, 2, 3, 3, 4), strict=True):
         monkeypatch.setattr(kept_machine, "today", lambda day=day: day)
         measure_disk(tmp_path, model)
         assert len(measured) == n_measured * len(DEPTHS)
     known = load_disk(tmp_path, model)
     assert known is not None
     assert known.date == "2026-01-31"
+
+
+RATE = 2e9
+
+
+def rates_by_start(
+    rates: Sequence[float], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[float]:
+    """The rate that a plan reads after each start. Each start measures the next of `rates`."""
+    model = folder / "m.gguf"
+    model.write_bytes(b"GGUF")
+    used = []
+    for rate in rates:
+        monkeypatch.setattr(kept_machine, "disk_speed", lambda *_, rate=rate: rate)
+        measure_disk(folder, model)
+        known = load_disk(folder, model)
+        used.append(0.0 if known is None else known.bytes_per_s)
+    return used
+
+
+@pytest.mark.usefixtures("load")
+@pytest.mark.parametrize("nth", range(3))
+def test_a_disturbed_measurement_heals(
+    nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = [RATE] * 4
+    rates[nth] = RATE / 20
+    used = rates_by_start(rates, tmp_path, monkeypatch)
+    assert used[max(nth, 1) :] == [RATE] * (4 - max(nth, 1))
+    for path in tmp_path.iterdir():
+        path.unlink()
+    rates[nth] = RATE * 20  # a lucky one, as from the page cache
+    assert rates_by_start(rates, tmp_path, monkeypatch)[2:] == [RATE] * 2
+
+
+@pytest.mark.usefixtures("load")
+def test_a_measurement_out_of_bounds_costs_no_other_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert rates_by_start([RATE, 1.0, RATE], tmp_path, monkeypatch) == [RATE] * 3
+    KeptFile(tmp_path).path.unlink()
+    assert rates_by_start([1.0], tmp_path, monkeypatch) == [0.0]
+
+
+def test_a_measurement_beside_other_programs_is_replaced(
+    load: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load.add("a compiler")
+    assert rates_by_start([RATE * 2] * 2, tmp_path, monkeypatch) == [RATE * 2] * 2
+    load.clear()
+    assert rates_by_start([RATE], tmp_path, monkeypatch) == [RATE]
+    load.add("a compiler")
+    assert rates_by_start([RATE / 20] * 5, tmp_path, monkeypatch) == [RATE] * 5
+
+
+def test_an_encrypted_disk_is_not_doubted_for_its_decryption(
+    load: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load.add("kcryptd")
+    disk = Disk("/dev/mapper/home", "ext4", is_encrypted=True)
+    monkeypatch.setattr(kept_machine, "disk_of", lambda _: disk)
+    rates_by_start([RATE], tmp_path, monkeypatch)
+    known = load_disk(tmp_path, tmp_path / "m.gguf")
+    assert known is not None
+    assert not any(rate.is_doubted for rate in known.rates.values())
+
+
+@pytest.mark.usefixtures("load")
+def test_a_speed_of_an_earlier_version_is_one_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rates_by_start([RATE], tmp_path, monkeypatch)
+    path = KeptFile(tmp_path).path
+    data = json.loads(path.read_text())
+    for disk in data["disks"].values():
+        disk["rates"] = {str(depth): RATE / 20 for depth in DEPTHS}
+    path.write_text(json.dumps(data))
+    known = load_disk(tmp_path, tmp_path / "m.gguf")
+    assert known is not None
+    assert known.bytes_per_s == RATE / 20
+    assert rates_by_start([RATE], tmp_path, monkeypatch) == [RATE]
+    assert caplog.records == []
 
 
 def test_a_file_that_cannot_be_measured_is_said(
@@ -76,10 +177,12 @@ def test_the_doctor_warns_of_the_disk_of_models_before_it_is_measured(tmp_path: 
     models = tmp_path / "not/there/yet"
     (warning,) = lines_of_disks({}, models, root)
     assert "server:/models is remote (nfs4)" in warning
-    slow = KeptDisk({1: 0.4e9, 8: 0.9e9}, "2026-01-02", ["sda reads 0.9 GB/s"])
+    slow = KeptDisk(
+        {1: RepeatedRate((0.4e9,)), 8: RepeatedRate((0.9e9,))}, "2026-01-02", ["sda reads 0.9 GB/s"]
+    )
     lines = lines_of_disks({"sda": slow}, models, root)
     assert lines[0].startswith("disk sda: GB/s by number of reads at once: 0.4 with 1, 0.9 with 8")
     assert "do not wear it out" in lines[0]
     assert lines[1:] == ["sda reads 0.9 GB/s", warning]
-    known = KeptDisk({8: 1e9}, "2026-01-02", ["kept"])
+    known = KeptDisk({8: RepeatedRate((1e9,))}, "2026-01-02", ["kept"])
     assert lines_of_disks({"server:/models": known}, models, root)[1:] == ["kept"]

@@ -20,21 +20,21 @@ from offload.plan.ubatch_search import UbatchTrial
 from offload.plan.workload import TokenMix
 from offload.schedule.division import DeviceCosts, MeasuredCosts, SideTimes
 from offload.times.mapped_reads import MappedReads
+from offload.times.repeated import RepeatedRate, RepeatedTime
 from offload.times.table import CostTable, DecodeTime, Way
 from specoffload.config.resolution import demo_file
 from specoffload.kept import (
     Kept,
-    KeptDisk,
     KeptDraft,
     KeptEngines,
     KeptFile,
-    KeptLayouts,
     KeptLinks,
     KeptReads,
     KeptRun,
     KeptUbatch,
 )
 from specoffload.kept_bounds import drop_absurd, expert_bounds, is_old
+from specoffload.kept_values import KeptDisk, KeptLayouts
 
 EXPERT_BYTES = 10e6
 DAY = "2026-01-02"
@@ -55,10 +55,10 @@ def profile() -> Kept:
                       splits={"CUDA0": costs})],
         engines={"draft": KeptEngines({"torch": 0.01, "llama": 0.02}, DAY)},
         numa=TuneResult(candidate, (Trial(candidate, {1: 0.1}),), (), "node0:4c,8g", DAY),
-        disks={"nvme0": KeptDisk({1: 1e9, 8: 3e9}, DAY)},
+        disks={"nvme0": KeptDisk({1: RepeatedRate((1e9,)), 8: RepeatedRate((3e9, 1e9, 3e9))}, DAY)},
         links={"CUDA0": KeptLinks([2e10], [1e10], DAY)},
         reads={"CUDA0, card": KeptReads([reads, replace(reads, bytes_per_s=1e10)], DAY)},
-        layouts={"q4_K": KeptLayouts(1e-3, 2e-3, 1e-5, 2e-5, DAY)},
+        layouts={"q4_K": KeptLayouts(*(RepeatedTime((s,)) for s in (1e-3, 2e-3, 1e-5, 2e-5)), DAY)},
         workers=[DeviceCosts("sim", 1, "b", costs, DAY)],
         ubatches=[KeptUbatch({"c": "4096"}, 512, DAY, {512: UbatchTrial(1e-3, 0.1)})],
     )  # fmt: skip
@@ -113,7 +113,7 @@ DISTURBED: dict[str, tuple[Change, Change, str]] = {
         "the times of the NUMA choice: 1e+05 s",
     ),
     "disk": (
-        lambda kept: kept.disks["nvme0"].rates.update({8: 40.0}),
+        lambda kept: kept.disks["nvme0"].rates.update({8: RepeatedRate((40.0,))}),
         lambda kept: not kept.disks,
         "the speed of disk nvme0: 40 bytes/s, where 1e+06 to 1e+12 bytes/s are possible",
     ),
@@ -123,7 +123,7 @@ DISTURBED: dict[str, tuple[Change, Change, str]] = {
         "the speed of links from RAM to CUDA0: nan bytes/s",
     ),
     "layout": (
-        lambda kept: kept.layouts.update(q4_K=KeptLayouts(1e-3, 2e-3, -1.0, 2e-5, DAY)),
+        lambda kept: setattr(kept.layouts["q4_K"], "plain_prompt_s", RepeatedTime((1e-5, -1.0))),
         lambda kept: not kept.layouts,
         "the times of layouts of q4_K: -1 s",
     ),

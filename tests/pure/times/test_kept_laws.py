@@ -25,6 +25,7 @@ from specoffload.commands.doctor import MachineNow, kept_models
 from specoffload.commands.worker import kept_splits
 from specoffload.config.options import Toggle
 from specoffload.config.resolution import demo_file
+from specoffload.cpu_load import Load
 from specoffload.kept import Kept, KeptFile, today
 from specoffload.kept_list import AGAIN, OLD, of_machine, of_model
 
@@ -162,27 +163,72 @@ def test_nothing_is_used_for_ever_without_a_look(file: KeptFile) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("days", "n_measured"), [(0, 0), (29, 0), (30, 1)])
+KIND = WeightKind(False, "q4_K")
+LAYOUTS = LayoutTimes(1e-3, 2e-3, 3e-3, 4e-3)
+
+
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Holds anything while other programs take much of the CPUs."""
+    others = set[str]()
+    monkeypatch.setattr(Load, "is_busy", property(lambda _: bool(others)))
+    return others
+
+
+@pytest.fixture
+def each_layout(busy: set[str], monkeypatch: pytest.MonkeyPatch) -> list[LayoutTimes]:
+    """The next measurements of layouts. Each start takes the first one."""
+    coming: list[LayoutTimes] = []
+    monkeypatch.setattr(kept_machine, "layout_times", lambda _: coming.pop(0))
+    return coming
+
+
+def layouts_by_start(n: int, folder: Path) -> list[LayoutTimes | None]:
+    return [kept_machine.layouts_of(folder, KIND) for _ in range(n)]
+
+
+@pytest.mark.parametrize(("days", "n_again"), [(0, 0), (29, 0), (30, 3)])
 def test_old_times_of_layouts_are_measured_again(
-    days: int, n_measured: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kind, measured = WeightKind(False, "q4_K"), []
-
-    def times(kind: WeightKind) -> LayoutTimes:
-        measured.append(kind)
-        return LayoutTimes(1.0, 2.0, 3.0, 1.0 + len(measured))
-
-    monkeypatch.setattr(kept_machine, "layout_times", times)
-    monkeypatch.setattr(
-        kept_machine, "today", lambda: (datetime.now(UTC).date() - timedelta(days)).isoformat()
-    )
-    kept_machine.layouts_of(tmp_path, kind)
+    days: int, n_again: int, each_layout: list[LayoutTimes], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    then = datetime.now(UTC).date() - timedelta(days)
+    monkeypatch.setattr(kept_machine, "today", then.isoformat)
+    slower = replace(LAYOUTS, plain_one_s=1.5e-3)
+    each_layout += [LAYOUTS] * 3 + [slower] * 3
+    assert layouts_by_start(4, tmp_path)[-1] == LAYOUTS
     monkeypatch.setattr(kept_machine, "today", today)
-    for _ in range(2):
-        found = kept_machine.layouts_of(tmp_path, kind)
-        assert found is not None
-        assert found.repacked_prompt_s == 2.0 + n_measured
-    assert len(measured) == 1 + n_measured
+    assert layouts_by_start(4, tmp_path)[-1] == (slower if n_again else LAYOUTS)
+    assert len(each_layout) == 3 - n_again
+
+
+@pytest.mark.parametrize("nth", range(3))
+@pytest.mark.parametrize("factor", [20.0, 1 / 20])
+@pytest.mark.parametrize("name", [field.name for field in fields(LayoutTimes)])
+def test_a_disturbed_measurement_of_layouts_heals(
+    name: str, factor: float, nth: int, each_layout: list[LayoutTimes], tmp_path: Path
+) -> None:
+    """A time that is too long heals with the next start, one that is too short with the third."""
+    each_layout += [LAYOUTS] * 3
+    each_layout[nth] = replace(LAYOUTS, **{name: factor * getattr(LAYOUTS, name)})
+    used = layouts_by_start(4, tmp_path)
+    healed = 2 if factor < 1 else max(nth, 1)
+    assert used[healed:] == [LAYOUTS] * (4 - healed)
+
+
+def test_layouts_out_of_bounds_or_beside_other_programs_do_not_count(
+    busy: set[str], each_layout: list[LayoutTimes], tmp_path: Path
+) -> None:
+    absurd, slow = replace(LAYOUTS, plain_one_s=-1.0), replace(LAYOUTS, plain_one_s=20.0)
+    each_layout += [slow, LAYOUTS, absurd, slow, LAYOUTS]
+    busy.add("a compiler")
+    assert layouts_by_start(1, tmp_path) == [slow]
+    busy.clear()
+    assert layouts_by_start(2, tmp_path) == [LAYOUTS] * 2
+    busy.add("a compiler")
+    assert layouts_by_start(1, tmp_path) == [LAYOUTS]
+    (kept,) = KeptFile(tmp_path).load()[0].layouts.values()
+    assert kept.plain_one_s.values == (1e-3,)
 
 
 CARD: Any = SimpleNamespace(words="CUDA0, card")

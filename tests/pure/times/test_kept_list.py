@@ -17,7 +17,7 @@ from specoffload.commands.doctor import MachineNow, kept_models
 from specoffload.config.resolution import demo_file
 from specoffload.kept import Kept, KeptFile
 from specoffload.kept_bounds import drop_absurd
-from specoffload.kept_list import OLD, Measurement, age, of_machine, of_model, refused
+from specoffload.kept_list import OLD, ONCE_MORE, Measurement, age, of_machine, of_model, refused
 
 TODAY = date(2026, 1, 5)
 # Fields of a kept file that are no measurements.
@@ -40,7 +40,7 @@ def whole() -> Kept:
 def test_each_kind_of_measurement_has_a_row() -> None:
     kept = whole()
     listed = rows([*of_machine(kept), *of_model(kept, kept.runs[0])])
-    assert listed["disk nvme0"] == ("3 GB/s", "", "3 days", "used")
+    assert listed["disk nvme0"] == ("3 GB/s", "±17 %", "3 days", ONCE_MORE)
     assert listed["links to CUDA0"] == ("20 GB/s alone, 10 GB/s together", "", "3 days", "used")
     assert listed["reads of pinned memory by CUDA0, card"] == (
         "20 GB/s, 10 GB/s beside copies, first 2 us", "±17 %", "3 days", "used",
@@ -53,7 +53,7 @@ def test_each_kind_of_measurement_has_a_row() -> None:
     assert listed["hits and unions"] == ("of 500 tokens", "", "1 day", "counted in use")
     assert listed["mix of tokens"][0] == "3,000 prompt, 50 generated"
     assert listed["imported T(n)"] == ("3 sizes", "", "3 days", "used")
-    assert listed["layouts of q4_K"][1:] == ("", "3 days", "used")
+    assert listed["layouts of q4_K"][1:] == ("", "3 days", ONCE_MORE)
     assert listed["ubatch"] == ("512, of 1 tried", "", "3 days", "used")
     assert "an expert on the device with sim" in listed
     n_all = len(listed)

@@ -1,0 +1,95 @@
+"""The measurements that a kept file has of a machine: of disks, links, reads and layouts.
+
+Each value was measured by several starts (`offload.times.repeated`). Files of earlier versions have
+one number instead, which counts as one measurement. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator
+
+from offload.plan.repacking import LayoutTimes
+from offload.times.repeated import RepeatedRate, RepeatedTime
+
+_MOST_LAYOUT_TIMES = 3  # times from starts, as many as tell one disturbed time from the others
+
+
+def of_one(value: Any) -> Any:
+    """Return JSON of repeated measurements. A number is one measurement."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return {"values": [value]} if is_number else value
+
+
+KeptRate = Annotated[RepeatedRate, BeforeValidator(of_one)]
+KeptTime = Annotated[RepeatedTime, BeforeValidator(of_one)]
+
+
+@dataclass
+class KeptDisk:
+    """The measured speed of a disk, with several numbers of large reads under way at once."""
+
+    rates: dict[int, KeptRate]  # bytes/s by number of reads
+    date: str  # day of the first measurement
+    complaints: list[str] = field(default_factory=list)  # reasons why it is slow, by the file's key
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The highest speed."""
+        return max((rate.value for rate in self.rates.values()), default=0.0)
+
+    @property
+    def is_settled(self) -> bool:
+        """True if no start needs to measure again."""
+        return bool(self.rates) and all(rate.is_settled() for rate in self.rates.values())
+
+    def with_measured(self, rates: Mapping[int, float], *, is_doubted: bool) -> Self:
+        """Return these speeds with another measurement of each number of reads."""
+        known = {depth: self.rates.get(depth, RepeatedRate()) for depth in rates}
+        new = {
+            depth: known[depth].with_value(rate, is_doubted=is_doubted)
+            for depth, rate in rates.items()
+        }
+        return replace(self, rates=self.rates | new)
+
+
+@dataclass
+class KeptLayouts:
+    """The measured times of both layouts of a kind of weight, as `LayoutTimes` has them."""
+
+    plain_one_s: KeptTime
+    repacked_one_s: KeptTime
+    plain_prompt_s: KeptTime
+    repacked_prompt_s: KeptTime
+    date: str = ""  # day of the first measurement
+
+    @classmethod
+    def of(cls, date: str) -> Self:
+        """Return no measurement, of this day."""
+        return cls(RepeatedTime(), RepeatedTime(), RepeatedTime(), RepeatedTime(), date)
+
+    @property
+    def each(self) -> dict[str, RepeatedTime]:
+        """The measurements by the names of `LayoutTimes`."""
+        return {one.name: getattr(self, one.name) for one in fields(LayoutTimes)}
+
+    @property
+    def times(self) -> LayoutTimes:
+        """The times that count."""
+        return LayoutTimes(**{name: one.value for name, one in self.each.items()})
+
+    @property
+    def is_settled(self) -> bool:
+        """True if no start needs to measure again. A measurement takes a second."""
+        return all(one.is_settled(_MOST_LAYOUT_TIMES) for one in self.each.values())
+
+    def with_measured(self, times: LayoutTimes, *, is_doubted: bool) -> Self:
+        """Return these times with another measurement of each."""
+        more = {
+            name: one.with_value(getattr(times, name), is_doubted=is_doubted)
+            for name, one in self.each.items()
+        }
+        return type(self)(**more, date=self.date)

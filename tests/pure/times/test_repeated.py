@@ -1,0 +1,90 @@
+"""One disturbed measurement among several changes nothing that is decided by them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from offload.times.repeated import MOST_FROM_STARTS, RepeatedRate, RepeatedTime, RepeatedValue
+
+KINDS = pytest.mark.parametrize("kind", [RepeatedTime, RepeatedRate])
+VALUE = st.floats(1e-6, 1e12)
+FACTOR = st.floats(1e-4, 1e4)
+
+
+def of(kind: type[RepeatedValue], *values: float) -> RepeatedValue:
+    repeated = kind()
+    for value in values:
+        repeated = repeated.with_value(value)
+    return repeated
+
+
+@KINDS
+@given(st.lists(VALUE, min_size=2, max_size=7), VALUE, FACTOR, st.data())
+def test_one_disturbed_value_moves_the_value_within_the_range_of_the_others(
+    kind: type[RepeatedValue], others: list[float], own: float, factor: float, data: st.DataObject
+) -> None:
+    at = data.draw(st.integers(0, len(others)))
+    own = min(max(own, min(others)), max(others))  # what a quiet machine gives
+    for value in (own, own * factor):
+        values = [*others[:at], value, *others[at:]]
+        assert min(others) <= of(kind, *values).value <= max(others)
+
+
+@KINDS
+@given(VALUE, FACTOR, st.integers(3, MOST_FROM_STARTS), st.data())
+def test_one_disturbed_value_among_equal_ones_changes_nothing(
+    kind: type[RepeatedValue], value: float, factor: float, n: int, data: st.DataObject
+) -> None:
+    values = [value] * n
+    values[data.draw(st.integers(0, n - 1))] *= factor
+    assert of(kind, *values).value == value
+
+
+@given(VALUE, VALUE)
+def test_of_two_values_the_faster_one_counts(a: float, b: float) -> None:
+    assert of(RepeatedTime, a, b).value == min(a, b)
+    assert of(RepeatedRate, a, b).value == max(a, b)
+
+
+@KINDS
+def test_values_settle_when_three_agree(kind: type[RepeatedValue]) -> None:
+    settled = [of(kind, *[1.0] * n).is_settled() for n in range(1, 5)]
+    assert settled == [False, False, True, True]
+    assert [of(kind, *[1.0, 20.0] * n).is_settled() for n in (1, 2, 3)] == [False, False, True]
+    assert of(kind, 1.0, 20.0, 1.0).is_settled(most=3)
+    assert not kind().is_settled()
+
+
+@KINDS
+def test_the_newest_values_are_kept(kind: type[RepeatedValue]) -> None:
+    assert of(kind, *range(1, 20)).values == tuple(range(12, 20))
+
+
+@KINDS
+def test_a_doubted_value_counts_until_there_is_another(kind: type[RepeatedValue]) -> None:
+    doubted = kind().with_value(9.0, is_doubted=True).with_value(8.0, is_doubted=True)
+    assert doubted.values == (9.0, 8.0)
+    assert not doubted.with_value(8.0, is_doubted=True).is_settled()
+    clean = doubted.with_value(1.0)
+    assert clean == of(kind, 1.0)
+    assert clean.with_value(9.0, is_doubted=True) == clean
+
+
+def test_the_spread_is_half_the_interquartile_range_over_the_median() -> None:
+    assert of(RepeatedTime, 1.0).spread is None
+    assert of(RepeatedTime).spread is None
+    assert of(RepeatedTime, 1.0, 2.0, 3.0, 4.0, 5.0).spread == pytest.approx(1 / 3)
+    assert of(RepeatedTime).value == 0.0
+
+
+@KINDS
+@given(st.lists(VALUE, max_size=8), st.booleans())
+def test_values_survive_a_file(
+    kind: type[RepeatedValue], values: list[float], doubted: bool
+) -> None:
+    form = TypeAdapter[RepeatedValue](kind)
+    repeated = kind(tuple(values), doubted)
+    assert form.validate_json(form.dump_json(repeated)) == repeated
