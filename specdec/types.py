@@ -375,6 +375,14 @@ class Policy(Protocol):
         """Rounds in which drafters without a model are not asked, after they proposed nothing."""
         return 0
 
+    def expect(self, sources: Sequence[str]) -> None:
+        """Prepare for drafters with these names, so that their first drafts take no longer."""
+        return
+
+    def may_ask(self, source: str) -> bool:
+        """False if the drafter `source` will surely not be asked for many rounds."""
+        return True
+
     def postponed(self, walk: Walk, source: str, n_tokens: int) -> Walk | None:
         """The walk that replaces `walk` if reading `n_tokens` first costs the drafter too much.
 
@@ -504,8 +512,12 @@ class Drafter(Protocol):
         """Learn from a finished round of the sequence."""
         ...
 
-    def heard(self, sequence: int) -> None:
-        """Called when the target has evaluated a part of the sequence's prompt."""
+    def heard(self, sequence: int, text: Sequence[int], n_read: int, salt: int = 0) -> None:
+        """Called when the target has evaluated a part of the sequence's prompt, `text`.
+
+        The first `n_read` tokens of it may be indexed now, because that takes less time beside the
+        prompt than in the first step of the answer. 0: nothing is drafted for this text.
+        """
         ...
 
     def forget(self, sequence: int) -> None:

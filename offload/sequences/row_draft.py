@@ -83,7 +83,9 @@ class RowDraft:
         self._texts = [_Text(self._no_row(), []) for _ in range(n_sequences)]
         self.n_taken = 0  # tokens computed with the target's rows
         self.n_unknown_rows = 0  # tokens whose row was not known, which makes drafts worse
-        self.is_paused = False  # True while the target decodes tokens that belong to no text
+        # True while rows are not taken: the target decodes tokens that belong to no text, or nobody
+        # will draft for long.
+        self.is_paused = False
         self._tree: list[Rows] = []  # the target's rows of a tree's nodes, by decode
         context.follow()
 
@@ -374,11 +376,11 @@ class RowDraft:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Take no rows inside the context, because the target decodes tokens of no text there."""
-        self.is_paused = True
+        before, self.is_paused = self.is_paused, True
         try:
             yield
         finally:
-            self.is_paused = False
+            self.is_paused = before
 
     def extend(self, sequence: int, tokens: Sequence[int], n_logits: int | None = None) -> Rows:
         """Compute the tokens of `tail`, or one drafted token, and return logits [1, n_vocab]."""

@@ -192,7 +192,7 @@ class _Replayed:
         if self.name == "mtp" and self.n_lacking > MOST_UNDRAFTED:
             self.n_lacking = KEPT_UNDRAFTED
 
-    def heard(self, sequence: int) -> None:
+    def heard(self, sequence: int, text: Sequence[int], n_read: int, salt: int = 0) -> None:
         pass
 
     def forget(self, sequence: int) -> None:

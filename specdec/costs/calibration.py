@@ -119,6 +119,11 @@ class Calibration:
         q = (bins.accepted[i] + _PRIOR * prior) / (bins.total[i] + _PRIOR)
         return _MOST if q > _MOST else q if q > _LEAST else _LEAST
 
+    def n_judged(self, source: str) -> float:
+        """Drafted tokens that were compared with the text, of which older ones count less."""
+        bins = self.bins.get(source)
+        return 0.0 if bins is None else sum(bins.total)
+
     def regimes(self, source: str) -> list[tuple[float, float]]:
         """(chance, factor of the odds) of each regime that is likely now; chances sum to 1."""
         bins = self.bins.get(source)

@@ -26,6 +26,8 @@ from specdec.types import (
     Walk,
 )
 
+_MOST_RESTED = 32  # rounds of rest that are learnt from together
+
 
 @dataclass
 class DraftCounters:
@@ -57,10 +59,14 @@ class ChainDrafting:
         self._n_leaves = target.n_tree_leaves if isinstance(target, TreeTarget) else 0
         self._n_shared = 1  # members whose batch the policy prices
         self._n_rows = 0  # rows of the last round of an only member
+        self._rested: list[tuple[int, Round]] = []  # by sequence, not learnt from yet
+        policy.expect(_names(drafter))
 
     def use(self, drafter: Drafter, policy: Policy) -> None:
         """Draft with another drafter and another policy. The loop must have no members."""
+        self._learn_rested()
         self._drafter, self.policy = drafter, policy
+        policy.expect(_names(drafter))
         self._walks.clear()
         self._n_shared = 1
 
@@ -69,6 +75,7 @@ class ChainDrafting:
 
         With `trees`, the draft of an only member may be a tree.
         """
+        self._learn_rested()
         n_members = len(members)
         if n_members != self._n_shared:
             self.policy.share_batch(n_members)
@@ -104,11 +111,9 @@ class ChainDrafting:
 
         Without `is_priced`, the step included other work, so its times say nothing of these rows.
         """
+        self._learn_rested()
         if is_priced and len(rounds) == 1:
-            (_, round_), n_before = rounds[0], self._n_rows
-            self.policy.learn(round_)
-            self._n_rows = 1 + round_.n_drafted
-            self.counters.same_size_rounds += self._n_rows == n_before
+            self._learn_alone(rounds[0][1])
         else:
             walked = [(round_, self._walks.get(m.sequence, {})) for m, round_ in rounds]
             self.policy.learn_together(walked, draft_s, is_priced=is_priced)
@@ -117,6 +122,31 @@ class ChainDrafting:
             if round_.draft.parents:
                 self._count_tree(round_)
             self._drafter.learn(member.sequence, round_)
+
+    def rested(self, member: BatchMember, round_: Round) -> None:
+        """Learn from a round in which drafting rested and the member was alone.
+
+        Several such rounds are learnt from together, at the latest when drafting goes on. Each
+        decode empties the processor's caches, so learning after each one would take three times as
+        long.
+        """
+        self._rested.append((member.sequence, round_))
+        if round_.end or len(self._rested) >= _MOST_RESTED:
+            self._learn_rested()
+
+    def _learn_rested(self) -> None:
+        if not self._rested:
+            return
+        rested, self._rested = self._rested, []
+        for sequence, round_ in rested:
+            self._learn_alone(round_)
+            self._drafter.learn(sequence, round_)
+
+    def _learn_alone(self, round_: Round) -> None:
+        """Give the policy a round of an only member."""
+        n_before, self._n_rows = self._n_rows, 1 + round_.n_drafted
+        self.policy.learn(round_)
+        self.counters.same_size_rounds += self._n_rows == n_before
 
     def _count_tree(self, round_: Round) -> None:
         counters, draft = self.counters, round_.draft
@@ -138,10 +168,13 @@ class ChainDrafting:
             return self._n_nodes(member, len(member.history) - n)
         return self._limit(member, member.n_left + n, len(member.history) - n)
 
-    def heard(self, sequence: int) -> None:
-        self._drafter.heard(sequence)
+    def heard(self, member: BatchMember) -> None:
+        """Tell the drafters that the target has evaluated a part of the member's prompt."""
+        n_read = 0 if member.bounds.n_max == 0 else self._target.length(member.sequence)
+        self._drafter.heard(member.sequence, member.history, n_read, member.salt)
 
     def forget(self, sequence: int) -> None:
+        self._learn_rested()
         self._drafter.forget(sequence)
 
     def _trees_for(self, member: BatchMember) -> Trees | None:
@@ -217,6 +250,11 @@ class ChainDrafting:
             out.append(draft)
         self.counters.joint_steps += 1
         return out
+
+
+def _names(drafter: Drafter) -> list[str]:
+    """Return the names of all drafters that a drafter asks, itself if it asks none."""
+    return [one.name for one in getattr(drafter, "every", (drafter,))]
 
 
 def without_images(draft: Draft) -> Draft:

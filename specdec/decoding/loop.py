@@ -116,7 +116,7 @@ class DecodingLoop:
             return StepReport(began_s, perf_counter())
         if len(self._ready) == 1 and self._rest:
             self._rest -= 1
-            return self._plain(self._ready[0], self._drafts[0], 0.0, began_s)
+            return self._plain(self._ready[0], self._drafts[0], 0.0, began_s, rests=True)
         drafts = self._proposed(trees=True)
         if len(drafts) == 1 and drafts[0].parents:
             return self._branched(self._ready[0], drafts[0], began_s)
@@ -155,7 +155,7 @@ class DecodingLoop:
         report = report._replace(read=[member for member, _ in pieces])
         for member in report.read:
             if self._drafting is not None:
-                self._drafting.heard(member.sequence)
+                self._drafting.heard(member)
             if target.length(member.sequence) == len(member.history) - 1:
                 self._reading.remove(member)
                 self._place(member)
@@ -208,11 +208,18 @@ class DecodingLoop:
         return self._drafts
 
     def _plain(
-        self, member: BatchMember, draft: Draft, draft_s: float, began_s: float
+        self,
+        member: BatchMember,
+        draft: Draft,
+        draft_s: float,
+        began_s: float,
+        *,
+        rests: bool = False,
     ) -> StepReport:
         """A round of the only member without a draft: one decode of its last token.
 
         The step began at `began_s` (perf_counter), and an attempt to draft took `draft_s` seconds.
+        With `rests`, nobody was asked for a draft.
         It does what `_verified` does, at a fraction of the cost. Most rounds take this path while a
         drafter does not pay.
         """
@@ -237,7 +244,10 @@ class DecodingLoop:
         round_ = self._closed(member, Round(draft, 0, tuple(verdict.emitted), draft_s, verify_s))
         rounds = ((member, round_),)
         if self._drafting is not None:
-            self._drafting.learn(rounds, draft_s, is_priced=True)
+            if rests:
+                self._drafting.rested(member, round_)
+            else:
+                self._drafting.learn(rounds, draft_s, is_priced=True)
         if round_.end:
             self._leave()
         return StepReport(began_s, perf_counter(), rounds, decodes=((1, verify_s),))

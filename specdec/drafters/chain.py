@@ -264,9 +264,9 @@ class ChainDrafter:
         for drafter in self.every:
             drafter.learn(sequence, round_)
 
-    def heard(self, sequence: int) -> None:
+    def heard(self, sequence: int, text: Sequence[int], n_read: int, salt: int = 0) -> None:
         for drafter in self.every:
-            drafter.heard(sequence)
+            drafter.heard(sequence, text, n_read, salt)
 
     def forget(self, sequence: int) -> None:
         self._compared.pop(sequence, None)

@@ -217,7 +217,7 @@ class ModelDrafter:
     def learn(self, sequence: int, round_: Round) -> None:
         pass
 
-    def heard(self, sequence: int) -> None:
+    def heard(self, sequence: int, text: Sequence[int], n_read: int, salt: int = 0) -> None:
         pass
 
     def forget(self, sequence: int) -> None:

@@ -48,8 +48,8 @@ class HistoryDrafter(ABC):
         """Does nothing by default: most drafters learn from the text at their next proposal."""
         return
 
-    def heard(self, sequence: int) -> None:
-        """Does nothing: the text is all that these drafters read."""
+    def heard(self, sequence: int, text: Sequence[int], n_read: int, salt: int = 0) -> None:
+        """Does nothing by default: most drafters index a text at its next proposal."""
         return
 
     @abstractmethod
@@ -316,7 +316,7 @@ class NgramMod(HistoryDrafter):
     def _propose(self, asked: DraftRequest) -> Draft:
         n, history = self._n, asked.history
         salt = asked.salt
-        hashed = self._index(asked.sequence, history, salt)
+        hashed = self._index(asked.sequence, history, len(history), salt)
         if len(history) < n:
             return nothing(self.name, f"fewer than {n} tokens")
         tokens: list[int] = []
@@ -334,11 +334,18 @@ class NgramMod(HistoryDrafter):
             return nothing(self.name, f"{len(tokens)} tokens known, at least {self._n_min} wanted")
         return self._offer(asked, tokens, [match_probability(n)] * len(tokens))
 
-    def _index(self, sequence: int, history: Sequence[int], salt: int) -> int:
-        """Add the new tokens of `history` to the table. Returns the hash of its last n tokens."""
+    def heard(self, sequence: int, text: Sequence[int], n_read: int, salt: int = 0) -> None:
+        self._index(sequence, text, n_read, salt)
+
+    def _index(self, sequence: int, history: Sequence[int], n_tokens: int, salt: int) -> int:
+        """Add the first `n_tokens` of `history` to the table, as far as they are new.
+
+        Returns the hash of the last n of the added tokens.
+        """
         n, slots = self._n, self._slots
         indexed = self._indexed.of(sequence, history)
-        hashed, i, end = indexed.hashed, indexed.n_tokens, len(history)
+        hashed, i = indexed.hashed, indexed.n_tokens
+        end = max(i, n_tokens)
         while i < end:
             token = history[i]
             if i < n:

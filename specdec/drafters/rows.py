@@ -29,6 +29,8 @@ MOST_UNDRAFTED, KEPT_UNDRAFTED = 256, 64
 class RowModel(Target, Protocol):
     """The MTP layers, and the target's rows that they have not computed yet."""
 
+    is_paused: bool  # True: the target's rows are not taken, and later drafts lack these tokens
+
     @property
     def first(self) -> int:
         """The first token of a text that has a row before it, and can be computed."""
@@ -106,12 +108,16 @@ class RowDrafter(ModelDrafter):
         )
         self._layers = layers
 
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        self._layers.is_paused = not any([asked.policy.may_ask(self.name) for asked in requests])
+        return super().propose(requests)
+
     def _begin(self, asked: DraftRequest) -> Growing | Draft:
         if len(asked.history) <= self._layers.first:
             return Draft((), (), self.name, Decision(0, "no token has a hidden row before it"))
         return super()._begin(asked)
 
-    def heard(self, sequence: int) -> None:
+    def heard(self, sequence: int, text: Sequence[int], n_read: int, salt: int = 0) -> None:
         self._layers.take_in([sequence], least=_MOST_WAITING)
 
     def learn(self, sequence: int, round_: Round) -> None:

@@ -119,14 +119,7 @@ class SuffixDrafter(HistoryDrafter):
         self._matches = PerSequence(_Match)
 
     def _propose(self, asked: DraftRequest) -> Draft:
-        history = asked.history
-        match = self._matches.of(asked.sequence, history)
-        for token in history[match.n_fed :]:
-            match.automaton.extend(token)
-            match.repeated = match.automaton.repeated()
-            if self._has_corpus:
-                match.state, match.length = self._corpus.step(match.state, match.length, token)
-        match.n_fed = len(history)
+        match = self._fed(asked.sequence, asked.history, len(asked.history))
         (length, end), text = match.repeated, match.automaton.text
         if match.length > length:
             length, text, end = match.length, self._corpus.text, self._corpus.end(match.state)
@@ -137,6 +130,20 @@ class SuffixDrafter(HistoryDrafter):
             tokens = tokens[: tokens.index(_SEPARATOR)]
         probs = [match_probability(length + i) for i in range(len(tokens))]
         return self._offer(asked, tokens, probs)
+
+    def _fed(self, sequence: int, history: Sequence[int], n_tokens: int) -> _Match:
+        """The sequence's match after the first `n_tokens` of `history`, or more if it had more."""
+        match = self._matches.of(sequence, history)
+        for token in history[match.n_fed : n_tokens]:
+            match.automaton.extend(token)
+            match.repeated = match.automaton.repeated()
+            if self._has_corpus:
+                match.state, match.length = self._corpus.step(match.state, match.length, token)
+        match.n_fed = max(match.n_fed, n_tokens)
+        return match
+
+    def heard(self, sequence: int, text: Sequence[int], n_read: int, salt: int = 0) -> None:
+        self._fed(sequence, text, n_read)
 
     def forget(self, sequence: int) -> None:
         self._matches.forget(sequence)

@@ -190,8 +190,8 @@ class TranslatedDrafter:
     def learn(self, sequence: int, round_: Round) -> None:
         self._inner.learn(sequence, round_)
 
-    def heard(self, sequence: int) -> None:
-        self._inner.heard(sequence)
+    def heard(self, sequence: int, text: Sequence[int], n_read: int, salt: int = 0) -> None:
+        """Does nothing: a draft model reads its own tokens of the text at its next proposal."""
 
     def forget(self, sequence: int) -> None:
         self._sides.pop(sequence, None)

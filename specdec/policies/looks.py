@@ -11,12 +11,13 @@ import math
 from collections import deque
 from statistics import median_low
 
-_SHARE = 0.004  # share of the time that looks may take if they gain nothing
-_FIRST_TOKENS = 1.0  # tokens of plain decoding whose time looks may take in advance
+_SHARE = 0.003  # share of the time that looks may take if they gain nothing
+_FIRST_TOKENS = 0.5  # tokens of plain decoding whose time looks may take in advance
 _MOST_TOKENS = 1.5  # most tokens of earlier gains that later looks may cost
 _LONGEST_REST = 32  # rounds
+_MOST_TIMES_USUAL = 4.0  # cost of a look that is charged, relative to the median
 _LOOKS_SEEN = 9  # newest looks whose time counts
-_READ_SHARE = 1 / 16  # first guess of a prompt token's time, as a share of a draft step
+_READ_SHARE = 1 / 5  # first guess of a prompt token's time, as a share of a draft step
 _READS_SEEN = 5
 
 
@@ -38,17 +39,18 @@ class Looks:
     def looked(self, cost: float) -> None:
         """Take the cost of a look, in tokens of plain decoding.
 
-        The median of recent looks is charged, and nothing for the first one. The first look at a
-        prompt takes much longer, because the whole prompt is indexed, and that occurs once.
+        A look that took much longer than most was disturbed by another program, or it indexed a
+        whole prompt, which occurs once. So at most a few times the median is charged.
         """
-        is_first = not self._costs
         self._costs.append(cost)
-        if not is_first:
-            self._tokens = max(0.0, self._tokens - self._usual)
+        self._tokens = max(0.0, self._tokens - min(cost, _MOST_TIMES_USUAL * self._usual))
 
     def gained(self, n_tokens: float) -> None:
-        """Take what the draft of a look gained over plain decoding. A loss has another budget."""
-        self._tokens = min(_MOST_TOKENS, self._tokens + max(0.0, n_tokens))
+        """Take what the draft of a look gained over plain decoding, or lost if it is negative.
+
+        Losses count, too. Otherwise drafts that gain nothing on average would pay for looks.
+        """
+        self._tokens = max(0.0, min(_MOST_TOKENS, self._tokens + n_tokens))
 
     @property
     def rest(self) -> int:

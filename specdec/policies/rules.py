@@ -141,6 +141,9 @@ class _Bounded(Policy):
     def rest_of_looks(self) -> int:
         return self._policy.rest_of_looks
 
+    def may_ask(self, source: str) -> bool:
+        return self._policy.may_ask(source)
+
     def postponed(self, walk: Walk, source: str, n_tokens: int) -> Walk | None:
         inner = walk.within if isinstance(walk, _BoundedWalk) else walk
         return self._policy.postponed(inner, source, n_tokens)

@@ -43,11 +43,13 @@ _PROBE_SHARE = 0.004  # largest share of time for probing
 _AHEAD, _PROBE_SHARE_AHEAD = 0.04, 0.02
 _PROBE_AGES = 6  # rounds by which a failed probe ages a drafter's plan
 _IDLE_ROUNDS = 32  # interval, in rounds, at which a drafter that is not asked is reconsidered
+_SOON_ROUNDS = 96  # rounds before a probe in which its drafter follows the text
 _MOST_ALONE = 32  # rounds without a draft that are learnt from together
 _LOSS_TOKENS, _LOSS_SHARE = 2.0, 0.003  # allowed loss: tokens, plus a share of emitted tokens
 # Further share of allowed loss within which a probe that gained tokens resumes drafting.
 _LOSS_MORE = 0.0015
 _READ_OF_WON = 0.1  # share of the gained tokens that reading for a probe may cost
+_KNOWN = 48.0  # judged tokens, with decay, from which a drafter counts as known
 _TRUST_TOKENS = 3.0  # tokens that a new drafter may cost; each judged token adds one
 _MOVED = 0.3  # change of a drafter's log-odds after which its plan is rebuilt
 _ROW_MEMORY = 0.1  # weight of the newest share of a step that further rows take
@@ -141,7 +143,10 @@ class Throughput(Policy):
         if known.n_judged and n_tokens <= known.gap + _IDLE_ROUNDS:
             return None  # the gap between probes is priced already, when a probe has failed
         price = self.rate * reading_s + (walk.n_probed - 1) * known.step
-        allowed = max(0.0, self._budget - (1.0 - _READ_OF_WON) * max(0.0, self._won))
+        # What is known of the drafter from earlier texts need not be found out by a loss.
+        known_tokens = _LOSS_TOKENS if self.calibration.n_judged(source) >= _KNOWN else 0.0
+        allowed = self._budget - known_tokens - (1.0 - _READ_OF_WON) * max(0.0, self._won)
+        allowed = max(0.0, allowed)
         if price <= allowed:
             return None
         self._walks.pop(source, None)
@@ -154,6 +159,17 @@ class Throughput(Policy):
         known.until = self._n_rounds + _IDLE_ROUNDS
         known.not_asked = NotAsked(reason, _IDLE_ROUNDS - 1)
         return known.not_asked
+
+    def expect(self, sources: Sequence[str]) -> None:
+        for source in sources:
+            known = self._sources[source] = DrafterOdds()
+            known.regimes = self.calibration.regimes(source)
+            self._rebuild(known, source)
+
+    def may_ask(self, source: str) -> bool:
+        """False if drafts of `source` cannot pay, and its next probe is far away."""
+        known = self._sources.get(source)
+        return known is None or known.may_pay or known.until - self._n_rounds <= _SOON_ROUNDS
 
     def begin(self, limit: int, source: str) -> Walk:
         known = self._sources.get(source)
@@ -171,6 +187,9 @@ class Throughput(Policy):
         moved_by = abs(offset_of(known.regimes) - known.offset)
         if known.age >= REBUILD_ROUNDS or moved_by > _MOVED:
             self._rebuild(known, source)
+        if not (known.may_pay or known.n_judged or known.until):
+            self._wait_for_probe(known, known.step + known.block, is_known=True)
+            ahead = known.until - self._n_rounds
         limit = min(limit, len(known.price) - 1)
         is_probe = False
         self._walks.pop(source, None)
@@ -334,9 +353,9 @@ class Throughput(Policy):
         if self._beside or self._costs.is_relative:
             return
         self._looks.looked(round_.draft_s * self._plain_rate)
-        if n := round_.n_drafted:
-            extra_s = float(extra_time(np.array(self._costs.planned), 1)[n])
-            self._looks.gained(len(round_.emitted) - 1 - extra_s * self._plain_rate)
+        if round_.n_drafted:
+            took = (round_.verify_s + round_.rollback_s) * self._plain_rate
+            self._looks.gained(len(round_.emitted) - took - self._saved_tokens)
 
     def _has_read(self, draft: Draft, walk: Walk | None) -> None:
         """Learn how long reading took. A probe's is a loss, as far as drafts may lose more."""
@@ -563,16 +582,25 @@ class Throughput(Policy):
             known.gap, known.until = FIRST_GAP, 0  # no wait after a successful probe
             known.age = REBUILD_ROUNDS
             return
+        # The price of asking a draft model includes the time in which it first read the prompt.
+        self._wait_for_probe(known, walk.spent + self.rate * catch_up_s)
+
+    def _wait_for_probe(self, known: DrafterOdds, spent: float, *, is_known: bool = False) -> None:
+        """Set the rounds until the next probe, which costs `spent` tokens.
+
+        `is_known`: it is known what the probe will show, unless times change. So all of the time
+        must have passed whose share it may take. Otherwise the time grows with each probe.
+        """
         # Tokens in the time of one plain token, at the rate lambda.
         plain = self.rate / self._plain_rate
-        # The price of asking a draft model includes the time in which it first read the prompt.
-        spent = walk.spent + self.rate * catch_up_s
         share = _PROBE_SHARE_AHEAD if self._won > _AHEAD * self._n_tokens else _PROBE_SHARE
         longest = max(FIRST_GAP, int(spent / (plain * share)))
-        known.gap = min(longest, max(known.gap * 2, longest // 5))
+        known.gap = longest if is_known else min(longest, max(known.gap * 2, longest // 5))
         known.until = self._n_rounds + 1 + known.gap  # this round is not counted yet
 
     def _off_reason(self, known: DrafterOdds) -> str:
+        if not known.may_pay:
+            return "drafts would cost more time than they save even if all their tokens were right"
         times = self._costs.times
         return (
             f"drafts would cost more time than they save, since a decode of 2 tokens takes "

@@ -37,6 +37,7 @@ class DrafterOdds:
     plan assumes that the first drafted token costs `block` tokens, that each one costs `step`
     tokens more, and that the log-odds are off by `offset`. Only drafts of whole blocks cost a
     `block`, and their `step` is 0.
+    `may_pay` is False if drafts would cost more than they gain even if all tokens were accepted.
     While `not_asked` is set, the drafter is not asked before round `until`. Each failed probe
     doubles `gap`, the number of rounds until the next probe.
     """
@@ -49,6 +50,7 @@ class DrafterOdds:
         self.onwards: list[list[float]] = []
         self.price: list[float] = []
         self.step = self.block = 0.0
+        self.may_pay = True
         self.age = REBUILD_ROUNDS
         self.gap = FIRST_GAP
         self.until = 0
@@ -66,7 +68,9 @@ class DrafterOdds:
         weights = np.array(self.seen) / self.scale
         self.seen, self.scale = weights.tolist(), 1.0
         weights = moved(weights / weights.sum(), self.regimes)
-        price = price[: 1 + max(N_PROBED, longest_of_use(price, step))]
+        longest = longest_of_use(price, step)
+        self.may_pay = longest * (1.0 - step) - price[longest] > block
+        price = price[: 1 + max(N_PROBED, longest)]
         self.onwards = drafting_on(price, step, weights).tolist()
         self.offset = offset_of(self.regimes)
         self.price = price.tolist()

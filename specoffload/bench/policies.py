@@ -83,7 +83,7 @@ class _NoDrafter:
     def learn(self, sequence: int, round_: Round) -> None:
         return
 
-    def heard(self, sequence: int) -> None:
+    def heard(self, sequence: int, text: Sequence[int], n_read: int, salt: int = 0) -> None:
         return
 
     def forget(self, sequence: int) -> None:
@@ -194,16 +194,18 @@ def _write(
 ) -> GenerationStats:
     """Continue a prompt greedily. Nothing of earlier texts is kept.
 
-    Only the default's decodes correct T(n), as in a session that it has for itself.
+    Decodes of the default and of no drafts correct T(n) and repeat timings of split layers, as both
+    do in a session of their own. Those of other settings do not, because what a decode takes
+    depends on the decodes before it, since they filled the slots.
     """
     session.forget()
-    is_default = setting.name == DEFAULT
+    learns = setting.name == DEFAULT or setting.options is None
     rows = session.target.opened.row_draft if setting.options is None else None
     n_max = 0 if setting.options is None else None
     options = GenerateOptions(n_predict=n_predict, ignore_eos=True, draft_max=n_max)
     with (
         nullcontext() if rows is None else rows.paused(),
-        nullcontext() if is_default else session.costs.paused(),
+        nullcontext() if learns else session.costs.paused(),
     ):
         *_, last = session.generate(prompt, options)
     assert last.stats is not None, "a generation ends with its statistics"

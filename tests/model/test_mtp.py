@@ -39,10 +39,13 @@ from offload.plan.row_draft import MTP_ARCHITECTURES, plan_mtp
 from offload.times.context_memory import ContextOptions
 from specdec.decoding.loop import StepReport
 from specdec.options import OF_TEXT
+from specdec.policies.rules import Fixed
+from specoffload.generation.generation import GenerateOptions
 from specoffload.opening.drafters import usable_drafters
 from specoffload.opening.header import target_facts
 from specoffload.session.session import Session
 from specoffload.slots.slot_files import read_sequence
+from specoffload.speculation.speculation import DraftingParts
 
 
 def options_of(way: str, path: Path, n_sequences: int = 1) -> EngineOptions:
@@ -229,6 +232,45 @@ def test_rows_cost_one_copy_a_decode(models: Path) -> None:
         assert engine.opened.row_draft.length(0) == 0, (
             "nothing is computed before a draft asks for it"
         )
+
+
+class SeldomAsked(Fixed):
+    """A policy that says of the layers that they will not be asked for long."""
+
+    says_so = True
+
+    def may_ask(self, source: str) -> bool:
+        return not self.says_so
+
+
+@pytest.mark.parametrize("architecture", ["deepseek2", "qwen35moe", SEVERAL])
+def test_rows_are_not_taken_while_nobody_will_draft(models: Path, architecture: str) -> None:
+    """Afterwards the layers draft again. Texts are those of plain decoding all along."""
+    path = write_mtp(models, architecture)
+    text = (prompts(40, seed=2)[0] * 20)[:60]
+    with open_mtp(path, "resident") as session:
+        speculation, layers = session.speculation, session.target.opened.row_draft
+        assert speculation is not None
+        assert layers is not None
+        plain = written(session, text, 40, draft_max=0)
+        policy = SeldomAsked(2)
+        speculation.use(DraftingParts(speculation.drafter, policy))
+        session.forget()
+        assert written(session, [*text], 10) == plain[:10]  # drafts need no rows of earlier tokens
+        assert layers.is_paused
+        n_taken = layers.n_taken
+        with layers.paused():
+            pass
+        assert layers.is_paused, "a measurement does not end the pause"
+        session.forget()
+        policy.says_so = False
+        *_, last = session.generate(text, GenerateOptions(n_predict=40, ignore_eos=True))
+        assert not layers.is_paused
+        assert layers.n_taken > n_taken
+        assert last.stats is not None
+        assert last.stats.n_drafted > 10
+        session.forget()
+        assert written(session, text, 40) == plain
 
 
 @pytest.mark.parametrize("architecture", ["deepseek2", "qwen35moe", SEVERAL])

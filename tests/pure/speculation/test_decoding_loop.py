@@ -459,7 +459,7 @@ def test_a_drafter_is_not_asked_again_while_its_decision_holds() -> None:
             return super().propose(*args)
 
     target = FakeTarget(n_ctx=3000)
-    dear = CostProfile((1.0, 2.0, 3.0, 4.0), draft_step_s=0.5)
+    dear = CostProfile((1.0, 1.9, 2.0, 2.1), draft_step_s=0.5)
     drafter = Counting(FakeTarget(seed=9, n_ctx=3000))
     rounds = list(generated(target, [1, 2, 3], 2000, drafter, Throughput(dear)))
     assert [1, 2, 3] + emitted(rounds) == plain(target, [1, 2, 3], 2000)

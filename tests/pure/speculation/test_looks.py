@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,11 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from parts import member_of
 
-from specdec.costs.profile import CostProfile
+from specdec.costs.calibration import Calibration
+from specdec.costs.profile import CostProfile, KnownCosts
 from specdec.decoding.drafting import ChainDrafting
 from specdec.decoding.loop import DecodingLoop
 from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.memory import BATCHED_TAIL, DraftMemory
+from specdec.drafters.ngrams import NgramMod
+from specdec.drafters.suffix import SuffixDrafter
 from specdec.policies.looks import Looks, ReadingTimes
 from specdec.policies.rules import DraftBounds, Fixed, bounded
 from specdec.policies.throughput import Throughput
@@ -22,6 +26,7 @@ from specdec.policies.walk import ThroughputWalk
 from specdec.types import Decision, Draft, DraftRequest, Round
 
 NO_TOKENS = Decision(0, "nothing")
+PROBED = CostProfile((1.0, 2.0, 2.4, 2.8, 3.2, 3.6, 4.0, 4.4, 4.8), 0.3)  # pays if all are right
 DEAR = CostProfile((1.0, 2.8, 3.0, 3.6, 4.7, 5.5, 6.2, 6.9, 7.5), 1.0)  # no draft of a model pays
 FLAT = CostProfile((1.0, 1.02, 1.04, 1.06, 1.08, 1.1, 1.12, 1.14, 1.16), 0.01)
 
@@ -47,7 +52,7 @@ def played(looks: Looks, n_tokens: int, cost: float, gain_every: int = 0) -> int
 def test_looks_that_gain_nothing_cost_a_share_of_the_time(cost: float, n_tokens: int) -> None:
     n_looks = played(Looks(), n_tokens, cost)
     # A rest has at most 32 rounds, so that a text that begins to repeat itself is seen.
-    assert n_looks * cost <= 1.0 + 0.004 * n_tokens + cost * (1 + n_tokens / 32)
+    assert n_looks * cost <= 0.5 + 0.003 * n_tokens + cost * (1 + n_tokens / 32)
     assert n_looks >= n_tokens // 33
 
 
@@ -60,6 +65,20 @@ def test_looks_that_gain_more_than_they_cost_go_on() -> None:
     assert played(Looks(), 2000, 0.1) <= 150
 
 
+def test_drafts_that_gain_nothing_on_average_do_not_pay_for_looks() -> None:
+    gaining, even = Looks(), Looks()
+    for i in range(40):
+        for looks in (gaining, even):
+            looks.looked(0.1)
+        gaining.gained(1.0 if i % 2 else 0.0)
+        even.gained(1.0 if i % 2 else -1.0)
+    even.gained(-50.0)
+    assert gaining.rest == 0
+    assert even.rest == 32
+    even.gained(1.0)
+    assert even.rest == 0, "one large loss does not end looks for long"
+
+
 def test_one_slow_look_does_not_end_the_others() -> None:
     looks = Looks()
     for cost in (0.01, 0.01, 20.0, 0.01):
@@ -69,11 +88,11 @@ def test_one_slow_look_does_not_end_the_others() -> None:
 
 def test_reading_is_priced_by_a_step_and_then_as_it_took() -> None:
     times = ReadingTimes()
-    assert times.expected_s("draft", 160, 1.0) == pytest.approx(11.0)
+    assert times.expected_s("draft", 160, 1.0) == pytest.approx(33.0)
     times.took("draft", 1.6)
     times.took("draft", 99.0)  # nothing was asked for
     assert times.expected_s("draft", 1000, 1.0) == pytest.approx(11.0)
-    assert times.expected_s("mtp", 160, 1.0) == pytest.approx(11.0)
+    assert times.expected_s("mtp", 160, 1.0) == pytest.approx(33.0)
 
 
 # -- the policy ------------------------------------------------------------------------------------
@@ -90,11 +109,11 @@ def wrote(policy: Throughput, n_tokens: int) -> None:
 
 
 def test_a_probe_waits_until_reading_the_prompt_is_affordable() -> None:
-    policy = Throughput(DEAR)
+    policy = Throughput(PROBED)
     walk = asked(policy, 160)
     assert not walk.wants
     assert walk.rest == 31
-    assert "reading 160 tokens of the text first takes the time of 11.0 tokens" in walk.reason
+    assert "reading 160 tokens of the text first takes the time of 9.9 tokens" in walk.reason
     wrote(policy, 1000)
     assert not asked(policy, 160).wants
     wrote(policy, 3100)
@@ -102,9 +121,59 @@ def test_a_probe_waits_until_reading_the_prompt_is_affordable() -> None:
 
 
 def test_a_short_text_is_read_for_a_probe_at_once() -> None:
-    walk = asked(Throughput(DEAR), 5)
+    walk = asked(Throughput(PROBED), 5)
     assert isinstance(walk, ThroughputWalk)
     assert walk.is_probe
+
+
+def test_a_known_drafter_is_not_probed_at_a_loss() -> None:
+    """What earlier texts showed of it need not be found out again."""
+    known = Calibration()
+    for _ in range(60):
+        known.observe("draft", 0.5, accepted=False)
+    assert asked(Throughput(PROBED), 20).wants
+    policy = Throughput(PROBED, known)
+    assert not asked(policy, 20).wants
+    wrote(policy, 600)
+    assert asked(policy, 20).wants, "the share of time that drafts may lose has grown"
+
+
+def test_what_cannot_pay_is_probed_after_a_share_of_the_time() -> None:
+    """Only its step may become faster than was measured, so there is a way back."""
+    policy = Throughput(DEAR)
+    walk = asked(policy, 0)
+    assert not walk.wants
+    assert "even if all their tokens were right" in walk.reason
+    assert not policy.may_ask("draft")
+    n_waits = policy._sources["draft"].until
+    assert n_waits == pytest.approx(1.0 / 0.004, abs=2), "a step takes the time of one token"
+    wrote(policy, n_waits - 96)
+    assert policy.may_ask("draft"), "its rows are followed for some rounds before"
+    assert not asked(policy, 0).wants
+    wrote(policy, 96)
+    assert asked(policy, 0).is_probe
+
+
+def test_what_cannot_pay_is_asked_as_soon_as_times_change() -> None:
+    costs = KnownCosts(DEAR, 9)
+    policy = Throughput(DEAR, costs=costs)
+    assert not asked(policy, 0).wants
+    costs.times = costs.planned = FLAT.step_s
+    costs.draft_step_s, costs.n_plans = FLAT.draft_step_s, 1
+    assert asked(policy, 0).wants
+    assert policy.may_ask("draft")
+    assert policy.may_ask("another")
+
+
+def test_a_policy_plans_for_its_drafters_before_the_first_draft() -> None:
+    target = FakeTarget()
+    drafter = ChainDrafter([Silent("suffix"), Silent("ngram-mod")])
+    policy = Throughput(FLAT)
+    ChainDrafting(target, drafter, policy)
+    assert {name: known.age for name, known in policy._sources.items()} == {
+        "suffix": 0, "ngram-mod": 0,
+    }  # fmt: skip
+    assert all(known.onwards for known in policy._sources.values())
 
 
 def test_a_limit_of_the_request_does_not_hide_the_price() -> None:
@@ -125,7 +194,7 @@ def probed(profile: CostProfile, catch_up_s: float) -> Throughput:
 
 
 def test_the_time_of_reading_for_a_probe_is_a_loss() -> None:
-    quick, slow, free = (probed(DEAR, seconds) for seconds in (0.5, 50.0, 0.0))
+    quick, slow, free = (probed(PROBED, seconds) for seconds in (0.5, 50.0, 0.0))
     assert free._won - quick._won == pytest.approx(0.5)
     assert slow._budget == pytest.approx(-2.0), "it is not behind for ever"
     wrote(quick, 700)
@@ -184,7 +253,7 @@ class Noticing:
         return [Draft((), (), self.name, Decision(0, "too dear"), dropped) for _ in requests]
 
     def learn(self, sequence: int, round_: Round) -> None: ...
-    def heard(self, sequence: int) -> None: ...
+    def heard(self, *args: Any) -> None: ...
     def forget(self, sequence: int) -> None: ...
 
 
@@ -211,6 +280,45 @@ def test_a_round_of_rest_asks_nobody_and_learns_nothing_again() -> None:
     assert policy.n_others == 4
 
 
+def indexed(drafter: Any, history: list[int], salt: int, reads: list[int]) -> Draft:
+    for n_read in reads:
+        drafter.heard(0, history, n_read, salt)
+    (draft,) = drafter.propose([DraftRequest(0, history, Fixed(8), 8, salt=salt)])
+    return draft
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=60),
+    st.lists(st.integers(0, 60), max_size=4),
+    st.integers(0, 2),
+)
+def test_a_text_that_was_heard_gives_the_same_drafts(
+    history: list[int], reads: list[int], salt: int
+) -> None:
+    reads = [min(n, len(history)) for n in sorted(reads)]
+    for make in (SuffixDrafter, lambda: NgramMod(n_match=3, n_slots=1 << 10)):
+        heard, not_heard = make(), make()
+        assert indexed(heard, history, salt, reads) == indexed(not_heard, history, salt, [])
+        longer = [*history, 1, *history]
+        for drafter in (heard, not_heard):
+            drafter.forget(0)
+        assert indexed(heard, longer, salt, reads) == indexed(not_heard, longer, salt, [])
+
+
+@pytest.mark.parametrize("n_max", [None, 0])
+def test_a_prompt_is_indexed_as_it_is_read(n_max: int | None) -> None:
+    drafter = SuffixDrafter()
+    target = FakeTarget()
+    loop = DecodingLoop(target, ChainDrafting(target, drafter, Fixed(4)))
+    member = member_of(0, [*range(1, 30)], 4)
+    member.bounds = DraftBounds(n_max=n_max)
+    loop.add(member)
+    loop.step(10)
+    match = drafter._matches.get(0)
+    assert match is not None
+    assert match.n_fed == (10 if n_max is None else 0), "nothing is drafted if the limit is 0"
+
+
 # -- chain and loop --------------------------------------------------------------------------------
 
 
@@ -224,7 +332,7 @@ class Silent:
         return [Draft((), (), self.name, Decision(0, "nothing", self.rest)) for _ in requests]
 
     def learn(self, sequence: int, round_: Round) -> None: ...
-    def heard(self, sequence: int) -> None: ...
+    def heard(self, *args: Any) -> None: ...
     def forget(self, sequence: int) -> None: ...
 
 
@@ -251,6 +359,35 @@ def test_a_chain_rests_as_long_as_nobody_wants_to_be_asked(
         [DraftRequest(0, [1, 2], Resting(looks), 4)]
     )
     assert free.decision.rest == looks
+
+
+@pytest.mark.parametrize("n_tokens", [1, 7, 150])
+def test_rounds_of_rest_are_learnt_from_together_as_if_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, n_tokens: int
+) -> None:
+    def written(most_rested: int) -> tuple[list[int], Throughput, ChainDrafting, int]:
+        clock = itertools.count()
+        monkeypatch.setattr("specdec.decoding.drafting._MOST_RESTED", most_rested)
+        monkeypatch.setattr("specdec.decoding.loop.perf_counter", lambda: next(clock))
+        target, policy = FakeTarget(), Throughput(DEAR)
+        drafting = ChainDrafting(target, ChainDrafter([SuffixDrafter()]), policy)
+        loop, member = DecodingLoop(target, drafting), member_of(0, [1, 2, 3], n_tokens)
+        n_late = 0
+        loop.add(member)
+        while loop.members:
+            loop.step()
+            n_late = max(n_late, len(drafting._rested))
+        return member.history, policy, drafting, n_late
+
+    one_by_one, together = written(1), written(32)
+    assert one_by_one[0] == together[0]
+    assert one_by_one[2].counters == together[2].counters
+    for name in ("_won", "_n_tokens", "_n_rounds", "rate", "rest_of_looks", "times"):
+        assert getattr(one_by_one[1], name) == pytest.approx(getattr(together[1], name))
+    assert one_by_one[3] == 0
+    assert together[2]._rested == [], "all is learnt at the end of a text"
+    if n_tokens == 150:
+        assert together[3] > 1
 
 
 def test_rounds_of_rest_have_nothing_to_learn_from() -> None:
