@@ -43,6 +43,7 @@ _PROBE_SHARE = 0.004  # largest share of time for probing
 _AHEAD, _PROBE_SHARE_AHEAD = 0.04, 0.02
 _PROBE_AGES = 6  # rounds by which a failed probe ages a drafter's plan
 _IDLE_ROUNDS = 32  # interval, in rounds, at which a drafter that is not asked is reconsidered
+_LONGEST_DOUBT = 512  # most rounds between timings of a step that seems too long to ever pay
 _SOON_ROUNDS = 96  # rounds before a probe in which its drafter follows the text
 _MOST_ALONE = 32  # rounds without a draft that are learnt from together
 _LOSS_TOKENS, _LOSS_SHARE = 2.0, 0.003  # allowed loss: tokens, plus a share of emitted tokens
@@ -187,8 +188,8 @@ class Throughput(Policy):
         moved_by = abs(offset_of(known.regimes) - known.offset)
         if known.age >= REBUILD_ROUNDS or moved_by > _MOVED:
             self._rebuild(known, source)
-        if not (known.may_pay or known.n_judged or known.until):
-            self._wait_for_probe(known, known.step + known.block, is_known=True)
+        if not (known.may_pay or known.until):
+            self._wait_for_probe(known, known.step + known.block)
             ahead = known.until - self._n_rounds
         limit = min(limit, len(known.price) - 1)
         is_probe = False
@@ -245,7 +246,10 @@ class Throughput(Policy):
         self._saved_tokens = 0.0 if self._beside else self.rate * self._same.saved_s
         price = self.rate * extra_time(np.array(self._costs.planned), 1 + self._beside)
         step = self.rate * self._step_of(source) / self._step_shared_by
+        could_pay = known.may_pay
         known.rebuild(price, step if source in _PAID else 0.0, step if source in BY_BLOCK else 0.0)
+        if known.may_pay and not could_pay:
+            known.gap, known.until = FIRST_GAP, 0
 
     # -- trees -----------------------------------------------------------------------------------
 
@@ -585,17 +589,21 @@ class Throughput(Policy):
         # The price of asking a draft model includes the time in which it first read the prompt.
         self._wait_for_probe(known, walk.spent + self.rate * catch_up_s)
 
-    def _wait_for_probe(self, known: DrafterOdds, spent: float, *, is_known: bool = False) -> None:
+    def _wait_for_probe(self, known: DrafterOdds, spent: float) -> None:
         """Set the rounds until the next probe, which costs `spent` tokens.
 
-        `is_known`: it is known what the probe will show, unless times change. So all of the time
-        must have passed whose share it may take. Otherwise the time grows with each probe.
+        They grow with each failed probe, up to the time whose share a probe may take. If the
+        drafter cannot pay, a probe only shows whether its step was measured rightly. Then all of
+        that time passes at once, within a limit, because the step may have been far too long.
         """
         # Tokens in the time of one plain token, at the rate lambda.
         plain = self.rate / self._plain_rate
         share = _PROBE_SHARE_AHEAD if self._won > _AHEAD * self._n_tokens else _PROBE_SHARE
         longest = max(FIRST_GAP, int(spent / (plain * share)))
-        known.gap = longest if is_known else min(longest, max(known.gap * 2, longest // 5))
+        if known.may_pay:
+            known.gap = min(longest, max(known.gap * 2, longest // 5))
+        else:
+            known.gap, known.age = min(longest, _LONGEST_DOUBT), REBUILD_ROUNDS
         known.until = self._n_rounds + 1 + known.gap  # this round is not counted yet
 
     def _off_reason(self, known: DrafterOdds) -> str:

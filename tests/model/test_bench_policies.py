@@ -173,7 +173,7 @@ def test_each_repetition_begins_with_drafters_and_a_policy_that_know_no_text(
     assert speculation.parts == before
 
 
-def test_only_the_defaults_decodes_correct_the_times_that_it_plans_with(session: Session) -> None:
+def test_the_default_and_no_drafts_correct_the_times_that_it_plans_with(session: Session) -> None:
     learner, seen = session.costs.learner, []
     assert learner is not None
     settings = settings_for(session.choices.spec.options, [PolicyName.FIXED], [3])
@@ -185,8 +185,12 @@ def test_only_the_defaults_decodes_correct_the_times_that_it_plans_with(session:
 
     learner.took = spied  # type: ignore[method-assign]
     try:
-        measure(session, settings[:2], ["def f("], Seen(), n_predict=12, repetitions=1)
+        measure(session, settings[1:2], ["def f("], Seen(), n_predict=12, repetitions=1)
         assert seen == []
+        measure(session, settings[:1], ["def f("], Seen(), n_predict=12, repetitions=1)
+        assert len(seen) > 3
+        assert {*seen} == {1}
+        seen.clear()
         measure(session, settings[2:], ["def f("], Seen(), n_predict=12, repetitions=1)
         assert len(seen) > 3
     finally:
