@@ -134,8 +134,9 @@ def test_a_draft_model_and_own_layers_are_priced_apart_and_kept(
                 priced.append((name, source.step / policy.rate, steps_s[name]))
 
         monkeypatch.setattr(policy, "_rebuild", noted)
-        # Both are asked, however long reading the text for a first probe takes on this machine.
+        # Both are asked, however long a step and reading the text take on this machine.
         monkeypatch.setattr(policy, "postponed", lambda *_: None)
+        monkeypatch.setattr(policy, "_wait_for_probe", lambda *_: None)
         for _ in session.generate("def area(", GenerateOptions(n_predict=300, ignore_eos=True)):
             pass
         learnt = dict(steps_s)
