@@ -32,12 +32,11 @@ from offload.plan.workload import TokenMix
 from offload.routing.routing import SHARES, CountedHits
 from offload.schedule.division import DeviceCosts, MeasuredCosts
 from offload.times.hits import Sharing
-from offload.times.mapped_reads import MappedReads
 from offload.times.table import CostTable
 from specdec.costs.calibration import Bins
 from specdec.whole_file import is_folder, read_text, whole_file
 from specoffload.kept_bounds import drop_absurd
-from specoffload.kept_values import KeptDisk, KeptLayouts
+from specoffload.kept_values import KeptDisk, KeptLayouts, KeptLinks, KeptReads
 
 if TYPE_CHECKING:
     from offload.device import DeviceChoice
@@ -134,23 +133,6 @@ class KeptUbatch:
     n_ubatch: int  # 0 while the search has not ended
     date: str
     trials: dict[int, UbatchTrial] = field(default_factory=dict)  # by ubatch
-
-
-@dataclass
-class KeptLinks:
-    """The measured speeds of several devices' links from RAM, in the devices' order."""
-
-    alone: list[float]  # bytes/s while no other link copies
-    together: list[float]  # bytes/s while all of them copy
-    date: str
-
-
-@dataclass
-class KeptReads:
-    """Measurements of a device's reads of pinned memory, and the day of the first."""
-
-    measured: list[MappedReads]
-    date: str
 
 
 @dataclass

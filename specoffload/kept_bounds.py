@@ -145,7 +145,7 @@ def _drop_of_parts(kept: Profile) -> Iterator[str]:
     )
     yield from _without(
         kept.links, "the speed of links from RAM to",
-        lambda one: LINK_RATE.reason([*one.alone, *one.together]),
+        lambda one: links_reason([*one.alone, *one.together]),
     )  # fmt: skip
     yield from _without(
         kept.reads, "the reads of pinned memory by", lambda one: reads_reason(one.measured)
@@ -205,6 +205,11 @@ def _drop_of_layers(kept: Profile, expert_bytes: float | None) -> Iterator[str]:
 def disk_reason(rates: Iterable[RepeatedValue]) -> str:
     """Return a clause on no measurement, or on a value that is out of bounds, or ""."""
     return _repeated_reason(DISK_RATE, rates)
+
+
+def links_reason(rates: Iterable[RepeatedValue]) -> str:
+    """Return a clause on no measurement, or on a value that is out of bounds, or ""."""
+    return _repeated_reason(LINK_RATE, rates)
 
 
 def layouts_reason(times: Iterable[RepeatedValue]) -> str:

@@ -10,9 +10,9 @@ from offload.schedule.division import MeasuredCosts
 from offload.times.mapped_reads import usual_reads
 from offload.times.repeated import RepeatedValue, half_spread
 from offload.times.table import CostTable
-from specoffload.kept import Kept, KeptReads, KeptRun
+from specoffload.kept import Kept, KeptRun
 from specoffload.kept_bounds import is_old
-from specoffload.kept_values import KeptDisk, KeptLayouts
+from specoffload.kept_values import KeptDisk, KeptLayouts, KeptLinks, KeptReads
 
 _CORRECTED = "corrected in use"
 _COUNTED = "counted in use"
@@ -22,7 +22,8 @@ OLD = "old: run specoffload tune"
 AGAIN = "old: measured again by the next start"
 ONCE_MORE = "used: measured once more by the next start"
 DOUBTED = "doubted, other programs ran: measured again by the next start"
-_BY_STARTS = (USED, ONCE_MORE, DOUBTED)
+BUSY = "used, but other programs ran at each measurement"
+_BY_STARTS = (USED, ONCE_MORE, DOUBTED, BUSY)
 TODAY = "today"
 
 
@@ -62,8 +63,7 @@ def of_machine(kept: Kept) -> list[Measurement]:
     for name, disk in sorted(kept.disks.items()):
         measurements.append(_of_disk(name, disk))
     for name, links in sorted(kept.links.items()):
-        rates = f"{_rate(min(links.alone))} alone, {_rate(min(links.together))} together"
-        measurements.append(Measurement(f"links to {name}", rates, links.date))
+        measurements.append(_of_links(name, links))
     for name, reads in sorted(kept.reads.items()):
         measurements.append(_of_reads(name, reads))
     for name, times in sorted(kept.layouts.items()):
@@ -107,18 +107,33 @@ def _of_disk(name: str, disk: KeptDisk) -> Measurement:
     return Measurement(f"disk {name}", value, disk.date, fastest.spread, state)
 
 
+def _of_links(name: str, links: KeptLinks) -> Measurement:
+    alone, together = (min(rate.value for rate in of) for of in (links.alone, links.together))
+    value = f"{_rate(alone)} alone, {_rate(together)} together"
+    each = [*links.alone, *links.together]
+    state = _state(each, is_settled=links.is_settled)
+    return Measurement(f"links to {name}", value, links.date, _largest_spread(each), state)
+
+
 def _of_layouts(name: str, times: KeptLayouts) -> Measurement:
-    spreads = [one.spread for one in times.each.values() if one.spread is not None]
-    state = _state(times.each.values(), is_settled=times.is_settled)
-    words = times.times.words
-    return Measurement(f"layouts of {name}", words, times.date, max(spreads, default=None), state)
+    each = times.each.values()
+    value, state = times.times.words, _state(each, is_settled=times.is_settled)
+    return Measurement(f"layouts of {name}", value, times.date, _largest_spread(each), state)
+
+
+def _largest_spread(values: Iterable[RepeatedValue]) -> float | None:
+    return max((one.spread for one in values if one.spread is not None), default=None)
 
 
 def _state(values: Iterable[RepeatedValue], *, is_settled: bool) -> str:
     """Return what the next start does with measurements that several starts make."""
-    if any(one.is_doubted for one in values):
-        return DOUBTED
-    return USED if is_settled else ONCE_MORE
+    return _state_of(is_settled, any(one.is_doubted for one in values))
+
+
+def _state_of(is_settled: bool, is_doubted: bool) -> str:
+    if is_settled:
+        return BUSY if is_doubted else USED
+    return DOUBTED if is_doubted else ONCE_MORE
 
 
 def _of_reads(name: str, reads: KeptReads) -> Measurement:
@@ -128,8 +143,9 @@ def _of_reads(name: str, reads: KeptReads) -> Measurement:
         f"first {_time(usual.first_s)}"
     )
     rates = [one.bytes_per_s for one in reads.measured]
-    spread = half_spread(rates)
-    return Measurement(f"reads of pinned memory by {name}", value, reads.date, spread)
+    state = _state_of(reads.is_settled, reads.is_doubted)
+    name = f"reads of pinned memory by {name}"
+    return Measurement(name, value, reads.date, half_spread(rates), state)
 
 
 def refused(clauses: Sequence[str]) -> list[Measurement]:

@@ -27,9 +27,15 @@ from offload.stream.read_speed import measure_reads
 from offload.times.mapped_reads import MappedReads, usual_reads
 from specdec.whole_file import is_folder
 from specoffload.cpu_load import Watch
-from specoffload.kept import KeptFile, KeptLinks, KeptReads, today
-from specoffload.kept_bounds import disk_reason, is_old, layouts_reason, reads_reason
-from specoffload.kept_values import KeptDisk, KeptLayouts
+from specoffload.kept import KeptFile, today
+from specoffload.kept_bounds import (
+    disk_reason,
+    is_old,
+    layouts_reason,
+    links_reason,
+    reads_reason,
+)
+from specoffload.kept_values import KeptDisk, KeptLayouts, KeptLinks, KeptReads
 
 log = logging.getLogger("specoffload.kept")
 
@@ -179,16 +185,22 @@ def disk_lines(name: str, kept: KeptDisk) -> list[str]:
 def links_of(choices: Sequence[DeviceChoice], folder: Path | None, *, keep: bool) -> KeptLinks:
     """Return the speeds of these devices' links as kept in `folder`, or measure them.
 
-    With `keep`, speeds that are old are measured, too, and a new measurement is kept in `folder`.
-    Raises DoesNotFit or DeviceFailed.
+    With `keep`, a new measurement is kept in `folder`. Speeds are then measured once more until
+    measurements agree, and those that are old are measured again. Raises DoesNotFit or
+    DeviceFailed.
     """
     kept = kept_links(choices, folder)
-    if kept is not None and not (keep and is_old(kept.date, today())):
+    if kept is not None and not keep:
         return kept
-    speeds = link_speeds(choices)
-    new = KeptLinks([*speeds.alone], [*speeds.together], today())
-    if folder is not None and keep:
-        KeptFile(folder).update(lambda kept: kept.links.update({link_key(choices): new}))
+    if kept is None or is_old(kept.date, today()):
+        kept = KeptLinks.of(len(choices), today())
+    new = _measured_again(
+        kept,
+        lambda: link_speeds(choices),
+        lambda one: links_reason([*one.alone, *one.together]),
+    )
+    if folder is not None and keep and new is not kept:
+        KeptFile(folder).update(lambda file: file.links.update({link_key(choices): new}))
     return new
 
 
@@ -207,36 +219,30 @@ def link_lines(choices: Sequence[DeviceChoice], links: KeptLinks) -> list[str]:
     others = " while the others copy, too" if len(choices) > 2 else " while the other copies, too"
     lines = []
     for choice, alone, together in zip(choices, links.alone, links.together, strict=True):
-        line = f"link to {choice.name}: {alone / 1e9:.1f} GB/s from RAM"
+        line = f"link to {choice.name}: {alone.value / 1e9:.1f} GB/s from RAM"
         if len(choices) > 1:
-            line += f", {together / 1e9:.1f} GB/s{others}"
+            line += f", {together.value / 1e9:.1f} GB/s{others}"
         lines.append(f"{line} (measured on {links.date})")
     return lines
 
 
 # -- reads of pinned memory ------------------------------------------------------------------------
 
-_MOST_READS = 5  # measurements of which the medians count, so that two disturbed ones do not
-
 
 def reads_of(folder: Path | None, choice: DeviceChoice) -> MappedReads:
     """Return how fast a device's kernels read pinned memory: medians over several starts.
 
-    Each start measures once more until `_MOST_READS` measurements are kept in `folder`, and all are
-    replaced when they are old. A measurement that is out of bounds leaves the kept ones as they
-    are, and does not count beside them. None: nothing is kept. Raises DoesNotFit or DeviceFailed.
+    Each of the first starts measures once more, and all measurements are replaced when they are
+    old. One that is out of bounds leaves the kept ones as they are, and does not count beside them.
+    None: nothing is kept. Raises DoesNotFit or DeviceFailed.
     """
     kept = None if folder is None else KeptFile(folder).load()[0].reads.get(choice.words)
     if kept is None or is_old(kept.date, today()):
         kept = KeptReads([], today())
-    if len(kept.measured) >= _MOST_READS:
-        return usual_reads(kept.measured)
-    measured = measure_reads(choice)
-    if kept.measured and (reason := reads_reason([measured])):
-        log.info("not kept: the reads of pinned memory by %s: %s", choice.words, reason)
-        return usual_reads(kept.measured)
-    new = KeptReads([*kept.measured, measured], kept.date)
-    if folder is not None:
+    new = _measured_again(
+        kept, lambda: measure_reads(choice), lambda one: reads_reason(one.measured)
+    )
+    if folder is not None and new is not kept:
         KeptFile(folder).update(lambda file: file.reads.update({choice.words: new}))
     return usual_reads(new.measured)
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BeforeValidator
 
 from offload.plan.repacking import LayoutTimes
-from offload.times.repeated import RepeatedRate, RepeatedTime
+from offload.times.mapped_reads import MappedReads
+from offload.times.repeated import MOST_FROM_STARTS, RepeatedRate, RepeatedTime
+
+if TYPE_CHECKING:
+    from offload.stream.link_speed import LinkSpeeds
 
 _MOST_LAYOUT_TIMES = 3  # times from starts, as many as tell one disturbed time from the others
 
@@ -93,3 +97,60 @@ class KeptLayouts:
             for name, one in self.each.items()
         }
         return type(self)(**more, date=self.date)
+
+
+@dataclass
+class KeptLinks:
+    """The measured speeds of several devices' links from RAM, in the devices' order."""
+
+    alone: list[KeptRate]  # bytes/s while no other link copies
+    together: list[KeptRate]  # bytes/s while all of them copy
+    date: str  # day of the first measurement
+
+    @classmethod
+    def of(cls, n_devices: int, date: str) -> Self:
+        """Return no measurement of so many links, of this day."""
+        return cls([RepeatedRate()] * n_devices, [RepeatedRate()] * n_devices, date)
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The bytes/s to plan with. No link is faster together with others than alone."""
+        pairs = zip(self.alone, self.together, strict=True)
+        return tuple(min(alone.value, together.value) for alone, together in pairs)
+
+    @property
+    def is_settled(self) -> bool:
+        """True if no start needs to measure again."""
+        return all(rate.is_settled() for rate in (*self.alone, *self.together))
+
+    def with_measured(self, speeds: LinkSpeeds, *, is_doubted: bool) -> Self:
+        """Return these speeds with another measurement of each link."""
+        alone, together = (
+            [
+                one.with_value(rate, is_doubted=is_doubted)
+                for one, rate in zip(kept, rates, strict=True)
+            ]
+            for kept, rates in ((self.alone, speeds.alone), (self.together, speeds.together))
+        )
+        return replace(self, alone=alone, together=together)
+
+
+@dataclass
+class KeptReads:
+    """Measurements of a device's reads of pinned memory, and the day of the first."""
+
+    measured: list[MappedReads]
+    date: str
+    is_doubted: bool = False  # other programs took much of the CPUs whenever they were measured
+
+    @property
+    def is_settled(self) -> bool:
+        """True if no start needs to measure again. A measurement takes milliseconds."""
+        return len(self.measured) >= MOST_FROM_STARTS
+
+    def with_measured(self, reads: MappedReads, *, is_doubted: bool) -> Self:
+        """Return these measurements with another one, as `RepeatedValue.with_value` does."""
+        if is_doubted and self.measured and not self.is_doubted:
+            return self
+        kept = self.measured if self.is_doubted == is_doubted else []
+        return replace(self, measured=[*kept, reads], is_doubted=is_doubted)

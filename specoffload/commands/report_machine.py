@@ -187,7 +187,10 @@ class _Report:
         gpus = [choice for choice in choices if choice.on_gpu and not choice.shares_ram]
         if gpus:
             links = links_of(gpus, self._config.spec.kept_folder, keep=False)
-            self.data["links_bytes_per_s"] = {"alone": links.alone, "together": links.together}
+            self.data["links_bytes_per_s"] = {
+                "alone": [rate.value for rate in links.alone],
+                "together": [rate.value for rate in links.together],
+            }
 
     def _model(self) -> None:
         facts = target_facts(self._config)

@@ -124,7 +124,7 @@ def link_rates(folder: Path | None) -> MeasureLinks:
 
     `folder` has kept data of earlier starts; None: nothing is kept.
     """
-    return lambda choices: links_of(choices, folder, keep=True).together
+    return lambda choices: links_of(choices, folder, keep=True).rates
 
 
 def with_imported_costs(config: Config) -> SpecConfig:

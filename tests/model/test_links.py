@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from offload.device import DeviceChoice, choose_device
-from offload.stream.link_speed import _COPY_BYTES, _MOST_AT_ONCE, _LinkProbe, link_speeds
+from offload.stream.link_speed import (
+    _COPY_BYTES,
+    _MOST_AT_ONCE,
+    LinkSpeeds,
+    _LinkProbe,
+    link_speeds,
+)
+from offload.times.repeated import RepeatedRate
 from specoffload import kept_machine
+from specoffload.cpu_load import Load
 from specoffload.kept import MACHINE_FILE
 from specoffload.kept_machine import link_lines, links_of
+from specoffload.kept_values import KeptLinks
 
 RATES = (200e6, 50e6)  # bytes/s of two simulated links, far below memory's
 
@@ -50,24 +60,105 @@ def test_a_burst_of_other_programs_does_not_change_a_links_speed() -> None:
     assert 25 < n_stretches < 40
 
 
-def test_links_are_kept_by_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = links_of(two(), tmp_path, keep=False)
+SPEEDS = LinkSpeeds((30e9, 25e9), (21e9, 12e9))
+
+
+@pytest.fixture
+def others(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Holds anything while other programs take much of the CPUs."""
+    programs = set[str]()
+    monkeypatch.setattr(Load, "is_busy", property(lambda _: bool(programs)))
+    return programs
+
+
+@pytest.fixture
+def coming(others: set[str], monkeypatch: pytest.MonkeyPatch) -> list[LinkSpeeds]:
+    """The next measurements. Each start takes the first one."""
+    speeds: list[LinkSpeeds] = []
+    monkeypatch.setattr(kept_machine, "link_speeds", lambda _: speeds.pop(0))
+    return speeds
+
+
+def by_start(n: int, folder: Path) -> list[tuple[float, ...]]:
+    """The rates that the plan of each start reads."""
+    return [links_of(two(), folder, keep=True).rates for _ in range(n)]
+
+
+def test_links_are_kept_by_device(
+    coming: list[LinkSpeeds], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coming += [SPEEDS] * 4
+    assert links_of(two(), tmp_path, keep=False).rates == SPEEDS.together
     assert not (tmp_path / MACHINE_FILE).exists()
-    first = links_of(two(), tmp_path, keep=True)
+    assert by_start(4, tmp_path) == [SPEEDS.together] * 4
+    assert coming == [], "three starts measure"
     assert len(json.loads((tmp_path / MACHINE_FILE).read_text())["links"]) == 1
-    monkeypatch.setattr(kept_machine, "link_speeds", None)  # not measured again
-    assert links_of(two(), tmp_path, keep=True) == first
-    with pytest.raises(TypeError):  # other devices are measured
+    with pytest.raises(IndexError):  # other devices are measured
         links_of(two()[::-1], tmp_path, keep=True)
     monkeypatch.setattr(kept_machine, "today", lambda: "2999-01-01")
-    assert links_of(two(), tmp_path, keep=False) == first, "a plan measures only what is missing"
-    with pytest.raises(TypeError):  # a start measures old speeds again
+    assert links_of(two(), tmp_path, keep=False).rates == SPEEDS.together, "a look measures not"
+    with pytest.raises(IndexError):  # a start measures old speeds again
         links_of(two(), tmp_path, keep=True)
 
 
-def test_a_line_says_both_rates(tmp_path: Path) -> None:
-    kept = links_of(two(), None, keep=False)
-    kept.alone, kept.together = [25e9, 12.5e9], [13e9, 12.4e9]
+def test_real_links_of_a_start_are_kept(tmp_path: Path) -> None:
+    first = links_of(two(), tmp_path, keep=True)
+    assert links_of(two(), tmp_path, keep=False) == first
+
+
+@pytest.mark.parametrize("nth", range(3))
+@pytest.mark.parametrize("factor", [1 / 20, 20.0])
+def test_a_disturbed_measurement_of_links_heals(
+    factor: float, nth: int, coming: list[LinkSpeeds], tmp_path: Path
+) -> None:
+    """Rates that are too low heal with the next start, too high ones with the third at the latest.
+
+    No link is faster together with others than alone, so too high rates of one kind do less harm.
+    """
+    for kind in ("alone", "together"):
+        disturbed = tuple(factor * rate for rate in getattr(SPEEDS, kind))
+        coming[:] = [SPEEDS] * 5
+        coming[nth] = replace(SPEEDS, **{kind: disturbed})
+        used = by_start(5, tmp_path)
+        healed = 2 if factor > 1 else max(nth, 1)
+        assert used[healed:] == [SPEEDS.together] * (5 - healed)
+        assert max(map(max, used)) <= max(SPEEDS.alone)
+        (tmp_path / MACHINE_FILE).unlink()
+
+
+def test_links_out_of_bounds_or_beside_other_programs_do_not_count(
+    others: set[str], coming: list[LinkSpeeds], tmp_path: Path
+) -> None:
+    slow, absurd = LinkSpeeds((1e9, 1e9), (1e9, 1e9)), replace(SPEEDS, together=(1e3, 12e9))
+    coming += [slow, SPEEDS, absurd, slow]
+    others.add("a compiler")
+    assert by_start(1, tmp_path) == [slow.together]
+    others.clear()
+    assert by_start(2, tmp_path) == [SPEEDS.together] * 2
+    others.add("a compiler")
+    assert by_start(1, tmp_path) == [SPEEDS.together]
+
+
+def test_speeds_of_an_earlier_version_are_one_measurement(
+    coming: list[LinkSpeeds], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    coming += [SPEEDS] * 2
+    by_start(1, tmp_path)
+    path = tmp_path / MACHINE_FILE
+    data = json.loads(path.read_text())
+    for links in data["links"].values():
+        links |= {"alone": [3e9, 3e9], "together": [1e9, 2e9]}
+    path.write_text(json.dumps(data))
+    assert links_of(two(), tmp_path, keep=False).rates == (1e9, 2e9)
+    assert by_start(1, tmp_path) == [SPEEDS.together]
+    assert caplog.records == []
+
+
+def test_a_line_says_both_rates() -> None:
+    alone, together = (
+        [RepeatedRate((rate,)) for rate in rates] for rates in ((25e9, 12.5e9), (13e9, 12.4e9))
+    )
+    kept = KeptLinks(alone, together, "2026-01-02")
     lines = link_lines(two(), kept)
     assert "25.0 GB/s from RAM, 13.0 GB/s while the other copies, too" in lines[0]
-    assert kept.date in lines[1]
+    assert "2026-01-02" in lines[1]

@@ -29,13 +29,16 @@ from offload.plan.objective import MeasuredDecode
 from offload.plan.placement import Plan, PlanRequest, make_plan
 from offload.plan.workload import TokenMix
 from offload.routing.routing import SHARES, CountedHits, HitCurve
+from offload.stream.link_speed import LinkSpeeds
 from offload.times.context_memory import ContextOptions
 from offload.times.machine import TYPICAL
-from specoffload import report
+from offload.times.repeated import RepeatedRate
+from specoffload import kept_machine, report
 from specoffload.cli import app
 from specoffload.config.hardware import PRESETS, hardware_of
+from specoffload.cpu_load import Load
 from specoffload.errors import UsageError
-from specoffload.kept import Kept, KeptFile, KeptLinks, today
+from specoffload.kept import Kept, KeptFile
 from specoffload.kept_machine import link_key
 from specoffload.opening.speeds import rounded
 
@@ -249,26 +252,32 @@ def test_several_devices_have_a_column_each_and_add_up(r1: Path) -> None:
     assert "x GPU0 alone (estimate)" in printed
 
 
-def test_links_are_measured_once_as_a_start_does(
+def test_links_are_measured_as_a_start_does(
     r1: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = "sim:vram=24GiB,sim:vram=20GiB"
     asked = (str(r1), "--device", device, "--ram", "512GiB")
     monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
+    monkeypatch.setattr(Load, "is_busy", False)
+    coming = [LinkSpeeds((30e9, 25e9), (21e9, 20e9))] * 3
+    monkeypatch.setattr(kept_machine, "link_speeds", lambda _: coming.pop())
 
     def links(*more: str) -> list[float]:
         return [its["link_bytes_per_s"] for its in planned(*asked, *more)["devices"]]
 
     assert links("--link", "8GB/s,7GB/s") == [8e9, 7e9]
     assert not [*tmp_path.iterdir()], "what is described is not measured"
-    measured = links()
-    assert measured == links(), "measured once, as a start does, and kept"
+    for n_left in (2, 1, 0, 0):
+        assert links() == [21e9, 20e9]
+        assert len(coming) == n_left, "measured as starts do, until the speeds agree"
     assert [*tmp_path.iterdir()]
-    kept = KeptLinks([30e9, 14e9], [20e9, 9e9], today())
-    key = link_key(choose_devices(device))
-    KeptFile(tmp_path).update(lambda file: file.links.update({key: kept}))
+    key, kept = link_key(choose_devices(device)), KeptFile(tmp_path)
+    other = [RepeatedRate((rate,) * 3) for rate in (20e9, 9e9)]
+    kept.update(lambda file: setattr(file.links[key], "together", other))
     assert links() == [20e9, 9e9]
     assert links("--vram", "16GiB,20GiB") == [20e9, 9e9]
+    kept.update(lambda file: setattr(file.links[key], "alone", other[::-1]))
+    assert links() == [9e9, 9e9], "no link is faster together with others"
 
 
 def test_a_device_that_gains_nothing_is_left_out_with_the_reason(r1: Path) -> None:

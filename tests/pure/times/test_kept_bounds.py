@@ -28,13 +28,11 @@ from specoffload.kept import (
     KeptDraft,
     KeptEngines,
     KeptFile,
-    KeptLinks,
-    KeptReads,
     KeptRun,
     KeptUbatch,
 )
 from specoffload.kept_bounds import drop_absurd, expert_bounds, is_old
-from specoffload.kept_values import KeptDisk, KeptLayouts
+from specoffload.kept_values import KeptDisk, KeptLayouts, KeptLinks, KeptReads
 
 EXPERT_BYTES = 10e6
 DAY = "2026-01-02"
@@ -56,7 +54,7 @@ def profile() -> Kept:
         engines={"draft": KeptEngines({"torch": 0.01, "llama": 0.02}, DAY)},
         numa=TuneResult(candidate, (Trial(candidate, {1: 0.1}),), (), "node0:4c,8g", DAY),
         disks={"nvme0": KeptDisk({1: RepeatedRate((1e9,)), 8: RepeatedRate((3e9, 1e9, 3e9))}, DAY)},
-        links={"CUDA0": KeptLinks([2e10], [1e10], DAY)},
+        links={"CUDA0": KeptLinks([RepeatedRate((2e10,))], [RepeatedRate((1e10,))], DAY)},
         reads={"CUDA0, card": KeptReads([reads, replace(reads, bytes_per_s=1e10)], DAY)},
         layouts={"q4_K": KeptLayouts(*(RepeatedTime((s,)) for s in (1e-3, 2e-3, 1e-5, 2e-5)), DAY)},
         workers=[DeviceCosts("sim", 1, "b", costs, DAY)],
@@ -118,7 +116,7 @@ DISTURBED: dict[str, tuple[Change, Change, str]] = {
         "the speed of disk nvme0: 40 bytes/s, where 1e+06 to 1e+12 bytes/s are possible",
     ),
     "link": (
-        lambda kept: kept.links.update(CUDA0=KeptLinks([2e10], [float("nan")], DAY)),
+        lambda kept: kept.links["CUDA0"].together.append(RepeatedRate((float("nan"),))),
         lambda kept: not kept.links,
         "the speed of links from RAM to CUDA0: nan bytes/s",
     ),

@@ -237,7 +237,7 @@ DISTURBED = MappedReads(2e-6, 1e9, 1e9, 6e-6, 2e10)  # by which copies would bri
 
 
 @pytest.fixture
-def each_read(monkeypatch: pytest.MonkeyPatch) -> list[MappedReads]:
+def each_read(busy: set[str], monkeypatch: pytest.MonkeyPatch) -> list[MappedReads]:
     """The next measurements of reads of pinned memory. Each start takes the first one."""
     coming: list[MappedReads] = []
     monkeypatch.setattr(kept_machine, "measure_reads", lambda _: coming.pop(0))

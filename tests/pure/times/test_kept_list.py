@@ -41,9 +41,11 @@ def test_each_kind_of_measurement_has_a_row() -> None:
     kept = whole()
     listed = rows([*of_machine(kept), *of_model(kept, kept.runs[0])])
     assert listed["disk nvme0"] == ("3 GB/s", "±17 %", "3 days", ONCE_MORE)
-    assert listed["links to CUDA0"] == ("20 GB/s alone, 10 GB/s together", "", "3 days", "used")
+    assert listed["links to CUDA0"] == (
+        "20 GB/s alone, 10 GB/s together", "", "3 days", ONCE_MORE,
+    )  # fmt: skip
     assert listed["reads of pinned memory by CUDA0, card"] == (
-        "20 GB/s, 10 GB/s beside copies, first 2 us", "±17 %", "3 days", "used",
+        "20 GB/s, 10 GB/s beside copies, first 2 us", "±17 %", "3 days", ONCE_MORE,
     )  # fmt: skip
     assert listed["T(1) in place"] == ("100 ms", "±5 %", "3 days", "corrected in use")
     assert listed["an expert on the CPU"] == ("1 ms", "", "3 days", "corrected in use")
