@@ -20,6 +20,7 @@ from offload.ggml.library.log import spare_cells
 from offload.ggml.native_build import library_build
 from offload.model import ModelFacts
 from offload.model_file import model_hash, read_facts
+from offload.notes import Note, NoteKind
 from offload.plan.row_file import row_file_bytes
 from offload.plan.weights import device_bytes
 from offload.remote.address import named_remotely
@@ -166,10 +167,11 @@ def _unread_vocabulary(spec: SpecConfig, model: DraftModel) -> tuple[str, ...]:
     is_asked = of_draft.vocab is not None and of_draft.engine is not DraftEngine.LLAMA
     if not (is_asked and isinstance(model, Engine)):
         return ()
-    return (
-        "--draft-vocab: no effect, since libllama computes the draft, and always for its whole "
-        "vocabulary",
+    words = (
+        "--draft-vocab ignored: libllama computes the draft, and always for its whole vocabulary "
+        "(--draft-engine torch uses the list)"
     )
+    return (Note(NoteKind.FLAGS, words),)
 
 
 def _opened(config: Config, spec: SpecConfig, path: Path, target: Engine) -> OpenedDraft:

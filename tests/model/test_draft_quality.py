@@ -17,6 +17,7 @@ from specoffload.bench import draft_quality
 from specoffload.bench.draft_quality import measured_quality
 from specoffload.config.resolution import demo_file
 from specoffload.session.session import Session
+from specoffload.session.startup_lines import always_shown
 
 COSTS = CostProfile(tuple(1.0 + 0.01 * n for n in range(64)), 0.02)
 
@@ -115,4 +116,5 @@ def test_a_draft_vocabulary_that_libllama_ignores_is_told(exact: Path, tmp_path:
     line = line_of(*map(str, words), "--device", "cpu", "-t", "1", "-c", "512")
     config = config_of(line.options)
     with Session(config) as opened:
-        assert any("--draft-vocab: no effect" in note for note in opened.notes)
+        (said,) = always_shown(opened.notes)
+        assert said.startswith("--draft-vocab ignored: libllama computes the draft")
