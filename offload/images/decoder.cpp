@@ -1,7 +1,9 @@
 // Reads image files from standard input and writes their sizes to standard output, or also their pixels to a file.
 //
-//     decode-image sizes < files
-//     decode-image pixels DESCRIPTOR < files
+//     decode-image MOST_S MOST_ALL_S sizes < files
+//     decode-image MOST_S MOST_ALL_S pixels DESCRIPTOR < files
+//
+// MOST_S and MOST_ALL_S are seconds of processor time, for an image and for all images of a call.
 //
 // Each file comes after its length (8 bytes, little-endian), and gets one line: "WIDTH HEIGHT", or "! " and a
 // sentence. With `pixels`, the RGB bytes of all images that were read follow each other, row by row, in the file that
@@ -34,8 +36,6 @@
 static const long long MOST_PIXELS = 50LL * 1000 * 1000;       // of an image
 static const long long MOST_ALL_PIXELS = 200LL * 1000 * 1000;  // of all images of a call
 static const int MOST_RATIO = 200;
-static const double MOST_S = 5;       // of processor time, for an image
-static const double MOST_ALL_S = 10;  // and for all images of a call
 // The model's threads come first. Requests that take long come after all others.
 static const int NICENESS = 5, LATER_NICENESS = 19;
 static const double SOON_S = 0.5;  // of processor time for all images, after which they do
@@ -213,27 +213,29 @@ int main(int n_words, char ** words) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);  // nobody wants the pixels of a server that is gone
     setpriority(PRIO_PROCESS, 0, NICENESS);
     limit(RLIMIT_CORE, 0);
-    const bool with_pixels = n_words == 3 && strcmp(words[1], "pixels") == 0;
-    if (with_pixels) PIXELS = atoi(words[2]);
-    double left_s = MOST_ALL_S;
+    if (n_words < 4) return 1;
+    const double most_s = atof(words[1]), most_all_s = atof(words[2]);
+    const bool with_pixels = n_words == 5 && strcmp(words[3], "pixels") == 0;
+    if (with_pixels) PIXELS = atoi(words[4]);
+    double left_s = most_all_s;
     long long pixels_left = MOST_ALL_PIXELS;
     std::vector<uint8_t> file;
     for (uint64_t n_bytes; read_all(STDIN_FILENO, &n_bytes, sizeof n_bytes);) {
         file.resize((size_t) n_bytes);
         if (!read_all(STDIN_FILENO, file.data(), file.size())) return 1;
         if (left_s <= 0) {
-            printf("! decoding the images of the request takes over %g s of processor time\n", MOST_ALL_S);
+            printf("! decoding the images of the request takes over %g s of processor time\n", most_all_s);
             fflush(stdout);
             continue;
         }
         int line[2];
         if (pipe(line) != 0) return 1;
         const off_t before = with_pixels ? lseek(PIXELS, 0, SEEK_CUR) : 0;
-        const double may_take_s = left_s < MOST_S ? left_s : MOST_S;
+        const double may_take_s = left_s < most_s ? left_s : most_s;
         const pid_t child = fork();
         if (child < 0) return 1;
         if (child == 0) {
-            limit_this_process(may_take_s, MOST_ALL_S - left_s);
+            limit_this_process(may_take_s, most_all_s - left_s);
             _exit(decode(file, with_pixels, pixels_left, line[1]));
         }
         close(line[1]);

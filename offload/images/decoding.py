@@ -26,6 +26,7 @@ MOST_FILE_BYTES = 32 << 20
 NO_IMAGES = (
     "image input is not supported - hint: if this is unexpected, you may need to provide the mmproj"
 )
+MOST_S, MOST_ALL_S = 5.0, 10.0  # of processor time, for an image and for all images of a call
 _TIME_LIMIT_S = 120.0  # for a decoder that gets too little of the processor
 _LENGTH = struct.Struct("<Q")
 
@@ -114,9 +115,16 @@ def refusal_reason(file: bytes) -> str:
     return ""
 
 
-def decoder_command(decoder: Path, pixels: int | None) -> list[str]:
-    """Return the decoder's command. `pixels` is an open descriptor; None: only sizes."""
-    return [str(decoder), *(["sizes"] if pixels is None else ["pixels", str(pixels)])]
+def decoder_command(
+    decoder: Path, pixels: int | None, most_s: float = MOST_S, most_all_s: float = MOST_ALL_S
+) -> list[str]:
+    """Return the decoder's command. `pixels` is an open descriptor; None: only sizes.
+
+    `most_s` and `most_all_s` limit the processor time of an image and of all images. The system
+    ends the decoding of an image up to a second later.
+    """
+    wanted = ["sizes"] if pixels is None else ["pixels", str(pixels)]
+    return [str(decoder), f"{most_s:g}", f"{most_all_s:g}", *wanted]
 
 
 def decoder_input(files: Iterable[bytes]) -> list[bytes]:
