@@ -398,17 +398,26 @@ class Opening:
         return RowDraft(context, step, self.context.n_ctx_each, self.shape.n_sequences)
 
     def _warm_up(self) -> None:
-        """Compute the largest ubatch once, so that kernels allocate all the memory they need."""
-        o = self.shape
-        n = min(o.n_ubatch, self.context.n_ctx_each - 1)
+        """Compute the largest ubatch once, so that kernels allocate all the memory they need.
+
+        It has texts of as many sequences as it takes. A limit of tokens for each text
+        (`most_each`) does not count, because several texts share an ubatch.
+        """
+        o, context = self.shape, self.context
+        most = context.n_ctx // context.n_streams - 1  # one cell is left for the second decode
+        n_texts = -(-min(o.n_ubatch, context.n_streams * most) // most)
+        n_each = min(o.n_ubatch // n_texts, most)  # equal, so that one ubatch takes them all
+        n = n_texts * n_each
+        texts, positions = [i // n_each for i in range(n)], [i % n_each for i in range(n)]
         wanted = [i >= n - o.n_outputs for i in range(n)]
         with self.weights.ways.trying(replace(self.weights.ways.now, min_batch=MinBatch(1, 1))):
-            self.context.decode(Batch([0] * n, range(n), [0] * n, wanted, o.n_ubatch))
+            context.decode(Batch([0] * n, positions, texts, wanted, o.n_ubatch))
         self.weights.ways.change(min_batch=self.layout.min_batch)
         # Decode another batch. Otherwise libllama would reuse the graph above for equal batches,
         # although that graph was split by another threshold.
-        self.context.decode(Batch([0], [n], [0], [False], o.n_ubatch))
-        self.context.remove(0, 0)
+        context.decode(Batch([0], [n_each], [0], [False], o.n_ubatch))
+        for text in range(n_texts):
+            context.remove(text, 0)
 
     def _answer_natively(self) -> None:
         """Let libllama ask the backend directly which nodes it takes, if Python need not decide."""

@@ -434,9 +434,14 @@ def _with_cells(
 ) -> tuple[Config, tuple[str, ...]]:
     """Return the configuration with the cells of `parallel` slots, and what is said of them.
 
-    Raises UsageError if they can only be shared.
+    Raises UsageError if they can only be shared, or if a slot has no room for an answer.
     """
     each, reasons = serve.kv_unified_per_slot, list[str]()
+    if each == 1:
+        raise UsageError(
+            "--kv-unified-per-slot 1: a slot holds at least one token of a prompt and one of its "
+            "answer; use 2 or more, or 0 for no limit"
+        )
     if not serve.kv_unified and parallel == 1:
         reasons.append(ignored("--no-kv-unified", "there is one slot"))
     elif not serve.kv_unified and config.kv_offload is False:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import pytest
 from lab.options import Streaming, engine_options
 from lab.synth import write_preset
 from offload import probe as probing
+from offload.decode import Batch
 from offload.device import DeviceChoice, start_devices
 from offload.engine import EngineOptions, open_engine
 from offload.errors import DoesNotFit
 from offload.ggml.backend import Device
+from offload.ggml.context import Context
 from offload.ggml.tensor import Buffer
 from offload.model_file import read_facts
 from offload.opening.opened import Opening
@@ -132,6 +135,35 @@ def test_slots_take_what_the_estimate_left_out(model: Path, counting: CountingDe
     assert counting.in_use == 0, "closing gives all back"
     with open_engine(model, engine_options(options(None), device="cpu")) as plain:
         assert np.allclose(plain.sequences.extend(0, tokens(40)), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes"),
+    [
+        ({}, [64]),
+        ({"n_sequences": 2, "most_each": 1}, [64]),
+        ({"n_sequences": 4, "n_ctx": 1024, "kv_unified": False, "n_ubatch": 600}, [200] * 3),
+    ],
+)
+def test_a_warm_up_computes_as_many_tokens_as_the_texts_of_all_slots_may_have_in_a_ubatch(
+    changes: dict[str, Any], sizes: list[int], model: Path, counting: CountingDevice
+) -> None:
+    facts = read_facts(model)
+    named = {"n_ubatch": 64, "n_ctx": 256, **changes, "n_batch": 1024}
+    context = context_memory(facts, ContextOptions(**named)).total_bytes
+    decode, decoded = Context.decode, list[Counter[Any]]()
+
+    def noted(its: Context, asked: Batch) -> Any:
+        decoded.append(Counter(asked.sequences))
+        return decode(its, asked)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Context, "decode", noted)
+        with open_engine(model, options(facts.size_bytes + context - MIB, **named)) as engine:
+            assert not any(map(engine.sequences.length, range(named.get("n_sequences", 1))))
+            assert engine.opened.context.cells.n_used == 0
+    assert [*decoded[0].values()] == sizes
+    assert [*decoded[1].values()] == [1]
 
 
 def test_a_gpu_keeps_some_memory_free_whatever_is_asked_for(

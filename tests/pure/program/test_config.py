@@ -679,6 +679,12 @@ def test_a_limit_for_each_slot_sizes_the_context_unless_that_is_given() -> None:
     assert serving("-np", "3", "--kv-unified-per-slot", "0").ctx_size is None
 
 
+def test_a_slot_without_room_for_an_answer_is_refused() -> None:
+    with pytest.raises(UsageError, match="--kv-unified-per-slot 1: .* use 2 or more, or 0"):
+        serving("-np", "3", "--kv-unified-per-slot", "1")
+    assert serving("-np", "3", "--kv-unified-per-slot", "2").most_each == 2
+
+
 def test_commands_of_one_slot_ignore_the_flags_of_cells() -> None:
     line = line_of("-kvu", "--kv-unified-per-slot", "9", command="run")
     assert line.ignored == (
