@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes as C
 import re
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
@@ -543,27 +543,36 @@ class Context:
         """Return the state of the positions [start, end) alone, for `add_state`.
 
         The memory must keep a cell of each token. The sequence's tokens are lent to another one
-        meanwhile, which moves no cell.
+        meanwhile, which moves no cell. Ctrl-C waits until they are given back.
         """
         copy, remove = self._lib.llama_memory_seq_cp, self._lib.llama_memory_seq_rm
-        copy(self._memory, sequence, _LENDER, -1, -1)
-        try:
-            remove(self._memory, sequence, -1, -1)
-            copy(self._memory, _LENDER, sequence, start, end)
-            return self.state(sequence, 0)
-        finally:
-            remove(self._memory, sequence, -1, -1)
-            copy(self._memory, _LENDER, sequence, -1, -1)
-            remove(self._memory, _LENDER, -1, -1)
+        with self._uninterrupted():
+            copy(self._memory, sequence, _LENDER, -1, -1)
+            try:
+                remove(self._memory, sequence, -1, -1)
+                copy(self._memory, _LENDER, sequence, start, end)
+                return self.state(sequence, 0)
+            finally:
+                remove(self._memory, sequence, -1, -1)
+                copy(self._memory, _LENDER, sequence, -1, -1)
+                remove(self._memory, _LENDER, -1, -1)
 
     def add_state(self, sequence: int, state: bytes, positions: Sequence[int]) -> None:
         """Append the tokens of a `part_of_state`, at these positions. Raises DeviceFailed."""
-        try:
-            self.set_state(_LENDER, state, 0)
-            self._lib.llama_memory_seq_cp(self._memory, _LENDER, sequence, -1, -1)
-        finally:
-            self._lib.llama_memory_seq_rm(self._memory, _LENDER, -1, -1)
-        self.cells.place([sequence] * len(positions), positions)
+        with self._uninterrupted():
+            try:
+                self.set_state(_LENDER, state, 0)
+                self._lib.llama_memory_seq_cp(self._memory, _LENDER, sequence, -1, -1)
+            finally:
+                self._lib.llama_memory_seq_rm(self._memory, _LENDER, -1, -1)
+            self.cells.place([sequence] * len(positions), positions)
+
+    @contextmanager
+    def _uninterrupted(self) -> Iterator[None]:
+        """Let SIGINT's handler run after the block, which leaves nothing half done."""
+        with interrupt.deferred(self._pending):
+            yield
+        self._pending.raise_first()
 
     def set_state(
         self, sequence: int, state: bytes, flags: int, positions: Sequence[int] | None = None

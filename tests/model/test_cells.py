@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import signal
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from test_slots import model
 
 from lab.options import engine_options
 from offload.engine import open_engine
+from offload.ggml.context import _LENDER
 from offload.images.place_tokens import image_spans
 from offload.sequences.sequences import Sequences
 
@@ -109,3 +111,57 @@ def _change(sequences: Sequences, random: np.random.Generator) -> None:
         case 4 if n_held:
             sequences.rewind(other, 0)
             sequences.share(one, other, n_held)
+
+
+# -- Ctrl-C while cells are lent -------------------------------------------------------------------
+
+
+class Signalled:
+    """The library, in which SIGINT comes right after a call of `name` returns, the `at`-th one."""
+
+    def __init__(self, lib: Any, names: tuple[str, ...], at: int) -> None:
+        self._lib, self._names, self.n_left = lib, names, at
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._lib, name)
+        if name not in self._names:
+            return function
+
+        def call(*given: Any) -> Any:
+            answer = function(*given)
+            self.n_left -= 1
+            if not self.n_left:
+                signal.raise_signal(signal.SIGINT)
+            return answer
+
+        return call
+
+
+@pytest.mark.parametrize("at", range(1, 10))
+def test_ctrl_c_while_a_part_of_a_text_is_saved_or_added_leaves_no_cell_lent(
+    at: int, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("llama_memory_seq_cp", "llama_memory_seq_rm", "llama_state_seq_set_data_ext")
+    options = engine_options(device="cpu", n_sequences=2, n_ctx=_N_CTX)
+    with open_engine(model("mistral-large", models), options) as engine:
+        sequences, context = engine.sequences, engine.opened.context
+        text = [(7 * i) % 250 for i in range(60)]
+        sequences.extend(0, text[:-1], 0)
+        wanted = sequences.extend(0, text[-1:], 1)
+        part = context.part_of_state(0, 0, 40)
+        lib = Signalled(context._lib, names, at)
+        monkeypatch.setattr(context, "_lib", lib)
+
+        def save_and_add() -> None:
+            assert context.part_of_state(0, 0, 40) == part
+            context.add_state(1, part, range(40))
+
+        with pytest.raises(KeyboardInterrupt):
+            save_and_add()
+        assert lib.n_left <= 0, "there was a Ctrl-C"
+        monkeypatch.undo()
+        assert context.last_position(_LENDER) == -1
+        assert context.part_of_state(0, 0, 40) == part
+        context.remove(1, 0)
+        sequences.rewind(0, 59)
+        assert np.array_equal(sequences.extend(0, text[-1:], 1), wanted)

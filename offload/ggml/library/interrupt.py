@@ -127,11 +127,11 @@ def watch(lib: Any, context: int) -> None:
 
 @contextmanager
 def deferred(pending: Pending) -> Iterator[None]:
-    """Keep SIGINT's handler from raising during one call into C.
+    """Keep SIGINT's handler from raising in a block that calls C.
 
     The handler may run at the entry of a callback, before the guard's `try`, and its exception
-    would be lost in C. So the exception is kept in `pending`. Does nothing outside the main thread,
-    or if SIGINT has no Python handler.
+    would be lost in C. It may also run between two calls that must both be made. So the exception
+    is kept in `pending`. Does nothing outside the main thread, or if SIGINT has no Python handler.
     """
     handler = c_signal.getsignal(c_signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
