@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from time import perf_counter
 
 from offload.engine import Engine
@@ -194,10 +195,21 @@ class Batcher:
         return self._pool.keep_all(place, on_progress)
 
     def step(self) -> list[Request]:
-        """Decode one batch. Returns the requests that have a new piece or an error."""
-        news = self._admit() + self._load_parts()
-        if self._loop.is_idle:
-            return news
+        """Decode one batch. Returns the requests that have a new piece or an error.
+
+        If another thread stops a decode of the step, later steps do what is left of it.
+        """
+        news: list[Request] = []
+        # A text that leaves its slot may need a decode, too: the drafting layers read its end.
+        with suppress(DecodeStopped):
+            self._admit(news)
+            self._load_parts(news)
+            if not self._loop.is_idle:
+                news += self._decode_batch()
+        return news
+
+    def _decode_batch(self) -> list[Request]:
+        """Do the part of a step for which requests have slots. Raises DecodeStopped."""
         began = perf_counter()
         n_prompt_tokens: int | None = 0
         prompts: list[BatchMember] = []
@@ -219,15 +231,15 @@ class Batcher:
                 n_prompt_tokens = chosen.n_tokens
                 prompts = [reading[i] for i in chosen.prompts]
             if self._clears_cells(n_prompt_tokens, prompts):
-                return news  # the next step admits the request that has left its slot
+                return []  # the next step admits the request that has left its slot
             report = self._loop.step(n_prompt_tokens, prompts)
         except DecodeStopped:
             self._share.was_stopped(perf_counter() - began)
-            return news  # a later step does the same or less
+            raise
         except DoesNotFit as e:
-            return news + self._free_cells(e)
+            return self._free_cells(e)
         except Exception as e:
-            return news + [self._failed(request, e) for request in [*self._running.values()]]
+            return [self._failed(request, e) for request in [*self._running.values()]]
         if report.rounds and not report.read:
             self._round_s = report.ended_s - report.began_s
         for notes in self.on_step:
@@ -236,7 +248,7 @@ class Batcher:
             report.ended_s - report.began_s,
             has_rounds=bool(report.rounds), has_prompts=bool(report.read),
         )  # fmt: skip
-        return news + self._after(report)
+        return self._after(report)
 
     def _clears_cells(self, n_prompt_tokens: int | None, prompts: Sequence[BatchMember]) -> bool:
         """Let idle slots move whose cells have cost the running requests enough.
@@ -365,12 +377,12 @@ class Batcher:
 
     # -- slots -----------------------------------------------------------------------------------
 
-    def _admit(self) -> list[Request]:
+    def _admit(self, news: list[Request]) -> None:
         """Give slots to waiting requests while the context has room for them.
 
-        Requests that have nothing to generate end at once and are returned.
+        Requests that have nothing to generate end at once and are added to `news`. Raises
+        DecodeStopped. The request that would have got a slot then still waits.
         """
-        news: list[Request] = []
         while self._waiting and not (self._is_full and self._running):
             request = self._next()
             if request is None:
@@ -382,7 +394,6 @@ class Batcher:
                 break
             self._waiting.remove(request)
             news += self._enter(request, prepared)
-        return news
 
     def _has_room(self, request: Request) -> bool:
         """True if the cells hold a request's text beside those of running requests.
@@ -395,12 +406,11 @@ class Batcher:
         taken = [max(len(m.history) + 1, coming.get(m, 0)) for m in [*self._running]]
         return sum(taken) + len(request.history) + 1 <= self._sequences.n_cells
 
-    def _load_parts(self) -> list[Request]:
+    def _load_parts(self, news: list[Request]) -> None:
         """Copy parts of kept prompts that requests wait for, one prompt after the other.
 
-        Returns the requests that end at once.
+        Requests that end at once are added to `news`. Raises DecodeStopped.
         """
-        news = []
         for member, coming in [*self._coming.items()]:
             if not self.make_room(coming.slot, len(coming.stored.tokens)):
                 self._wait_again(self._running[member], coming.slot)
@@ -412,7 +422,6 @@ class Batcher:
             news += self._begin(self._running[member], coming.slot)
             if self._loop.n_ready:
                 break
-        return news
 
     @property
     def _copy_s(self) -> float:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 from typing import Protocol
 
@@ -113,18 +113,20 @@ class PromptSlots:
         slot.n_from_disk, slot.copied_back_s = 0, 0.0
         if choice.source is Source.STORE:
             stored = self.store.take(tokens, salt)
-        if choice.keep:
-            self.keep(slot)
-        if stored is not None or not reuses:
-            slot.clear()
-        elif choice.source is Source.SLOT:
-            slot.share(self._slots[choice.other], states[choice.other].n_shareable, tokens)
-        if is_alone:
-            self._clear_others(slot, reuses=reuses, drafts=drafts)
-        if stored is None:
-            return slot
         is_from_disk = choice.source is Source.DISK
-        if not self.make_room(slot, len(stored.tokens)):
+        with self._not_lost(None if is_from_disk else stored):
+            if choice.keep:
+                self.keep(slot)
+            if stored is not None or not reuses:
+                slot.clear()
+            elif choice.source is Source.SLOT:
+                slot.share(self._slots[choice.other], states[choice.other].n_shareable, tokens)
+            if is_alone:
+                self._clear_others(slot, reuses=reuses, drafts=drafts)
+            if stored is None:
+                return slot
+            has_room = self.make_room(slot, len(stored.tokens))
+        if not has_room:
             if not is_from_disk:
                 self._put_back(stored)
             return slot
@@ -270,6 +272,16 @@ class PromptSlots:
         if not coming.is_from_disk:
             self._put_back(stored)
 
+    @contextmanager
+    def _not_lost(self, taken: StoredPrompt | None) -> Iterator[None]:
+        """Store the prompt `taken` again if the block raises, as a stopped decode does."""
+        try:
+            yield
+        except BaseException:
+            if taken is not None:
+                self._put_back(taken)
+            raise
+
     def _put_back(self, stored: StoredPrompt) -> None:
         """Store a prompt again that was taken, as the most recently used one."""
         self.store.add(stored.tokens, lambda: stored, stored.salt)
@@ -337,7 +349,8 @@ class PromptSlots:
     def keep(self, slot: Slot) -> bool:
         """Save a slot's prompt to host memory if there is room. Returns True if it is kept.
 
-        Only the first of several failures in a row is logged.
+        Raises DecodeStopped, since drafting layers may have to read the text's end before. The slot
+        has not changed then. Only the first of several failures in a row is logged.
         """
         leaving = self._leaving.pop(slot.number, None)
         save = slot.saved if leaving is None or leaving.is_void else leaving.whole

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from test_slots import model, open_slots
 
+from lab.synth.mtp import write_mtp
 from offload.ggml import backend
 from offload.ggml.library import interrupt
 from specoffload.generation.generation import GenerateOptions
@@ -229,3 +230,66 @@ def test_a_short_request_is_answered_before_a_long_prompt_is_read(opened: Sessio
         opened.step()
     assert began.history[len(SHORT) :] == short
     assert reading.history[len(PROMPT) :] == expected
+
+
+# -- texts that leave their slots ------------------------------------------------------------------
+
+MTP = {"--spec-type": "draft-mtp", "--spec-policy": "fixed", "--spec-draft-n-max": 3}
+OTHER = [(5 * i + i * i % 13) % 250 for i in range(300)]
+
+
+def opened_mtp(models: Path, n_slots: int, **more: Any) -> Session:
+    """A session whose own layers still have to read the last tokens of a text before it is kept."""
+    path = write_mtp(models, "glm4moe")
+    options = {"device": "cpu", "cache_ram_bytes": 1 << 28, "ctx_size": 1024, **more}
+    return open_slots(path, MTP, n_slots, **options)
+
+
+def stopped_once(session: Session) -> list[Request]:
+    """Make a step that is stopped in its first decode. Returns what the step reports."""
+    interrupt.stop()
+    news = session.step()
+    interrupt.go_on()
+    return news
+
+
+def ended(session: Session, request: Request) -> list[int]:
+    """Let the request end. Returns its answer."""
+    while not request.is_over:
+        session.step()
+    assert request.error is None
+    return request.history[request.n_prompt :]
+
+
+def test_a_stop_while_a_text_leaves_its_slot_loses_neither_text_nor_request(models: Path) -> None:
+    with opened_mtp(models, 1) as session:
+        first, other = text_of(session, PROMPT), text_of(session, OTHER)
+        session.forget()
+        assert text_of(session, PROMPT) == first
+        request = begun(session, OTHER)
+        assert stopped_once(session) == []
+        assert request.slot is None, "the stop came before it got the slot"
+        assert not session.is_idle
+        assert ended(session, request) == other
+        # Now its text leaves the slot for the first one, which is in RAM.
+        again = begun(session, [*PROMPT, *first, 9])
+        assert stopped_once(session) == []
+        assert again.slot is None
+        assert len(session.batcher.store) == 1
+        got = ended(session, again)
+        assert again.n_cached == len(PROMPT) + len(first) - 1
+        session.forget()
+        assert text_of(session, [*PROMPT, *first, 9]) == got
+
+
+def test_a_stop_hides_no_request_that_ended_before_it_in_the_same_step(models: Path) -> None:
+    with opened_mtp(models, 2) as session:
+        first, other = text_of(session, PROMPT), text_of(session, OTHER)
+        held = [*PROMPT, *first]
+        at_once = session.new_request(held[:-1], GenerateOptions(n_predict=0, temperature=0))
+        session.enqueue(at_once)
+        request = begun(session, SHORT)
+        assert stopped_once(session) == [at_once]
+        assert at_once.is_over
+        ended(session, request)
+        assert ended(session, begun(session, OTHER)) == other
