@@ -36,6 +36,7 @@ from offload.times.table import CostTable
 from specdec.costs.calibration import Bins
 from specdec.whole_file import is_folder, read_text, whole_file
 from specoffload.kept_bounds import drop_absurd
+from specoffload.kept_engines import KeptEngines
 from specoffload.kept_values import KeptDisk, KeptLayouts, KeptLinks, KeptReads
 
 if TYPE_CHECKING:
@@ -133,14 +134,6 @@ class KeptUbatch:
     n_ubatch: int  # 0 while the search has not ended
     date: str
     trials: dict[int, UbatchTrial] = field(default_factory=dict)  # by ubatch
-
-
-@dataclass
-class KeptEngines:
-    """The measured seconds of a draft token, by the name of the engine."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    date: str = ""
 
 
 @dataclass

@@ -156,7 +156,7 @@ def _drop_of_parts(kept: Profile) -> Iterator[str]:
     )  # fmt: skip
     yield from _without(
         kept.engines, "the times of draft engines with",
-        lambda one: TOKEN.reason(one.seconds.values()),
+        lambda one: _repeated_reason(TOKEN, one.seconds.values()),
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from offload.times.repeated import RepeatedValue, half_spread
 from offload.times.table import CostTable
 from specoffload.kept import Kept, KeptRun
 from specoffload.kept_bounds import is_old
+from specoffload.kept_engines import KeptEngines
 from specoffload.kept_values import KeptDisk, KeptLayouts, KeptLinks, KeptReads
 
 _CORRECTED = "corrected in use"
@@ -78,8 +79,7 @@ def of_model(kept: Kept, run: KeptRun | None) -> list[Measurement]:
     """Return what is kept of a model. `run`: the run whose costs are listed, if there is one."""
     measurements = [] if run is None else [*_of_run(run)]
     for name, engines in kept.engines.items():
-        times = ", ".join(f"{engine} {_time(s)}" for engine, s in sorted(engines.seconds.items()))
-        measurements.append(Measurement(f"draft engines ({name:.30})", times, engines.date))
+        measurements.append(_of_engines(name, engines))
     if kept.hits is not None:
         words, day = f"of {kept.hits.n_tokens:,.0f} tokens", kept.hits.counted_on.isoformat()
         measurements.append(Measurement("hits and unions", words, day, None, _COUNTED))
@@ -134,6 +134,14 @@ def _state_of(is_settled: bool, is_doubted: bool) -> str:
     if is_settled:
         return BUSY if is_doubted else USED
     return DOUBTED if is_doubted else ONCE_MORE
+
+
+def _of_engines(name: str, engines: KeptEngines) -> Measurement:
+    each = sorted(engines.seconds.items())
+    value = ", ".join(f"{engine} {_time(times.value)}" for engine, times in each)
+    spread = _largest_spread(engines.seconds.values())
+    state = _state(engines.seconds.values(), is_settled=not engines.unsettled)
+    return Measurement(f"draft engines ({name:.30})", value, engines.date, spread, state)
 
 
 def _of_reads(name: str, reads: KeptReads) -> Measurement:

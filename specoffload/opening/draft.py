@@ -35,15 +35,10 @@ from specdec.options import MOST_DRAFTED, AcceptRule
 from specoffload.config.options import DraftEngine
 from specoffload.config.resolution import Config
 from specoffload.config.speculation import SpecConfig
-from specoffload.kept import Kept, KeptEngines, KeptFile, today
-from specoffload.kept_bounds import is_old
-from specoffload.opening.draft_model import (
-    DraftModel,
-    measure_step,
-    missing_torch,
-    read_kept,
-    real_text,
-)
+from specoffload.kept import KeptFile
+from specoffload.kept_engines import LIBLLAMA, TORCH
+from specoffload.opening.draft_engine import EngineChoice, Openers, measured_choice
+from specoffload.opening.draft_model import DraftModel, missing_torch, read_kept
 from specoffload.opening.header import target_facts
 
 _DEFAULT_CTX = 4096  # assumed context in tokens before the draft model is open
@@ -52,18 +47,6 @@ _DEFAULT_CTX = 4096  # assumed context in tokens before the draft model is open
 _DRAFT_UBATCH = 512
 # Errors after which the draft is computed in libllama instead of torch.
 _NOT_IN_TORCH = (BadModel, DoesNotFit, DeviceUnavailable, DeviceFailed)
-
-
-@dataclass(frozen=True)
-class EngineChoice:
-    """The engine that computes the draft model, and the reason for it."""
-
-    name: str
-    reason: str
-
-    @property
-    def words(self) -> str:
-        return f"draft engine: {self.name} ({self.reason})"
 
 
 @dataclass(frozen=True)
@@ -288,36 +271,20 @@ def _open_torch(path: Path, options: TorchDraftOptions) -> DraftModel:
 def faster_engine(
     config: Config, spec: SpecConfig, path: Path, target: Engine, options: TorchDraftOptions
 ) -> OpenedDraft:
-    """Open the draft model in the faster engine, by a kept measurement or a new one.
-
-    A kept measurement that is old is made again.
-    """
+    """Open the draft model in the faster engine, by measurements of this start and of others."""
     if spec.kept_folder is None:
         reason = (
             "nothing is measured without a profile; --draft-engine torch takes torch unmeasured"
         )
         return _llama_because(reason, config, spec, path, target)
-    file = KeptFile(spec.kept_folder, target.facts)
+
+    openers: Openers = {
+        TORCH: lambda: _open_torch(path, options),
+        LIBLLAMA: lambda: _open_llama(config, spec, path, target),
+    }
     key = f"{model_hash(read_facts(path))} {options.device}: {_settings(options, target)}"
-    engines = file.load()[0].engines.get(key, KeptEngines())
-    times_s, how = engines.seconds, f"measured on {engines.date}"
-    if times_s.keys() != {"torch", "libllama"} or is_old(engines.date, today()):
-        times_s = _measured(config, spec, path, target, options)
-        measured = KeptEngines(times_s, today())
-
-        def change(kept: Kept) -> None:
-            kept.engines[key] = measured
-
-        how = file.update(change) or "measured now"
-    faster = min(times_s, key=lambda name: times_s[name])
-    words = (
-        f"a token takes {times_s['torch'] * 1e3:.2f} ms in torch and "
-        f"{times_s['libllama'] * 1e3:.2f} ms in libllama"
-    )
-    choice = EngineChoice(faster, f"{words}; {how}")
-    if faster == "torch":
-        return OpenedDraft(_open_torch(path, options), choice)
-    return OpenedDraft(_open_llama(config, spec, path, target), choice)
+    choice = measured_choice(KeptFile(spec.kept_folder, target.facts), key, openers)
+    return OpenedDraft(openers[choice.name](), choice)
 
 
 def _settings(options: TorchDraftOptions, target: Engine) -> str:
@@ -332,22 +299,6 @@ def _settings(options: TorchDraftOptions, target: Engine) -> str:
         f"samples {options.samples}, graphs {options.graphs}, {n_threads} threads, "
         f"{library_build()}, torch {torch}"
     )
-
-
-def _measured(
-    config: Config, spec: SpecConfig, path: Path, target: Engine, options: TorchDraftOptions
-) -> dict[str, float]:
-    """Measure the seconds per token in each engine.
-
-    Only one engine is open at a time, so that the device holds the draft model only once.
-    """
-    check_device(options.device)
-    with _open_llama(config, spec, path, target) as llama:
-        text = real_text(llama)
-        llama_s = measure_step(llama.sequences, text)
-    with _open_torch(path, options) as torch:
-        torch_s = measure_step(torch.sequences, text)
-    return {"torch": torch_s, "libllama": llama_s}
 
 
 # -- devices of torch

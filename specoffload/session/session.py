@@ -36,8 +36,10 @@ from specoffload.generation.generation import (
     ignore,
 )
 from specoffload.kept import KeptFile
+from specoffload.kept_engines import DraftSteps
 from specoffload.kept_machine import measure_disk
 from specoffload.opening.draft import open_draft
+from specoffload.opening.draft_engine import keep_step
 from specoffload.opening.draft_model import DraftModel
 from specoffload.opening.drafters import without_asked_rows
 from specoffload.opening.header import target_facts
@@ -189,11 +191,26 @@ class Session:
                 self.batcher.on_step.append(self.speculation.log_step)
             if self.costs.learns:
                 self.batcher.on_step.append(self.costs.on_step)
+            self._time_draft(opened)
             if keeps_hits and not config.streaming.route.is_on:
                 self._count_experts(opened)
             self._chosen += self._prefer_cached()
             trace.begin(self.target, self.batcher, self.piece)
             self._closing = opened.pop_all()
+
+    def _time_draft(self, opened: ExitStack) -> None:
+        """Take the time of draft steps from now on, if the engine was chosen by measurements."""
+        folder, choice = self.choices.spec.kept_folder, self.engine_choice
+        if folder is None or choice is None or not choice.kept_key:
+            return
+        file, steps = KeptFile(folder, self.target.facts), DraftSteps()
+        self.batcher.on_step.append(steps.on_step)
+
+        def keep() -> None:
+            if failed := keep_step(file, choice, steps.step_s):
+                log.warning("%s", failed)
+
+        opened.callback(_said, "a draft's step is not kept", keep)
 
     def _count_experts(self, opened: ExitStack) -> None:
         """Record the experts that routers choose from now on, and keep the counts."""

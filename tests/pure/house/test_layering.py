@@ -50,6 +50,7 @@ LAYERS = {
         ("chat", "ctrl_c", "errors"),
         ("generation",),
         ("cpu_load", "kept_bounds", "kept_values"),
+        ("kept_engines",),
         ("kept", "report"),
         ("kept_list", "kept_machine"),
         ("config",),

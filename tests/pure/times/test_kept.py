@@ -21,11 +21,13 @@ from offload.plan.workload import TokenMix
 from offload.routing.routing import SHARES, CountedHits, RoutingRecorder
 from offload.schedule.division import DeviceCosts, MeasuredCosts, SideTimes
 from offload.times.hits import Sharing
+from offload.times.repeated import RepeatedTime
 from offload.times.table import CostTable, DecodeTime, Way
 from specdec.costs.calibration import Bins
 from specoffload.commands.doctor import MachineNow, kept_models
 from specoffload.config.resolution import demo_file
-from specoffload.kept import Kept, KeptDraft, KeptEngines, KeptFile, KeptRun
+from specoffload.kept import Kept, KeptDraft, KeptFile, KeptRun
+from specoffload.kept_engines import KeptEngines
 from specoffload.session.used_experts import HitKeeper
 
 RATES = tuple(np.linspace(0.1, 0.9, len(SHARES)).round(4).tolist())
@@ -80,7 +82,7 @@ def test_what_was_kept_is_loaded(tmp_path: Path, facts: ModelFacts) -> None:
     def change(kept: Kept) -> None:
         kept.put(a_run())
         kept.count(hits_of(facts), TokenMix(3000, 50))
-        kept.engines["draft"] = KeptEngines({"torch": 0.1}, "2026-01-02")
+        kept.engines["draft"] = KeptEngines({"torch": RepeatedTime((0.1,))}, "2026-01-02")
 
     assert file.update(change) == ""
     kept, why = file.load()

@@ -26,12 +26,12 @@ from specoffload.config.resolution import demo_file
 from specoffload.kept import (
     Kept,
     KeptDraft,
-    KeptEngines,
     KeptFile,
     KeptRun,
     KeptUbatch,
 )
 from specoffload.kept_bounds import drop_absurd, expert_bounds, is_old
+from specoffload.kept_engines import KeptEngines
 from specoffload.kept_values import KeptDisk, KeptLayouts, KeptLinks, KeptReads
 
 EXPERT_BYTES = 10e6
@@ -51,7 +51,11 @@ def profile() -> Kept:
     return Kept(
         runs=[KeptRun({"device": "d"}, table=table, split=costs, date=DAY, drafts={"m": draft},
                       splits={"CUDA0": costs})],
-        engines={"draft": KeptEngines({"torch": 0.01, "llama": 0.02}, DAY)},
+        engines={
+            "draft": KeptEngines(
+                {"torch": RepeatedTime((0.01, 0.011)), "libllama": RepeatedTime((0.02,))}, DAY
+            )
+        },
         numa=TuneResult(candidate, (Trial(candidate, {1: 0.1}),), (), "node0:4c,8g", DAY),
         disks={"nvme0": KeptDisk({1: RepeatedRate((1e9,)), 8: RepeatedRate((3e9, 1e9, 3e9))}, DAY)},
         links={"CUDA0": KeptLinks([RepeatedRate((2e10,))], [RepeatedRate((1e10,))], DAY)},
@@ -101,7 +105,9 @@ DISTURBED: dict[str, tuple[Change, Change, str]] = {
         "the draft step of 2026-01-02 (m): 2.5 s, where 1e-07 to 2 s",
     ),
     "engine": (
-        lambda kept: kept.engines["draft"].seconds.update(torch=0.0),
+        lambda kept: kept.engines["draft"].seconds.update(
+            torch=RepeatedTime((0.01, 0.0))
+        ),
         lambda kept: not kept.engines,
         "the times of draft engines with draft: 0 s",
     ),

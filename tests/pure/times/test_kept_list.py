@@ -51,7 +51,9 @@ def test_each_kind_of_measurement_has_a_row() -> None:
     assert listed["an expert on the CPU"] == ("1 ms", "", "3 days", "corrected in use")
     assert listed["an expert's copy of CUDA0"] == ("1 ms", "", "3 days", "corrected in use")
     assert listed["draft step (m)"] == ("10 ms", "", "3 days", "corrected in use")
-    assert listed["draft engines (draft)"] == ("llama 20 ms, torch 10 ms", "", "3 days", "used")
+    assert listed["draft engines (draft)"] == (
+        "libllama 20 ms, torch 10 ms", "±2 %", "3 days", ONCE_MORE,
+    )  # fmt: skip
     assert listed["hits and unions"] == ("of 500 tokens", "", "1 day", "counted in use")
     assert listed["mix of tokens"][0] == "3,000 prompt, 50 generated"
     assert listed["imported T(n)"] == ("3 sizes", "", "3 days", "used")
