@@ -21,13 +21,14 @@ from offload.ggml.layout_speed import layout_times
 from offload.ggml.native_build import library_build
 from offload.notes import Note, NoteKind
 from offload.plan.repacking import LayoutTimes, WeightKind
-from offload.store.disk_speed import DEPTHS, disk_of, disk_speed
+from offload.store.disk_speed import DEPTHS, disk_of, disk_speed, seen_rate
+from offload.store.reading import ReadCounters
 from offload.stream.link_speed import link_speeds
 from offload.stream.read_speed import measure_reads
 from offload.times.mapped_reads import MappedReads, usual_reads
 from specdec.whole_file import is_folder
 from specoffload.cpu_load import Watch
-from specoffload.kept import KeptFile, today
+from specoffload.kept import Kept, KeptFile, today
 from specoffload.kept_bounds import (
     disk_reason,
     is_old,
@@ -153,6 +154,27 @@ def measure_disk(folder: Path | None, model: Path) -> list[str]:
         if folder is not None:
             KeptFile(folder).update(lambda file: file.disks.update({disk.name: new}))
     return disk_lines(disk.name, new)
+
+
+def keep_seen_disk(folder: Path, model: Path, counters: ReadCounters) -> None:
+    """Add what serving saw of the disk with the model to its kept speed.
+
+    Nothing is added if serving saw no speed (`seen_rate`), or one that no disk has.
+    """
+    seen = seen_rate(counters)
+    if seen is None:
+        return
+    depth, rate = seen
+    name = disk_of(model).name
+
+    def change(file: Kept) -> None:
+        disk = file.disks.get(name)
+        if disk is not None and depth in disk.rates:
+            more = disk.rates[depth].with_seen(rate)
+            if not disk_reason([more]):
+                disk.rates[depth] = more
+
+    KeptFile(folder).update(change)
 
 
 def lines_of_disks(

@@ -13,18 +13,23 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import log2
 from pathlib import Path
 from statistics import median
 
 from offload.errors import BadModel
 from offload.plan.store_layout import PAGE_BYTES
-from offload.store.reading import OpenFile
+from offload.store.reading import OpenFile, ReadCounters
 
 _REMOTE = ("nfs", "cifs", "smb", "fuse.sshfs", "9p", "ceph", "glusterfs", "lustre", "virtiofs")
 _SLOW_BYTES_PER_S = 1.5e9  # less than NVMe disks reach
 DEPTHS = (1, 2, 4, 8, 16)  # numbers of reads under way
 READ_BYTES = 2 << 20  # bytes of one read, as of an expert's matrix
 _LEAST_S = 0.25
+# What serving must have read for a speed of the disk.
+_LEAST_SEEN_BYTES = 1 << 30
+_LEAST_READ_BYTES = READ_BYTES // 2  # mean size of a read
+_LEAST_DIRECT_SHARE = 0.99  # of the bytes, which did not come from the page cache
 # Stretches of a measurement. Each must have enough reads that one more or less matters little.
 _LEAST_STRETCHES, _MOST_STRETCHES, _READS_OF_STRETCH = 3, 15, 16
 
@@ -174,3 +179,26 @@ def steady_rate(reads: Sequence[tuple[float, int]], start_s: float) -> float:
         at = int((end_s - start_s) / took_s * n_stretches)
         stretch_bytes[min(at, n_stretches - 1)] += n_bytes
     return median(stretch_bytes) * n_stretches / took_s
+
+
+def seen_rate(counters: ReadCounters) -> tuple[int, float] | None:
+    """Return the disk's speed as serving saw it: the number of reads under way, and bytes/s. Pure.
+
+    Bytes are divided by the seconds in which at least one read was under way, so waiting for
+    computation does not count. The rate belongs to the mean number of reads under way in these
+    seconds, of which the nearest of `DEPTHS` is returned. It is a little too low, because this
+    number varies, and more reads at once gain less than fewer reads at once lose.
+
+    None if this is no speed of the disk: few bytes, small reads, or bytes from the page cache.
+    """
+    read_bytes = counters.read_bytes
+    if (
+        read_bytes < _LEAST_SEEN_BYTES
+        or read_bytes < _LEAST_READ_BYTES * counters.reads
+        or counters.direct_bytes < _LEAST_DIRECT_SHARE * read_bytes
+        or counters.busy_s <= 0.0
+    ):
+        return None
+    n_under_way = max(1.0, counters.under_way_s / counters.busy_s)
+    depth = min(DEPTHS, key=lambda depth: abs(log2(n_under_way / depth)))
+    return depth, read_bytes / counters.busy_s

@@ -173,8 +173,9 @@ class ExpertReaders(FileReaders):
                 batch, chunk = self._next_queue().popleft()
                 self._n_ahead += is_ahead
                 self.counters.reads += 1
+                began_s = time.perf_counter()
                 if not self._n_busy:
-                    self._busy_since_s = time.perf_counter()
+                    self._busy_since_s = began_s
                 self._n_busy += 1
                 if self._next_queue():
                     self._has_work.notify()
@@ -195,6 +196,7 @@ class ExpertReaders(FileReaders):
                 self._n_busy -= 1
                 self.absent_bytes -= batch.has_read(chunk)
                 self._n_ahead -= is_ahead
+                self.counters.under_way_s += now_s - began_s
                 if not self._n_busy:
                     self.counters.busy_s += now_s - self._busy_since_s
             with self._done:

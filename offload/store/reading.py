@@ -37,6 +37,7 @@ class ReadCounters:
     buffered_bytes: int = 0  # bytes read through the page cache, because direct reads are refused
     reads: int = 0
     busy_s: float = 0.0  # seconds in which at least one read of an expert was under way
+    under_way_s: float = 0.0  # seconds of each read of an expert, summed up
 
     @property
     def read_bytes(self) -> int:

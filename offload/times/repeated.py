@@ -71,6 +71,10 @@ class RepeatedValue:
         kept = self.values if self.is_doubted == is_doubted else ()
         return replace(self, values=(*kept, value)[-_MOST_VALUES:], is_doubted=is_doubted)
 
+    def with_seen(self, value: float) -> Self:
+        """Return these values with one that serving saw. It is as doubted as they are."""
+        return self.with_value(value, is_doubted=self.is_doubted)
+
 
 @dataclass(frozen=True)
 class RepeatedTime(RepeatedValue):

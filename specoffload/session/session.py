@@ -37,7 +37,7 @@ from specoffload.generation.generation import (
 )
 from specoffload.kept import KeptFile
 from specoffload.kept_engines import DraftSteps
-from specoffload.kept_machine import measure_disk
+from specoffload.kept_machine import keep_seen_disk, measure_disk
 from specoffload.opening.draft import open_draft
 from specoffload.opening.draft_engine import keep_step
 from specoffload.opening.draft_model import DraftModel
@@ -152,6 +152,7 @@ class Session:
                 and self.target.start.options.store.disk_bytes_per_s is None
             ):
                 disk_lines = measure_disk(spec.kept_folder, self.target.facts.path)
+                opened.callback(_said, "the disk's speed is not kept", self._keep_disk)
             prompt_bytes = self.target.memory_for_prompts(config.cache_ram_bytes)
             if prompt_bytes is not None and prompt_bytes != config.cache_ram_bytes:
                 disk_lines.append(
@@ -372,6 +373,12 @@ class Session:
             )
         self._end_filling()
         return embedder.embed(tokens), embedder.pooling != "none"
+
+    def _keep_disk(self) -> None:
+        """Add what the session saw of the disk to its kept speed."""
+        folder, memory = self.choices.spec.kept_folder, self.target.opened.experts
+        if folder is not None and memory is not None:
+            keep_seen_disk(folder, self.target.facts.path, memory.counters.reads)
 
     def counters(self) -> Mapping[str, float]:
         """Return counts of copies, joint drafts and trials of ways to compute, since opening.

@@ -20,7 +20,11 @@ from lab.synth import write_preset
 from lab.synth.mtp import write_mtp
 from offload.ggml.memory import HostRange
 from offload.model_file import read_facts
+from offload.store.reading import ReadCounters
+from specoffload import kept_machine
+from specoffload.cpu_load import Load
 from specoffload.generation.generation import GenerateOptions
+from specoffload.kept import KeptFile
 from specoffload.session.session import Session
 
 N_STREAMS = 64
@@ -130,3 +134,32 @@ def test_measured_costs_of_batches_hold_the_disks_price(mixture: Path, tmp_path:
     fast, slow = costs
     # A median, because other programs may slow one measurement.
     assert median(slow[n] / fast[n] for n in range(16)) > 1.5
+
+
+def test_a_session_adds_what_it_saw_of_the_disk(
+    mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start measures each number of reads once. The session adds a rate to one of them."""
+    monkeypatch.setattr(Load, "is_busy", False)
+    monkeypatch.setattr(kept_machine, "disk_speed", lambda *_: 1e9)
+    asked: list[ReadCounters] = []
+
+    def seen_rate(counters: ReadCounters) -> tuple[int, float]:
+        asked.append(counters)
+        return 4, 2e9
+
+    monkeypatch.setattr(kept_machine, "seen_rate", seen_rate)
+    config = config_of(
+        model=mixture, device="cpu", threads=1, ctx_size=512,
+        ram_bytes=read_facts(mixture).expert_bytes // 2, spec_given={"--spec-type": "none"},
+    )  # fmt: skip
+    with Session(replace(config, spec=replace(config.spec, profile_dir=tmp_path))) as session:
+        together(session, texts(1), GENERATED)
+        assert not asked
+    (counters,) = asked
+    assert counters.read_bytes > 0
+    assert counters.under_way_s >= 0.99 * counters.busy_s > 0
+    (disk,) = KeptFile(tmp_path).load()[0].disks.values()
+    assert [rate.values for rate in disk.rates.values()] == [
+        (1e9,), (1e9,), (1e9, 2e9), (1e9,), (1e9,),
+    ]  # fmt: skip

@@ -11,6 +11,7 @@ from numa_trees import mount
 
 from offload.errors import BadModel
 from offload.store.disk_speed import DEPTHS, Disk
+from offload.store.reading import ReadCounters
 from offload.times.repeated import RepeatedRate
 from specoffload import kept_machine
 from specoffload.cpu_load import Load
@@ -153,6 +154,42 @@ def test_a_speed_of_an_earlier_version_is_one_measurement(
     assert known.bytes_per_s == RATE / 20
     assert rates_by_start([RATE], tmp_path, monkeypatch) == [RATE]
     assert caplog.records == []
+
+
+def seen(rate: float, n_under_way: int = 4) -> ReadCounters:
+    """Counters of a session whose reads brought 4 GiB at this rate."""
+    busy_s = (4 << 30) / rate
+    return ReadCounters(4 << 30, reads=2048, busy_s=busy_s, under_way_s=n_under_way * busy_s)
+
+
+@pytest.mark.usefixtures("load")
+def test_serving_corrects_the_speed_of_a_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk was replaced, or a backup ran during each measurement."""
+    rates_by_start([RATE / 20] * 3, tmp_path, monkeypatch)
+    model = tmp_path / "m.gguf"
+    used = []
+    for _ in range(4):
+        kept_machine.keep_seen_disk(tmp_path, model, seen(RATE))
+        known = load_disk(tmp_path, model)
+        assert known is not None
+        used.append(known.bytes_per_s)
+    assert used == pytest.approx([RATE / 20, RATE / 20, RATE, RATE])
+    kept_machine.keep_seen_disk(tmp_path, model, seen(RATE / 20))  # one disturbed session
+    kept_machine.keep_seen_disk(tmp_path, model, seen(1e13))  # no disk is so fast
+    kept_machine.keep_seen_disk(tmp_path, model, ReadCounters())
+    known = load_disk(tmp_path, model)
+    assert known is not None
+    assert known.bytes_per_s == pytest.approx(RATE)
+    assert [rate.n for rate in known.rates.values()] == [3, 3, 8, 3, 3]
+
+
+def test_what_serving_sees_of_a_disk_that_was_not_measured_is_not_kept(tmp_path: Path) -> None:
+    model = tmp_path / "m.gguf"
+    model.write_bytes(b"GGUF")
+    kept_machine.keep_seen_disk(tmp_path, model, seen(RATE))
+    assert load_disk(tmp_path, model) is None
 
 
 def test_a_file_that_cannot_be_measured_is_said(

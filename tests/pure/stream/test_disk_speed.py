@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ from offload.store.disk_speed import (
     HeldDisk,
     disk_of,
     disk_speed,
+    seen_rate,
     steady_rate,
 )
+from offload.store.reading import ReadCounters
 
 
 def test_bytes_that_were_read_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,6 +55,32 @@ def test_a_burst_of_other_reads_does_not_change_a_disks_speed(burst: tuple[float
 def test_a_steady_disk_has_its_mean_speed_whatever_the_number_of_reads(n: int) -> None:
     reads = [(100.0 + (i + 1) * 0.01, READ_BYTES) for i in range(n)]
     assert steady_rate(reads, 100.0) == pytest.approx(READ_BYTES / 0.01 * (n > 0), rel=0.04)
+
+
+SEEN = ReadCounters(direct_bytes=4 << 30, reads=2048, busy_s=2.0, under_way_s=7.0)
+
+
+@pytest.mark.parametrize(
+    ("under_way_s", "depth"), [(1.9, 1), (2.0, 1), (3.0, 2), (7.0, 4), (14.0, 8), (60.0, 16)]
+)
+def test_serving_sees_the_rate_of_the_mean_number_of_reads(under_way_s: float, depth: int) -> None:
+    counters = replace(SEEN, under_way_s=under_way_s)
+    assert seen_rate(counters) == (depth, (4 << 30) / 2.0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"direct_bytes": 1 << 29},  # few bytes
+        {"reads": 8192},  # small reads
+        {"cached_bytes": 1 << 28},  # bytes from the page cache
+        {"buffered_bytes": 1 << 28},  # perhaps bytes from the page cache
+        {"busy_s": 0.0},
+    ],
+)
+def test_what_is_no_speed_of_the_disk_is_not_seen(changes: dict[str, float]) -> None:
+    assert seen_rate(replace(SEEN, **changes)) is None  # type: ignore[arg-type]
+    assert seen_rate(ReadCounters()) is None
 
 
 def test_a_file_that_is_too_short_or_missing_is_named(tmp_path: Path) -> None:

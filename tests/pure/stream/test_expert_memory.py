@@ -194,6 +194,10 @@ def test_reads_of_a_simulated_disk_take_the_time_of_its_rate(file: Path) -> None
         made.memory.need(0, [1, 2])
         read_bytes = made.memory.counters.reads.read_bytes
         assert time.monotonic() - start_s >= 0.99 * read_bytes / 4e6
+        made.memory.close()  # its readers have counted their last reads
+        reads = made.memory.counters.reads
+        assert reads.busy_s >= 0.99 * read_bytes / 4e6
+        assert reads.busy_s <= reads.under_way_s + 1e-9 <= reads.reads * reads.busy_s + 2e-9
 
 
 def test_pages_go_back_to_the_kernel(file: Path) -> None:
