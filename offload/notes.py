@@ -15,7 +15,7 @@ class NoteKind(StrEnum):
     CONTEXT = "context"
     WEIGHTS = "weights"
     UNUSED = "unused"  # hardware that the library was not compiled for
-    FLAGS = "flags"  # given flags that make the program slower, or its texts wrong
+    FLAGS = "flags"  # given flags that slow it, spoil its texts, or are not followed as given
     MEMORY = "memory"  # weights that memory cannot hold
     DISK = "disk"
     PROMPTS = "prompts"  # prompts that are kept on the disk

@@ -14,6 +14,7 @@ from specoffload.opening.choices import StartChoices
 from specoffload.opening.draft_model import DraftModel
 from specoffload.speculation.speculation import Speculation
 
+_FAR_ROUNDED = 2  # a context that is rounded to so many times its size is always said
 _A_PROMPT = SMALL_BATCH + 1  # tokens of a batch whose ways are those of all larger ones
 
 
@@ -62,7 +63,8 @@ def _device_lines(n_ctx: int | None, target: Engine) -> Sequence[str]:
     lines += target.opened.notes
     if n_ctx and n_ctx != target.n_cells:
         words = f"--ctx-size {n_ctx}: llama.cpp rounds it to {target.n_cells} tokens"
-        lines.append(words)
+        is_far = target.n_cells >= _FAR_ROUNDED * n_ctx
+        lines.append(Note(NoteKind.FLAGS, words) if is_far else words)
     return lines
 
 

@@ -12,7 +12,7 @@ from offload.times.min_batch import NEVER, MinBatch
 from offload.times.ways import Ways
 from specdec.types import Decision, Draft, Round
 from specoffload.generation.statistics import EngineCounts, Tally
-from specoffload.session.startup_lines import startup_lines
+from specoffload.session.startup_lines import always_shown, startup_lines
 
 
 def lines(
@@ -55,7 +55,14 @@ def test_a_plain_start_says_device_draft_and_speculation() -> None:
         "every token is decoded alone",
         "2 threads",
     )
-    assert "--ctx-size 300: llama.cpp rounds it to 4096 tokens" in lines(wanted_ctx=300)
+
+
+def test_a_context_rounded_to_at_least_twice_its_size_is_always_said() -> None:
+    near, far = lines(wanted_ctx=2049), lines(wanted_ctx=2048)
+    assert "--ctx-size 2049: llama.cpp rounds it to 4096 tokens" in near
+    assert always_shown(near) == []
+    assert always_shown(far) == ["--ctx-size 2048: llama.cpp rounds it to 4096 tokens"]
+    assert always_shown(lines(wanted_ctx=4096)) == []
 
 
 def test_a_draft_larger_than_its_target_is_suspected() -> None:
