@@ -25,6 +25,7 @@ from specoffload.errors import UsageError
 from specoffload.kept import Kept, KeptFile, today
 from specoffload.opening.header import target_facts
 from specoffload.opening.translation import translation
+from specoffload.output_file import check_output
 from specoffload.session.session import Session
 from specoffload.session.startup_lines import show_always_shown
 from specoffload.speculation.draft_prices import curve_as_prices
@@ -60,6 +61,8 @@ def profile_config(config: Config, own: ProfileOptions) -> None:
     """
     if own.plot is not None:
         check_plot(own.plot, 1 + len(own.plot_with), own.labels)
+    if own.export_to is not None:
+        check_output("--export", own.export_to)
     # Files with errors are refused before long measurements.
     others = [load(other, "--plot-with") for other in own.plot_with]
     name, calibration = config.alias or config.model.stem, Calibration()
@@ -234,7 +237,11 @@ def plot_stored(files: Sequence[Path], plot: Path | None, labels: Sequence[str])
 
 
 def check_plot(path: Path, n_runs: int, labels: Sequence[str]) -> None:
-    """Raises UsageError for an unknown kind of picture, for too many runs, or too many labels."""
+    """Check the picture's file, and that there are neither too many runs nor too many labels.
+
+    Raises UsageError.
+    """
+    check_output("--plot", path)
     if path.suffix not in PLOT_SUFFIXES:
         raise UsageError(f"--plot {path}: must end in {' or '.join(PLOT_SUFFIXES)}")
     if n_runs > MOST_RUNS:

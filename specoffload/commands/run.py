@@ -8,16 +8,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from offload.regular_file import check_regular
 from specdec.user_path import user_path
 from specdec.whole_file import decoded
 from specoffload import report
 from specoffload.chat.conversation import Message
+from specoffload.config.flag import utf8_text
 from specoffload.config.options import ChatOptions, RunOptions
 from specoffload.config.resolution import Config
 from specoffload.errors import UsageError
 from specoffload.generation.generation import GenerateOptions, TextPiece
 from specoffload.models.names import may_name_model
 from specoffload.opening.header import target_facts
+from specoffload.output_file import check_output
 from specoffload.session.session import Session
 from specoffload.terminal.chat import limit_words
 from specoffload.terminal.command import answer_text, as_data, opened, say_how_it_went, with_bar
@@ -64,9 +67,13 @@ def unescaped(text: str) -> str:
 
 
 def read_prompt(words: str | None, *, escape: bool = False) -> str:
-    """The prompt's text. Raises UsageError if there is none."""
+    """The prompt's text. Raises UsageError if there is none, or if it is not UTF-8."""
     if not words:
         raise UsageError('the prompt is empty: specoffload run "def fibonacci(n):", or -p TEXT')
+    try:
+        words = utf8_text(words)
+    except ValueError as e:
+        raise UsageError(f"the prompt {e}") from None
     return unescaped(words) if escape else words
 
 
@@ -106,6 +113,8 @@ def run_prompt(
 
     target_facts(config)
     prompt = prompt_text()
+    if own.prompt_cache is not None:
+        _check_prompt_cache(own.prompt_cache, is_written=not own.prompt_cache_ro)
     limited = replace(sampling, n_predict=own.n_predict)
     with opened(config) as session:
         answers = own.conversation
@@ -125,6 +134,17 @@ def run_prompt(
         if own.prompt_cache is not None and not own.prompt_cache_ro and last.stats is not None:
             n_kept = None if own.prompt_cache_all else last.stats.n_prompt_tokens
             _keep_prompt(session, own.prompt_cache, n_kept)
+
+
+def _check_prompt_cache(file: Path, *, is_written: bool) -> None:
+    """Raise UsageError before the model is read if `file` cannot be read or written."""
+    if is_written:
+        check_output("--prompt-cache", file)
+    try:
+        if file.exists():
+            check_regular(file)
+    except OSError as e:
+        raise UsageError(f"--prompt-cache {file}: {e.strerror or e}") from e
 
 
 def _use_kept_prompt(session: Session, file: Path | None) -> None:

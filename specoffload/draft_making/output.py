@@ -6,17 +6,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from specoffload import output_file
 from specoffload.errors import NotStored, UsageError
 
 
 def check_output(output: Path, made_of: Iterable[Path]) -> None:
-    """Raise UsageError if `output` is one of the files that are read, or has no folder."""
+    """Raise UsageError if `output` is one of the files that are read, or cannot be written."""
     if output.exists() and any(path.exists() and output.samefile(path) for path in made_of):
         raise UsageError(f"-o {output}: would overwrite what it is made of; name another file")
-    if not output.absolute().parent.is_dir():
-        raise UsageError(f"-o {output}: there is no folder {output.absolute().parent}")
-    if output.is_dir():
-        raise UsageError(f"-o {output}: is a folder; name a file")
+    output_file.check_output("-o", output)
 
 
 @contextmanager

@@ -45,6 +45,7 @@ from specoffload.opening.drafters import without_asked_rows
 from specoffload.opening.header import target_facts
 from specoffload.opening.start import open_target, session_start
 from specoffload.opening.target import tree_leaves
+from specoffload.output_file import check_output
 from specoffload.session.infill import Fill, FillMarkers, fill_prompt
 from specoffload.session.kept_prompts import KeptPrompts
 from specoffload.session.session_trace import SessionTrace
@@ -114,6 +115,8 @@ class Session:
             made_folder(config.cache_disk.folder)  # before a large model is read
         if config.slot_save_path is not None:
             made_folder(config.slot_save_path, "--slot-save-path: no slots can be saved")
+        if config.trace is not None:
+            check_output("--trace", config.trace)
         measures = prices or thorough is not None  # these measure T(n)
         config, self._idle_route_reason = _with_useful_route(config)
         start = session_start(config, imports_costs=not measures)

@@ -1,0 +1,68 @@
+"""A file that a command would write at its end is refused before a model is opened for it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import in_process
+import pytest
+
+from specoffload.errors import UsageError
+from specoffload.output_file import check_output
+
+PROMPT = ("run", "-p", "x", "-n", "2")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((*PROMPT, "--prompt-cache", "none/x"), "--prompt-cache none/x: there is no folder"),
+        ((*PROMPT, "--prompt-cache", "."), "--prompt-cache .: is a folder; name a file"),
+        ((*PROMPT, "--prompt-cache", "pipe"), "--prompt-cache pipe: it is not a regular file"),
+        (
+            (*PROMPT, "--prompt-cache", "pipe", "--prompt-cache-ro"),
+            "--prompt-cache pipe: it is not a regular file",
+        ),
+        ((*PROMPT, "--trace", "none/t.json"), "--trace none/t.json: there is no folder"),
+        (("profile", "--export", "none/c.json"), "--export none/c.json: there is no folder"),
+        (("profile", "--plot", "none/c.png"), "--plot none/c.png: there is no folder"),
+        (
+            ("bench", "--route-cached", "0,1", "--plot", "none/c.png"),
+            "--plot none/c.png: there is no folder",
+        ),
+    ],
+)
+def test_it_is_one_sentence_before_the_model_is_opened(
+    words: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(*_: object) -> None:
+        raise AssertionError("the model was opened")
+
+    monkeypatch.setattr("specoffload.session.session.open_target", opened)
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    done = in_process.command(*words)
+    assert done.returncode == 2, done.stderr
+    assert message in " ".join(done.stderr.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_files_that_may_be_written_are_left_as_they_are(tmp_path: Path) -> None:
+    (old := tmp_path / "old").write_text("kept")
+    for output in (old, tmp_path / "new", Path("/dev/stdout"), Path("/dev/full")):
+        check_output("-o", output)
+    assert old.read_text() == "kept"
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
+@pytest.mark.parametrize("name", ["old", "new"])
+def test_a_file_without_permission_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "old").touch()
+    asked: list[tuple[object, int]] = []
+    monkeypatch.setattr(os, "access", lambda path, mode: asked.append((path, mode)))
+    with pytest.raises(UsageError, match=rf"-o .*{name}: cannot be written"):
+        check_output("-o", tmp_path / name)
+    assert asked == [(tmp_path / "old" if name == "old" else tmp_path, os.W_OK)]
