@@ -12,6 +12,7 @@ from specoffload.config.flag import (
     FALSE,
     FLOAT,
     INT,
+    MODEL_TEXT,
     OPENS,
     PATH,
     SWITCH,
@@ -94,7 +95,7 @@ _PROMPT_FILE = (
 )
 
 _RUN_FLAGS = (
-    _run("prompt", "--prompt -p", TEXT, "Text to answer, or to continue.", first=True),
+    _run("prompt", "--prompt -p", MODEL_TEXT, "Text to answer, or to continue.", first=True),
     _run(
         "prompt", "--file -f", CONTENTS, "File with the text, as for --prompt.",
         more="`-` is standard input, and `<(command)` is a command's output.",

@@ -7,6 +7,7 @@ flag's default.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, dataclass, fields
@@ -89,9 +90,24 @@ def _float(text: str) -> float:
     return value
 
 
+def utf8_text(text: str) -> str:
+    """Return an argument as the text that its bytes are in UTF-8.
+
+    In a locale that is not UTF-8, Python keeps its bytes as surrogates. Raises ValueError if the
+    bytes are not UTF-8.
+    """
+    if not any("\ud800" <= character <= "\udfff" for character in text):
+        return text
+    try:
+        return os.fsencode(text).decode()
+    except UnicodeError:
+        raise ValueError("must be UTF-8 text") from None
+
+
 INT = ValueKind("N", whole, is_open=True)
 FLOAT = ValueKind("X", _float, is_open=True)
 TEXT = ValueKind("TEXT", str)
+MODEL_TEXT = ValueKind("TEXT", utf8_text)  # text that the model reads or writes
 SECRET = ValueKind("TEXT", str, is_secret=True)
 PATH = ValueKind("FILE", user_path)
 SWITCH = ValueKind("", str, is_open=True)  # takes no value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from offload.sampling.options import SAMPLERS
-from specoffload.config.flag import FLOAT, INT, SWITCH, TEXT, Flag, Panel, ValueKind, flag
+from specoffload.config.flag import FLOAT, INT, MODEL_TEXT, SWITCH, Flag, Panel, ValueKind, flag
 from specoffload.config.values import (
     ANY_TEXT,
     BREAKER,
@@ -169,7 +169,7 @@ SAMPLING = (
     ),
     _sampling(
         "reasoning_budget_message",
-        "--reasoning-budget-message LLAMA_ARG_THINK_BUDGET_MESSAGE", TEXT,
+        "--reasoning-budget-message LLAMA_ARG_THINK_BUDGET_MESSAGE", MODEL_TEXT,
         "Text that is written when the budget ends the reasoning.", request="",
     ),
     _sampling(
@@ -192,7 +192,7 @@ SAMPLING = (
         "File with a schema, as for --json-schema.", **_A_FILE,
     ),
     _sampling(
-        "stop", "--reverse-prompt -r", TEXT,
+        "stop", "--reverse-prompt -r", MODEL_TEXT,
         "Text at which the answer ends. May be given several times.", repeats=True,
     ),
 )  # fmt: skip

@@ -26,7 +26,7 @@ from offload.units import parse_bytes, parse_rate
 from specdec.options import DRAFTER_ALIASES, DrafterName, PolicyName
 from specdec.user_path import user_path
 from specdec.whole_file import MOST_BYTES, decoded, read_text
-from specoffload.config.flag import FALSE, TRUE, ValueKind, choice, whole
+from specoffload.config.flag import FALSE, TRUE, ValueKind, choice, utf8_text, whole
 from specoffload.config.options import (
     CpuRange,
     DiskRoom,
@@ -422,7 +422,7 @@ def verbosity(text: str) -> int:
 
 
 MIN_BATCH = ValueKind("N", min_batch, is_open=True)
-ANY_TEXT = ValueKind("TEXT", lambda text: text or None)  # None: no text
+ANY_TEXT = ValueKind("TEXT", lambda text: utf8_text(text) or None)  # None: no text
 CONTENTS = ValueKind("FILE", contents)
 TOKEN_MIX = ValueKind("auto|decode|P:G", token_mix, is_open=True)
 CPU_MOE = ValueKind("N", cpu_moe, is_open=True)

@@ -64,6 +64,22 @@ def test_a_plan_begins_without_the_keys_that_were_typed(words: tuple[str, ...]) 
         read_command_line("serve", kept)
 
 
+@pytest.mark.parametrize(
+    "flag", ["-p", "-sys", "-r", "--grammar", "-j", "--reasoning-budget-message"]
+)
+def test_texts_for_the_model_are_utf8_whatever_the_locale(flag: str) -> None:
+    """A locale without UTF-8 hands its bytes on as surrogates."""
+    escaped = "é → 🦙".encode().decode("ascii", "surrogateescape")
+    line = read_command_line("run", [flag, escaped])
+    (given,) = line.given.values()
+    assert given.value in ("é → 🦙", ("é → 🦙",))
+    with pytest.raises(UsageError, match=f"^{flag} .*: must be UTF-8 text"):
+        read_command_line("run", [flag, "\udcff\udcfe x"])
+    with pytest.raises(UsageError, match="the prompt must be UTF-8 text"):
+        read_prompt("\udcff\udcfe x")
+    assert read_prompt(escaped) == "é → 🦙"
+
+
 @pytest.mark.parametrize(("command", "words"), [
     ("serve", ["--api-key", "s3cret,,other"]),
     ("serve", ["--api-key=s3cret,"]),
