@@ -170,7 +170,9 @@ def _choose(wanted: str) -> DeviceChoice:
     names = ["auto", "cpu", "sim", *(d.name for d in gpus)]
     close = difflib.get_close_matches(wanted, names, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
-    raise DeviceUnavailable(f"device {wanted}: this machine has {', '.join(names)}{hint}")
+    raise DeviceUnavailable(
+        f"device {wanted or repr(wanted)}: this machine has {', '.join(names)}{hint}"
+    )
 
 
 _KEYS = ("vram", "bw", "latency", "disk")
@@ -200,6 +202,8 @@ def parse_sim(device: str) -> SimSpec:
             raise DeviceUnavailable(
                 f"device {device}: {part!r} is not vram=SIZE, bw=RATE, latency=TIME or disk=RATE"
             )
+        if key in values:
+            raise DeviceUnavailable(f"device {device}: {key} is given twice; leave one of them out")
         values[key] = value
     try:
         return SimSpec(

@@ -46,13 +46,16 @@ def by_shares(n_layers: int, shares: Sequence[float]) -> tuple[LayerRange, ...]:
     The output is in the last range that is not empty. Raises DeviceUnavailable if the shares cannot
     divide a model.
     """
-    if any(not 0 <= share < float("inf") for share in shares) or not sum(shares):
+    # llama.cpp computes in single precision, which decides boundaries that fall on a layer.
+    with np.errstate(over="ignore"):
+        sums = np.fromiter(accumulate(np.float32(share) for share in shares), np.float32)
+    if not all(share >= 0 for share in shares) or not 0 < sums[-1] < np.inf:
         raise DeviceUnavailable(
             f"--tensor-split {','.join(f'{share:g}' for share in shares)}: shares are numbers from "
             "0 up, and one of them has to be above 0"
+            + " (in single precision, up to 3.4e+38)"
+            * (min(shares) >= 0 and sum(shares) > 0)
         )
-    # llama.cpp computes in single precision, which decides boundaries that fall on a layer.
-    sums = np.fromiter(accumulate(np.float32(share) for share in shares), np.float32)
     ends = [float(end) for end in sums / sums[-1]]
     n = n_layers + 1
     owners = [bisect_right(ends, float(np.float32(i) / np.float32(n))) for i in range(n)]

@@ -176,7 +176,10 @@ def test_two_devices_hold_what_one_cannot(models: Path) -> None:
         ("sim,sim", (0, 0, 1), "--tensor-split 0,0: .* one of them has to be above 0"),
         ("sim,sim", (-1, 2), "--tensor-split -1,2: shares are numbers from 0 up"),
         ("sim,sim", (float("nan"), 2), "--tensor-split nan,2: shares are numbers from 0 up"),
+        ("sim,sim", (1e300, 1e-300), "one of them has to be above 0 .in single precision, up to"),
         ("sim,sim:vram=x", (), "sim:vram=x"),
+        ("sim:vram=4MiB,vram=5MiB", (), "vram is given twice"),
+        ("", (), "device '': this machine has auto, cpu, sim"),
     ],
 )
 def test_bad_devices_and_shares_are_named_in_one_sentence(

@@ -47,7 +47,18 @@ def test_shares_of_ranges_give_the_same_ranges(lengths: list[int]) -> None:
     assert by_shares(n - 1, shares_of(ranges)) == tuple(ranges)
 
 
-@pytest.mark.parametrize("shares", [(0.0, 0.0), (-1.0, 2.0), (float("nan"), 1.0), (float("inf"),)])
+@pytest.mark.parametrize(
+    "shares",
+    [
+        (0.0, 0.0),
+        (-1.0, 2.0),
+        (float("nan"), 1.0),
+        (float("inf"),),
+        (1e300, 1e-300),
+        (2e38, 2e38),
+        (1e-50,),
+    ],
+)
 def test_shares_that_divide_nothing_are_refused(shares: tuple[float, ...]) -> None:
     with pytest.raises(DeviceUnavailable, match="shares are numbers from 0 up"):
         by_shares(4, shares)
