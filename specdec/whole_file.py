@@ -7,11 +7,13 @@ import errno
 import json
 import os
 import secrets
+import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 
 @contextmanager
@@ -30,9 +32,35 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+@contextmanager
+def named_file(path: Path) -> Iterator[BinaryIO]:
+    """`whole_file` for a path that the user named. Raises OSError.
+
+    A link stays, and the file behind it is replaced. A device or a pipe, such as /dev/stdout, is
+    not replaced: the content is written to it at the end of the block. A pipe needs a reader.
+    """
+    is_stream = path.exists() and not path.is_file() and not path.is_dir()
+    if not is_stream:
+        with whole_file(Path(os.path.realpath(path))) as f:
+            yield f
+        return
+    with tempfile.NamedTemporaryFile() as f:
+        yield cast(BinaryIO, f)
+        f.seek(0)
+        with open(path, "wb", opener=_open_now) as stream:
+            shutil.copyfileobj(f, stream)
+
+
+def _open_now(path: str, flags: int) -> int:
+    """Open a stream to write. A pipe that nobody reads is an error instead of an endless wait."""
+    handle = os.open(path, flags | os.O_NONBLOCK)
+    os.set_blocking(handle, True)
+    return handle
+
+
 def write_json(path: Path, data: object) -> None:
-    """Write readable JSON, whole or not at all. Raises OSError."""
-    with whole_file(path) as f:
+    """Write readable JSON, whole or not at all, as `named_file` does. Raises OSError."""
+    with named_file(path) as f:
         f.write((json.dumps(data, indent=1) + "\n").encode())
 
 
@@ -93,6 +121,6 @@ def decoded(content: bytes, source: str) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write text, whole or not at all. Raises OSError."""
-    with whole_file(path) as f:
+    """Write text, whole or not at all, as `named_file` does. Raises OSError."""
+    with named_file(path) as f:
         f.write(text.encode())

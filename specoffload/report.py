@@ -76,6 +76,12 @@ def no_more_output(error: OSError) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+class Unwritten:
+    """Whether a file that the user asked for could not be written, after the results were shown."""
+
+    is_any = False
+
+
 def be_verbose(*, library_level: int = 0) -> None:
     """Show log lines on standard error from now on.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from specdec.drafters.ngrams import HistoryDrafter, NgramKey, nothing
 from specdec.errors import BadOption
 from specdec.types import Draft, DraftRequest
-from specdec.whole_file import read_whole, whole_file
+from specdec.whole_file import named_file, read_whole
 
 MAX_SIZE = 4
 _NO_TOKEN = -1
@@ -65,7 +65,7 @@ class LookupCache:
 
     def save(self, path: Path) -> None:
         """Write llama.cpp's lookup cache format, whole or not at all."""
-        with whole_file(path) as f:
+        with named_file(path) as f:
             for key, followers in self.counts.items():
                 padded = (*key, *[_NO_TOKEN] * (MAX_SIZE - len(key)))
                 f.write(struct.pack("<4ii", *padded, len(followers)))

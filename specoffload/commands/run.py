@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from specoffload.chat.conversation import Message
 from specoffload.config.flag import utf8_text
 from specoffload.config.options import ChatOptions, RunOptions
 from specoffload.config.resolution import Config
-from specoffload.errors import UsageError
+from specoffload.errors import NotStored, UsageError
 from specoffload.generation.generation import GenerateOptions, TextPiece
 from specoffload.models.names import may_name_model
 from specoffload.opening.header import target_facts
@@ -160,16 +161,18 @@ def _keep_prompt(session: Session, file: Path, n_tokens: int | None) -> None:
     """Write the KV cache of the first `n_tokens` tokens, or of all if None, to `file`.
 
     The last of these tokens is left out, because it is evaluated again in any case. Raises
-    UsageError if the file cannot be written.
+    NotStored if the file cannot be written.
     """
     slot = session.batcher.slots[0]
     if n_tokens is not None:
         slot.reuse(slot.tokens[:n_tokens])
     try:
         if slot.tokens:  # empty after a prompt of one token
-            slot.write(file)
+            slot.write(
+                Path(os.path.realpath(file))
+            )  # a link stays, and the file behind it is replaced
     except OSError as e:
-        raise UsageError(f"--prompt-cache {file}: cannot be written ({e.strerror or e})") from e
+        raise NotStored(f"--prompt-cache {file}: cannot be written ({e.strerror or e})") from e
 
 
 def _continue(

@@ -13,7 +13,7 @@ from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 
 from offload.model import ModelFacts
-from specdec.whole_file import whole_file
+from specdec.whole_file import named_file
 
 DraftWeights = dict[str, NDArray[np.float32]]
 _OTHERWISE = Type.Q8_0  # in place of types that gguf can only read, such as Q4_K
@@ -64,7 +64,7 @@ def write_copy(
     reader = gguf.GGUFReader(source)
     architecture = reader.fields["general.architecture"].contents()
     n_bytes = 0
-    with whole_file(path) as file:
+    with named_file(path) as file:
         writer = gguf.GGUFWriter(file.name, architecture)
         for name, field in reader.fields.items():
             if name == _ALIGNMENT:

@@ -73,6 +73,19 @@ def _said(what: str, close: Callable[..., None], *given: object) -> None:
         log.debug("the failure while closing", exc_info=True)
 
 
+def _asked(close: Callable[[], None]) -> None:
+    """Call `close`, which writes a file that the user named.
+
+    A failure is logged, and the program ends with exit code 1.
+    """
+    try:
+        close()
+    except Exception as e:
+        log.warning("%s", e)
+        log.debug("the failure while closing", exc_info=True)
+        report.Unwritten.is_any = True
+
+
 def _with_useful_route(config: Config) -> tuple[Config, str]:
     """Turn --route-cached off if no choice can change, so that nothing else changes either.
 
@@ -126,7 +139,7 @@ class Session:
         trace = SessionTrace(config.streaming.trace, config.trace)
         with ExitStack() as opened:
             # Runs last, after the target is closed.
-            opened.callback(_said, "the trace is not written", trace.write)
+            opened.callback(_asked, trace.write)
             self.target: Engine = opened.enter_context(open_target(start, on_progress))
             if reason := self.target.opened.no_rows_reason:
                 spec = without_asked_rows(start.choices.spec, reason)
@@ -176,7 +189,7 @@ class Session:
             )  # fmt: skip
             if drafts:
                 self.speculation = Speculation(spec, self.target, self.draft, self.costs)
-                opened.callback(_said, "drafters are not kept", self.speculation.close)
+                opened.callback(_asked, self.speculation.close)
             self.batcher = Batcher(
                 self.target,
                 self.draft,

@@ -27,6 +27,7 @@ from specdec.drafters.rows import BlockDrafter, RowDrafter
 from specdec.options import AcceptRule, DrafterName, SpecOptions
 from specdec.types import Drafter, Policy, Round, holds_trees
 from specoffload.config.speculation import SpecConfig
+from specoffload.errors import NotStored
 from specoffload.generation.logits_log import TRACE, LoggedMatch, LoggedRejection
 from specoffload.opening.draft_model import DraftModel
 from specoffload.opening.translation import translation
@@ -253,7 +254,7 @@ class Speculation:
             log.debug("  position %d: %s", position, words)
 
     def close(self) -> None:
-        """Write the lookup cache."""
+        """Write the lookup cache. Raises NotStored if that fails."""
         options = self._config.options
         path = options.lookup_dynamic
         drafters = [
@@ -267,7 +268,8 @@ class Speculation:
                 try:
                     drafter.dynamic.save(path)
                 except OSError as e:
-                    log.warning("the lookup cache %s was not written: %s", path, e)
+                    words = f"the lookup cache {path} was not written: {e.strerror}"
+                    raise NotStored(words) from e
 
 
 class RequestSampling:

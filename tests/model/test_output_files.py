@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 from pathlib import Path
 
 import in_process
 import pytest
 
+from specdec.drafters.ngram_cache import LookupCache
 from specoffload.errors import UsageError
 from specoffload.output_file import check_output
+from specoffload.slots.slot import Slot
 
 PROMPT = ("run", "-p", "x", "-n", "2")
 
@@ -66,3 +70,37 @@ def test_a_file_without_permission_is_refused(
     with pytest.raises(UsageError, match=rf"-o .*{name}: cannot be written"):
         check_output("-o", tmp_path / name)
     assert asked == [(tmp_path / "old" if name == "old" else tmp_path, os.W_OK)]
+
+
+def test_a_file_that_could_not_be_written_at_the_end_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(LookupCache, "save", full)
+    monkeypatch.setattr(Slot, "write", full)
+    cache = str(tmp_path / "cache")
+    for words, message in (
+        (("--trace", "/dev/full"), "the trace could not be written to /dev/full: No space left"),
+        (
+            ("--spec-type", "ngram-cache", "-lcd", cache),
+            f"the lookup cache {cache} was not written: No space left",
+        ),
+        (("--prompt-cache", cache), f"--prompt-cache {cache}: cannot be written (No space left"),
+    ):
+        done = in_process.command(*PROMPT, "-p", "def f(", "-t", "1", *words)
+        assert (done.returncode, done.stdout.count("\n")) == (1, 1), done.stderr
+        assert message in " ".join(f"{done.stderr} {caplog.text}".split())
+        caplog.clear()
+    assert in_process.command(*PROMPT, "-t", "1").returncode == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_to_a_kept_prompt_stays(tmp_path: Path) -> None:
+    (link := tmp_path / "link").symlink_to("real")
+    words = (*PROMPT, "-p", "def f(a, b):", "-t", "1", "--prompt-cache", link, "--json")
+    first, second = (json.loads(in_process.command(*words).stdout) for _ in range(2))
+    assert link.readlink() == Path("real")
+    assert (tmp_path / "real").is_file()
+    assert (first["stats"]["n_cached_tokens"], second["stats"]["n_cached_tokens"] > 0) == (0, True)
