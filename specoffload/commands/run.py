@@ -168,9 +168,8 @@ def _keep_prompt(session: Session, file: Path, n_tokens: int | None) -> None:
         slot.reuse(slot.tokens[:n_tokens])
     try:
         if slot.tokens:  # empty after a prompt of one token
-            slot.write(
-                Path(os.path.realpath(file))
-            )  # a link stays, and the file behind it is replaced
+            # A link stays, and the file behind it is replaced.
+            slot.write(Path(os.path.realpath(file)))
     except OSError as e:
         raise NotStored(f"--prompt-cache {file}: cannot be written ({e.strerror or e})") from e
 
