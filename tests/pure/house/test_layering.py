@@ -48,7 +48,7 @@ LAYERS = {
     ),
     "specoffload": (
         ("chat", "ctrl_c", "errors"),
-        ("generation",),
+        ("generation", "output_file"),
         ("cpu_load", "kept_bounds", "kept_values"),
         ("kept_engines",),
         ("kept", "report"),
