@@ -7,7 +7,6 @@ flag's default.
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, dataclass, fields
@@ -99,7 +98,7 @@ def utf8_text(text: str) -> str:
     if not any("\ud800" <= character <= "\udfff" for character in text):
         return text
     try:
-        return os.fsencode(text).decode()
+        return text.encode("utf-8", "surrogateescape").decode()
     except UnicodeError:
         raise ValueError("must be UTF-8 text") from None
 
