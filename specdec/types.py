@@ -379,6 +379,10 @@ class Policy(Protocol):
         """Prepare for drafters with these names, so that their first drafts take no longer."""
         return
 
+    def prompt_read(self) -> None:
+        """Hear that a prompt was evaluated, or a part of it, since the last round."""
+        return
+
     def may_ask(self, source: str) -> bool:
         """False if the drafter `source` will surely not be asked for many rounds."""
         return True

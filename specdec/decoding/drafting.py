@@ -170,6 +170,8 @@ class ChainDrafting:
 
     def heard(self, member: BatchMember) -> None:
         """Tell the drafters that the target has evaluated a part of the member's prompt."""
+        self._learn_rested()
+        self.policy.prompt_read()
         n_read = 0 if member.bounds.n_max == 0 else self._target.length(member.sequence)
         self._drafter.heard(member.sequence, member.history, n_read, member.salt)
 

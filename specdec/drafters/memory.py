@@ -69,7 +69,8 @@ class DraftMemory:
     def n_unread(self, sequence: int, history: Sequence[int]) -> int:
         held = self._held.get(sequence)
         n_held = 0
-        if held is not None:
+        # If the lengths differ, the model was emptied, and all is read again.
+        if held is not None and self._model.length(sequence) == len(held.tokens):
             n_held = _n_same(held, history, min(len(held.tokens), len(history) - 1))
             if len(held.tokens) > n_held:
                 n_held = self._n_after_cut(sequence, held, n_held)

@@ -17,7 +17,7 @@ _MOST_TOKENS = 1.5  # most tokens of earlier gains that later looks may cost
 _LONGEST_REST = 32  # rounds
 _MOST_TIMES_USUAL = 4.0  # cost of a look that is charged, relative to the median
 _LOOKS_SEEN = 9  # newest looks whose time counts
-_READ_SHARE = 1 / 5  # first guess of a prompt token's time, as a share of a draft step
+_READ_SHARE = 1 / 16  # first guess of a prompt token's time, as a share of a draft step
 _READS_SEEN = 5
 
 

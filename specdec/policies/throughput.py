@@ -21,6 +21,7 @@ import numpy as np
 from specdec.costs.calibration import Calibration
 from specdec.costs.profile import CostProfile, KnownCosts, LiveCosts
 from specdec.options import BY_BLOCK
+from specdec.policies.after_prompt import AfterPrompt
 from specdec.policies.looks import Looks, ReadingTimes
 from specdec.policies.same_size import SameSize
 from specdec.policies.tree import N_WIDE, TreeGrowth, TreePrices, source_of
@@ -102,7 +103,7 @@ class Throughput(Policy):
         self._seconds = 4.0 * self._costs.planned[0]
         self._n_plans, self._plain_s = self._costs.n_plans, self._costs.times[0]
         self._had_no_unit = self._costs.is_relative
-        self._same = SameSize()
+        self._same, self._after_prompt = SameSize(), AfterPrompt()
         self._looks, self._reading = Looks(), ReadingTimes()
         self._saved_tokens = 0.0  # saved by a batch as large as the last one
 
@@ -167,6 +168,10 @@ class Throughput(Policy):
             known.regimes = self.calibration.regimes(source)
             self._rebuild(known, source)
 
+    def prompt_read(self) -> None:
+        if not self._beside:
+            self._after_prompt.begins()
+
     def may_ask(self, source: str) -> bool:
         """False if drafts of `source` cannot pay, and its next probe is far away."""
         known = self._sources.get(source)
@@ -209,7 +214,12 @@ class Throughput(Policy):
         return walk
 
     def _priced_now(self, price: list[float], source: str) -> list[float]:
-        """`price` by drafted tokens, less what a batch as large as the last one saves."""
+        """`price` by drafted tokens, less what a batch as large as the last one saves.
+
+        It is higher in the first rounds after a prompt.
+        """
+        if not self._beside and (factor := self._after_prompt.factor) > 1.0:
+            price = [factor * tokens for tokens in price]
         same = self._same.n_rows - 1 - self._beside
         if not self._saved_tokens or not 0 <= same < len(price):
             return price
@@ -314,6 +324,10 @@ class Throughput(Policy):
 
     def learn(self, round_: Round) -> None:
         draft = round_.draft
+        if not (self._after_prompt.is_over or self._beside or self._costs.is_relative):
+            planned = self._costs.planned
+            n_more = min(round_.n_drafted, len(planned) - 1)
+            self._after_prompt.observe(round_.verify_s, planned[n_more])
         if not (self._walks or draft.tokens or draft.dropped or draft.others or draft.n_steps):
             self._n_rounds += 1
             self._alone_s.append(round_.verify_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.memory import BATCHED_TAIL, DraftMemory
 from specdec.drafters.ngrams import NgramMod
 from specdec.drafters.suffix import SuffixDrafter
+from specdec.policies.after_prompt import N_ROUNDS, AfterPrompt
 from specdec.policies.looks import Looks, ReadingTimes
 from specdec.policies.rules import DraftBounds, Fixed, bounded
 from specdec.policies.throughput import Throughput
@@ -88,11 +90,11 @@ def test_one_slow_look_does_not_end_the_others() -> None:
 
 def test_reading_is_priced_by_a_step_and_then_as_it_took() -> None:
     times = ReadingTimes()
-    assert times.expected_s("draft", 160, 1.0) == pytest.approx(33.0)
+    assert times.expected_s("draft", 160, 1.0) == pytest.approx(11.0)
     times.took("draft", 1.6)
     times.took("draft", 99.0)  # nothing was asked for
     assert times.expected_s("draft", 1000, 1.0) == pytest.approx(11.0)
-    assert times.expected_s("mtp", 160, 1.0) == pytest.approx(33.0)
+    assert times.expected_s("mtp", 160, 1.0) == pytest.approx(11.0)
 
 
 # -- the policy ------------------------------------------------------------------------------------
@@ -110,14 +112,14 @@ def wrote(policy: Throughput, n_tokens: int) -> None:
 
 def test_a_probe_waits_until_reading_the_prompt_is_affordable() -> None:
     policy = Throughput(PROBED)
-    walk = asked(policy, 160)
+    walk = asked(policy, 512)
     assert not walk.wants
     assert walk.rest == 31
-    assert "reading 160 tokens of the text first takes the time of 9.9 tokens" in walk.reason
+    assert "reading 512 tokens of the text first takes the time of 9.9 tokens" in walk.reason
     wrote(policy, 1000)
-    assert not asked(policy, 160).wants
+    assert not asked(policy, 512).wants
     wrote(policy, 3100)
-    assert asked(policy, 160).wants  # the way back
+    assert asked(policy, 512).wants  # the way back
 
 
 def test_a_short_text_is_read_for_a_probe_at_once() -> None:
@@ -131,11 +133,11 @@ def test_a_known_drafter_is_not_probed_at_a_loss() -> None:
     known = Calibration()
     for _ in range(60):
         known.observe("draft", 0.5, accepted=False)
-    assert asked(Throughput(PROBED), 20).wants
+    assert asked(Throughput(PROBED), 60).wants
     policy = Throughput(PROBED, known)
-    assert not asked(policy, 20).wants
+    assert not asked(policy, 60).wants
     wrote(policy, 600)
-    assert asked(policy, 20).wants, "the share of time that drafts may lose has grown"
+    assert asked(policy, 60).wants, "the share of time that drafts may lose has grown"
 
 
 def test_what_cannot_pay_is_probed_after_a_share_of_the_time() -> None:
@@ -225,6 +227,95 @@ def test_a_lone_draft_of_n_grams_is_charged_for_two_changes_of_size() -> None:
     assert policy._saved_tokens > 0.0
     assert n_grams._price[0] == pytest.approx(-2 * policy._saved_tokens)
     assert model._price[0] == pytest.approx(-policy._saved_tokens)
+
+
+def test_a_model_that_was_emptied_has_read_nothing() -> None:
+    model = FakeTarget()
+    memory = DraftMemory(model)
+    history = [*range(1, 40)]
+    model.extend(0, memory.tail(0, history)[0], 1)
+    memory.fed(0, history[-1:])
+    memory.mark(0)
+    assert memory.n_unread(0, [*history, 5]) == 0
+    model.rewind(0, 0)
+    assert memory.n_unread(0, [*history, 5]) == 39
+    assert len(memory.tail(0, [*history, 5])[0]) == 1, "the others were read"
+    assert model.length(0) == 39
+
+
+# -- after a prompt --------------------------------------------------------------------------------
+
+
+def after_prompts(*ratios: Sequence[float]) -> AfterPrompt:
+    """What is learnt from answers whose first decodes took these multiples of the usual time."""
+    learnt = AfterPrompt()
+    for of_answer in ratios:
+        learnt.begins()
+        for ratio in of_answer:
+            learnt.observe(ratio, 1.0)
+    learnt.begins()
+    return learnt
+
+
+def test_the_first_decodes_after_a_prompt_are_learnt_round_by_round() -> None:
+    learnt = after_prompts((5.0, 2.0, 1.5, 0.5, 9.0), (7.0, 3.0), (6.0, 1.0))
+    factors = []
+    for _ in range(6):
+        factors.append(learnt.factor)
+        learnt.observe(1.0, 0.0)  # says nothing: the usual time is not known
+    assert factors == [6.0, 2.0, 1.5, 1.0, 1.0, 1.0]
+    assert learnt.is_over
+
+
+def test_one_disturbed_decode_after_a_prompt_changes_nothing() -> None:
+    assert after_prompts((1.0,), (500.0,), (1.0,)).factor == 1.0
+    assert after_prompts((500.0,), (1.0,)).factor == 1.0, "disturbances only make decodes longer"
+    assert after_prompts((500.0,)).factor == 16.0
+
+
+def test_a_round_that_was_never_seen_is_as_long_as_the_one_before() -> None:
+    learnt = AfterPrompt()
+    assert learnt.is_over
+    assert learnt.factor == 1.0, "no prompt was read"
+    learnt.begins()
+    assert learnt.factor == 16.0
+    learnt.observe(3.0, 1.0)
+    assert learnt.factor == 3.0
+
+
+@pytest.mark.parametrize(("first_s", "drafts"), [(1.0, True), (12.0, False)])
+def test_drafts_are_dearer_while_a_prompts_experts_are_in_the_slots(
+    first_s: float, drafts: bool
+) -> None:
+    """The very first round shows what plain decoding takes there, and later ones are priced."""
+    policy = Throughput(CostProfile(tuple(1.0 + 0.1 * n for n in range(9)), 0.01))
+
+    def n_best() -> int:
+        walk = policy.begin(8, "suffix")
+        for _ in range(8):
+            walk.feed(0.8)
+        return walk.n_best
+
+    assert n_best() > 0
+    policy.prompt_read()
+    assert n_best() == 0
+    policy.learn(Round(Draft((), (), "suffix", NO_TOKENS), 0, (1,), 0.0, first_s))
+    assert (n_best() > 0) == drafts
+    for _ in range(N_ROUNDS):
+        policy.learn(Round(Draft((), (), "suffix", NO_TOKENS), 0, (1,), 0.0, 1.0))
+    assert n_best() > 0
+
+
+def test_the_loop_says_when_a_prompt_was_read() -> None:
+    target, policy = FakeTarget(), Throughput(FLAT)
+    loop = DecodingLoop(target, ChainDrafting(target, Silent("suffix"), policy))
+    assert policy._after_prompt.is_over
+    loop.add(member_of(0, [1, 2, 3], 12))
+    loop.step()
+    assert not policy._after_prompt.is_over
+    while loop.members:
+        loop.step()
+    assert policy._after_prompt.is_over
 
 
 @pytest.mark.parametrize("forgets", [False, True])
