@@ -140,6 +140,8 @@ SAMPLED = {
     "model/test_hybrid_model.py::test_a_computed_row_on_mtp_is_the_pages": 1,
     "model/test_hybrid_model.py::test_a_plan_by_counted_hits_is_never_behind_the_other": 1,
     "model/test_hybrid_model.py::test_no_computed_batch_is_slower_with_splits_and_its_row_is_the_pages": 2,  # noqa: E501
+    "model/test_kept_noise.py::test_a_disturbed_measurement_of_links_costs_a_plan_nothing": 2,
+    "model/test_kept_noise.py::test_a_disturbed_measurement_of_the_disk_costs_a_plan_nothing": 2,
     "model/test_large_pages.py::test_a_mixture_opens_and_decodes_with_large_pages": 1,
     "model/test_launch_lines.py::test_a_published_bench_line_benches_and_its_log_is_imported": 1,
     "model/test_launch_lines.py::test_a_published_line_starts_and_answers": 2,
