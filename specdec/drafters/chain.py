@@ -20,6 +20,7 @@ from specdec.drafters.memory import BATCHED_TAIL
 from specdec.drafters.ngrams import nothing
 from specdec.types import Draft, Drafter, DraftRequest, Round
 
+_PRICE_MEMORY = 0.2  # weight of the newest price
 _MEMORY = 0.05  # weight of the newest gain
 _TRIAL_SHARE = 0.003  # largest share of all tokens' time that a drafter's trials may cost
 _CREDIT = 10.0  # tokens that a drafter's trials may cost in advance
@@ -79,13 +80,14 @@ class _Paid:
     """A drafter that spends draft steps, and what its proposals gained."""
 
     __slots__ = ("_at", "_credit", "_mean", "_n_trials", "_price", "_squares", "_until", "_weight",
-                 "asked_at", "catch_up", "drafter", "gain", "missed")  # fmt: skip
+                 "asked_at", "catch_up", "drafter", "gain", "missed", "price")  # fmt: skip
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.gain: float | None = None  # running mean in tokens, less the price of the steps
         self.asked_at = 0  # emitted tokens when it was asked last
         self.catch_up = 0.0  # usual price in tokens of catching up with the text
+        self.price = 0.0  # usual price in tokens of its steps and of catching up
         self.missed = 0.0  # tokens that it might have gained since then
         self._credit = _CREDIT  # tokens that trials may cost now
         self._at = 0  # emitted tokens that the credit counts
@@ -206,15 +208,10 @@ class ChainDrafter:
         if (
             self.free
             and not is_due
-            and leader.usual_gain > 0.0  # else the policy decides when it is probed
             and self._n_tokens - leader.asked_at > BATCHED_TAIL * len(requests)
+            and not self._is_worth_asking(leader, poor)
         ):
-            # Catching up with the text comes first, and pays only after several poor offers.
-            leader.missed += fmean([leader.usual_gain - offer.gain for _, offer in poor])
-            if leader.missed < leader.catch_up:
-                for _, offer in poor:
-                    offer.paid_rest = 0  # each round counts
-                return
+            return
         price = self._ask(poor, leader)
         if is_due:
             leader.tried(price)
@@ -225,6 +222,20 @@ class ChainDrafter:
                     self._compared.setdefault(request.sequence, []).append(
                         (paid, _Bet(request, offer, paid), _Bet(request, offer, leader))
                     )
+
+    def _is_worth_asking(
+        self, leader: _Paid, poor: Sequence[tuple[DraftRequest, _Proposals]]
+    ) -> bool:
+        """True if the leader is asked although it has to catch up with the text."""
+        if leader.usual_gain <= 0.0:  # as rarely as a trial
+            return leader.price <= _TRIAL_SHARE * (self._n_tokens - leader.asked_at)
+        # Catching up comes first, and pays only after several poor offers.
+        leader.missed += fmean([leader.usual_gain - offer.gain for _, offer in poor])
+        if leader.missed >= leader.catch_up:
+            return True
+        for _, offer in poor:
+            offer.paid_rest = 0  # each round counts
+        return False
 
     def _ask(self, poor: Sequence[tuple[DraftRequest, _Proposals]], paid: _Paid) -> float:
         """Ask `paid` for drafts. Returns the mean price of its steps, in tokens."""
@@ -249,7 +260,12 @@ class ChainDrafter:
             prices.append(spent + catch_up)
             offer.add_paid(draft, gain)
         paid.asked_at, paid.missed = self._n_tokens, 0.0
-        return fmean(prices)
+        price = fmean(prices)
+        if price > 0.0:
+            paid.price += (
+                _PRICE_MEMORY * (min(price, _CREDIT) - paid.price) if paid.price else price
+            )
+        return price
 
     def learn(self, sequence: int, round_: Round) -> None:
         self._n_tokens += len(round_.emitted)

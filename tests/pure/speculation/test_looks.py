@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -479,6 +480,32 @@ def test_rounds_of_rest_are_learnt_from_together_as_if_one_by_one(
     assert together[2]._rested == [], "all is learnt at the end of a text"
     if n_tokens == 150:
         assert together[3] > 1
+
+
+class Losing(Silent):
+    """A drafter that spends steps, and gains `gain` tokens with each draft."""
+
+    def __init__(self, name: str, gain: float) -> None:
+        super().__init__(name)
+        self.gain, self.n_asked = gain, 0
+
+    def propose(self, requests: Any) -> list[Draft]:
+        self.n_asked += 1
+        requests[0].walks[self.name] = SimpleNamespace(gain=self.gain, spent=0.75, price=0.0)
+        return [Draft((), (), self.name, NO_TOKENS, n_steps=1)]
+
+
+@pytest.mark.parametrize(("gain", "least", "most"), [(0.0, 60, 190), (1.0, 1000, 2000)])
+def test_a_leader_that_gains_nothing_is_asked_as_rarely_as_a_trial(
+    gain: float, least: int, most: int
+) -> None:
+    paid = Losing("mtp", gain)
+    chain = ChainDrafter([Silent("ngram-mod")], paid)
+    for _ in range(2000):
+        (draft,) = chain.propose([DraftRequest(0, [1, 2], Fixed(4), 4)])
+        chain.learn(0, Round(draft, 0, (1,) * 10, 0.0, 1.0))  # it has to catch up each time
+    # Trials and the leader's own share: 0.3 % of 20,000 tokens each, and 10 tokens in advance.
+    assert least <= paid.n_asked <= most
 
 
 def test_rounds_of_rest_have_nothing_to_learn_from() -> None:
