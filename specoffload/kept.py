@@ -61,6 +61,7 @@ class KeptDraft:
 
     step_s: float = 0.0
     calibration: dict[str, Bins] = field(default_factory=dict)
+    step_spread: float = 0.0  # half the interquartile range over the median; 0.0: not known
 
 
 @dataclass

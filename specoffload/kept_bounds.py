@@ -101,6 +101,7 @@ SLOTS = Bounds(0.0, 1e9, "slots or layers")
 EXPERTS = Bounds(0.0, 1e9, "experts")
 BATCH = Bounds(0.0, 1e7, "tokens in a batch")
 TIMINGS = Bounds(0.0, 1e6, "timings")
+SPREAD = Bounds(0.0, 1e3, "times the median")
 THREADS = Bounds(1.0, 1e5, "threads")
 
 
@@ -121,8 +122,10 @@ def split_reason(costs: MeasuredCosts, expert_bytes: float) -> str:
             return f"a layer takes {side} {reason}, whatever its experts"
     if reason := whole.reason([costs.copy_s / costs.link_slowdown]):
         return f"an expert's copy takes {reason}"
-    reason = SLOWDOWN.reason([costs.host_slowdown, costs.link_slowdown])
-    return reason and f"while CPU and link work, one is slowed down {reason}"
+    if reason := SLOWDOWN.reason([costs.host_slowdown, costs.link_slowdown]):
+        return f"while CPU and link work, one is slowed down {reason}"
+    reason = SPREAD.reason([costs.host_spread, costs.device_spread, costs.copy_spread])
+    return reason and f"repeated timings differ by {reason}"
 
 
 def drop_absurd(kept: Profile, expert_bytes: float | None = None) -> list[str]:
@@ -286,6 +289,9 @@ def _drop_of_run(run: MeasuredRun, expert_bytes: float | None) -> Iterator[str]:
     ones_s = [one[1].seconds for way in run.table.ways if 1 in (one := run.table.measured(way))]
     most_s = min(TOKEN.most, _TIMES_SLOWER * min(ones_s)) if ones_s else TOKEN.most
     for name, draft in run.drafts.items():
-        if draft.step_s and (reason := Bounds(TOKEN.least, most_s, "s").reason([draft.step_s])):
-            draft.step_s = 0.0
+        reason = SPREAD.reason([draft.step_spread])
+        if draft.step_s:
+            reason = reason or Bounds(TOKEN.least, most_s, "s").reason([draft.step_s])
+        if reason:
+            draft.step_s = draft.step_spread = 0.0
             yield f"the draft step of {run.date} ({name:.40}): {reason}"

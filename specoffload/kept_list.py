@@ -174,7 +174,8 @@ def _of_run(run: KeptRun) -> Iterator[Measurement]:
     for name, draft in run.drafts.items():
         if draft.step_s:
             of = name if name == "own layers" else name[:8]  # of the file's hash
-            yield Measurement(f"draft step ({of})", _time(draft.step_s), run.date, None, _CORRECTED)
+            value, spread = _time(draft.step_s), draft.step_spread or None
+            yield Measurement(f"draft step ({of})", value, run.date, spread, _CORRECTED)
         for drafter, bins in draft.calibration.items():
             words = f"{sum(bins.accepted):,.0f} of {sum(bins.total):,.0f} tokens accepted"
             yield Measurement(f"calibration of {drafter}", words, run.date, None, _COUNTED)
@@ -194,9 +195,15 @@ def _of_table(table: CostTable) -> Iterator[Measurement]:
 
 def _of_split(of: str, costs: MeasuredCosts, day: str, usual: str) -> Iterator[Measurement]:
     state = "doubted: timed again" if costs.is_doubtful else usual
-    for side, times in (("CPU", costs.host), ("device", costs.device)):
-        yield Measurement(f"an expert on the {side}{of}", _time(times.array()[1]), day, None, state)
-    yield Measurement(f"an expert's copy{of}", _time(costs.copy_s), day, None, state)
+    for side, times, spread in (
+        ("CPU", costs.host, costs.host_spread),
+        ("device", costs.device, costs.device_spread),
+    ):
+        name, value = f"an expert on the {side}{of}", _time(times.array()[1])
+        yield Measurement(name, value, day, spread or None, state)
+    yield Measurement(
+        f"an expert's copy{of}", _time(costs.copy_s), day, costs.copy_spread or None, state
+    )
 
 
 def _time(seconds: float) -> str:

@@ -335,6 +335,10 @@ class MeasuredCosts:
     host_slowdown: float = 1.0  # factor on the CPU's times while the link copies
     link_slowdown: float = 1.0  # factor on the link's times while the CPU computes
     kinds: tuple[float, ...] = (1.0,)  # each kind's share of an expert, in the order of copying
+    # Half the interquartile range of repeated timings over their median; 0.0: not repeated yet.
+    host_spread: float = 0.0
+    device_spread: float = 0.0
+    copy_spread: float = 0.0
 
     def __post_init__(self) -> None:
         """Raise ValueError unless these are times, slowdowns and shares."""

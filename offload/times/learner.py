@@ -152,6 +152,11 @@ class Learner:
         self.planned = self.times
         self.reach(n_max)
 
+    @property
+    def draft_step_spread(self) -> float:
+        """Half the interquartile range of a draft step's times over their median; 0.0: unknown."""
+        return self._steps.spread
+
     # -- known times -------------------------------------------------------------------------------
 
     def way(self, n: int) -> Way:

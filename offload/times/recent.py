@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from statistics import median_low
 
+from offload.times.repeated import half_spread
+
 _MOST = 32  # values that count, the newest ones
 
 
@@ -24,6 +26,11 @@ class RecentMedian:
     def value(self) -> float:
         """The lower median, or 0.0 if nothing is known."""
         return median_low(self._values) if self._values else 0.0
+
+    @property
+    def spread(self) -> float:
+        """Half the interquartile range over the median, or 0.0 for fewer than two values."""
+        return half_spread(self._values) or 0.0
 
     def see(self, value: float) -> None:
         self._values.append(value)

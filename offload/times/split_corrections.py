@@ -156,6 +156,24 @@ class SplitCorrections:
             link_slowdown=link_slow,
         )
 
+    def costs_to_keep(self) -> MeasuredCosts:
+        """Return the corrected costs with the spreads of the timings that were repeated."""
+        return replace(
+            self.costs(),
+            host_spread=self._spread(TimedSide.HOST) or self._kept.host_spread,
+            device_spread=self._spread(TimedSide.DEVICE) or self._kept.device_spread,
+            copy_spread=self._copy.spread or self._kept.copy_spread,
+        )
+
+    def _spread(self, side: TimedSide) -> float:
+        """Return the median spread of a side's timings that were repeated, 0.0 if none was."""
+        spreads = [
+            known.spread
+            for timing, known in self._seconds.items()
+            if timing.side is side and self._n_seen[timing]
+        ]
+        return median_low(spreads) if spreads else 0.0
+
     def changed(self) -> MeasuredCosts | None:
         """Return the corrected costs if they differ from those that it returned last."""
         now = self.costs()

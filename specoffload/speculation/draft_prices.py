@@ -144,6 +144,8 @@ class DraftPrices:
         several_s = self.several_s
         for name, kept in drafts.items():
             kept.step_s = learner.draft_step_s if several_s is None else several_s[name]
+            if several_s is None:
+                kept.step_spread = learner.draft_step_spread
 
     def _kept(self, run: KeptRun) -> dict[str, KeptDraft]:
         """The kept measurements of each drafter that spends draft steps, by its name."""

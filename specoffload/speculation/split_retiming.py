@@ -83,8 +83,8 @@ class SplitRetiming:
 
     @property
     def costs(self) -> dict[str, MeasuredCosts]:
-        """The corrected costs, by the name of the device."""
-        return {name: corrections.costs() for name, corrections in self._corrections.items()}
+        """The corrected costs with their spreads, by the name of the device."""
+        return {name: each.costs_to_keep() for name, each in self._corrections.items()}
 
     @property
     def n_timings(self) -> int:

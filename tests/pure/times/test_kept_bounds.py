@@ -42,10 +42,11 @@ Change = Callable[[Kept], Any]
 def profile() -> Kept:
     """A kept file with each kind of measurement."""
     costs = MeasuredCosts(
-        SideTimes({1: 1e-3, 4: 2e-3}), SideTimes({1: 1e-4}, 1e-5), 1e-3, 1.2, 1.5, (0.5, 0.5)
-    )
+        SideTimes({1: 1e-3, 4: 2e-3}), SideTimes({1: 1e-4}, 1e-5), 1e-3, 1.2, 1.5, (0.5, 0.5),
+        host_spread=0.02, device_spread=0.03, copy_spread=0.04,
+    )  # fmt: skip
     table = CostTable(16, 4, {Way.IN_PLACE: {1: DecodeTime(0.1, 0.05, 3, DAY)}})
-    draft = KeptDraft(0.01)
+    draft = KeptDraft(0.01, step_spread=0.05)
     candidate = Candidate(Strategy.SINGLE, 4)
     reads = MappedReads(2e-6, 2e10, 1e10, 6e-6, 2.2e10)
     return Kept(
@@ -103,6 +104,16 @@ DISTURBED: dict[str, tuple[Change, Change, str]] = {
         lambda kept: setattr(kept.runs[0].drafts["m"], "step_s", 2.5),
         lambda kept: kept.runs[0].drafts["m"] == KeptDraft(),
         "the draft step of 2026-01-02 (m): 2.5 s, where 1e-07 to 2 s",
+    ),
+    "spread of split costs": (
+        lambda kept: setattr(kept.runs[0], "split", replace(kept.runs[0].split, copy_spread=-1.0)),
+        lambda kept: kept.runs[0].split is None,
+        "the split costs of 2026-01-02: repeated timings differ by -1 times the median",
+    ),
+    "spread of a draft step": (
+        lambda kept: setattr(kept.runs[0].drafts["m"], "step_spread", 1e30),
+        lambda kept: kept.runs[0].drafts["m"] == KeptDraft(),
+        "the draft step of 2026-01-02 (m): 1e+30 times the median",
     ),
     "engine": (
         lambda kept: kept.engines["draft"].seconds.update(

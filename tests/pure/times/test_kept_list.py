@@ -48,9 +48,10 @@ def test_each_kind_of_measurement_has_a_row() -> None:
         "20 GB/s, 10 GB/s beside copies, first 2 us", "±17 %", "3 days", ONCE_MORE,
     )  # fmt: skip
     assert listed["T(1) in place"] == ("100 ms", "±5 %", "3 days", "corrected in use")
-    assert listed["an expert on the CPU"] == ("1 ms", "", "3 days", "corrected in use")
-    assert listed["an expert's copy of CUDA0"] == ("1 ms", "", "3 days", "corrected in use")
-    assert listed["draft step (m)"] == ("10 ms", "", "3 days", "corrected in use")
+    assert listed["an expert on the CPU"] == ("1 ms", "±2 %", "3 days", "corrected in use")
+    assert listed["an expert on the device"] == ("100 us", "±3 %", "3 days", "corrected in use")
+    assert listed["an expert's copy of CUDA0"] == ("1 ms", "±4 %", "3 days", "corrected in use")
+    assert listed["draft step (m)"] == ("10 ms", "±5 %", "3 days", "corrected in use")
     assert listed["draft engines (draft)"] == (
         "libllama 20 ms, torch 10 ms", "±2 %", "3 days", ONCE_MORE,
     )  # fmt: skip

@@ -298,6 +298,7 @@ def test_units_of_one_token_become_seconds_with_the_first_decode() -> None:
     assert learner.draft_step_s == pytest.approx(0.002), "one longer step may be disturbed"
     learner.observe(4, 0.05, 0.01, 2, 0.008)
     assert learner.draft_step_s == pytest.approx(0.004), "two of three agree"
+    assert learner.draft_step_spread == pytest.approx(0.125), "of 2, 4 and 4 ms"
     learner.reach(12)
     assert len(learner.times) == 12
 

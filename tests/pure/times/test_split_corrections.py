@@ -225,6 +225,24 @@ def test_clean_costs_stay_as_they_are_and_one_busy_minute_changes_nothing() -> N
     assert largest_ratio(retiming.costs["sim"], TRUE) <= 1.2
 
 
+def test_the_spread_of_repeated_timings_is_kept_with_the_costs() -> None:
+    corrections = SplitCorrections(TRUE)
+    first = corrections.costs_to_keep()
+    assert first.host_spread == first.device_spread == first.copy_spread == 0.0
+    host_s = TRUE.host.fixed_s + 2 * TRUE.host.by_rows_s[1]
+    device_s = TRUE.device.fixed_s + 8 * TRUE.device.by_rows_s[1]
+    for factor in (1.0, 1.2, 1.4):
+        corrections.see(SplitTiming(TimedSide.HOST, 1, 2), factor * host_s)
+        corrections.see(SplitTiming(TimedSide.DEVICE, 1, 8), device_s)
+        corrections.see_link(factor * TRUE.copy_s / TRUE.link_slowdown, 1.2, 1.1)
+    kept = corrections.costs_to_keep()
+    of_four = 0.125 / 1.1  # 1, 1, 1.2 and 1.4: half of 1.25 - 1, over 1.1
+    assert kept.host_spread == pytest.approx(of_four)
+    assert kept.copy_spread == pytest.approx(of_four)
+    assert kept.device_spread == pytest.approx(0.0)
+    assert SplitCorrections(kept).costs_to_keep().host_spread == kept.host_spread
+
+
 def test_a_large_correction_is_told_and_a_small_one_is_not() -> None:
     for factor, is_large in ((1.2, False), (5.0, True)):
         machine = Machine()
