@@ -1,14 +1,15 @@
 """Chooses strategy, threads and page size by measuring: the search and its stored result.
 
-`search` calls `measure(candidate)` for decode times, and chooses the fastest candidate. It is pure
-otherwise. No strategy is fastest on all machines (docs/background.md, NUMA), and measuring all
-combinations would take an hour. So strategies are compared with all threads first. Then fewer
-threads and the other page size are tried with the fastest.
+`search` calls `measure(candidate)` for decode times, and chooses the candidate with the fastest
+medians. It is pure otherwise. No strategy is fastest on all machines (docs/background.md, NUMA),
+and measuring all combinations would take an hour. So strategies are compared with all threads
+first. Then fewer threads and the other page size are tried with the fastest.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median, quantiles
 
 from numa.errors import NumaError
 from numa.place import Candidate, Strategy
@@ -22,11 +23,15 @@ _THREAD_SHARES = (0.75, 0.5)
 
 @dataclass(frozen=True)
 class Trial:
-    """A measured candidate: decode seconds by number of tokens, or why it was refused."""
+    """A measured candidate: median decode seconds by number of tokens, or why it was refused.
+
+    `spreads` has half the interquartile range over the median, by number of tokens.
+    """
 
     candidate: Candidate
     seconds: Mapping[int, float]
     refusal: str = ""
+    spreads: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def score_s(self) -> float:
@@ -46,7 +51,8 @@ class TuneResult:
     """The fastest candidate, all trials and the reasons.
 
     `machine` is the `fingerprint` of the machine on which it was measured. `date` and `model` say
-    when and with which file.
+    when and with which file. `settings`, `n_slots` and `n_resident` are those of a run with the
+    best candidate: its device and threads, the slots for experts, and the resident layers.
     """
 
     best: Candidate
@@ -55,6 +61,9 @@ class TuneResult:
     machine: str
     date: str = ""
     model: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    n_slots: int = 0
+    n_resident: int = 0
 
     def is_for(self, topology: Topology) -> bool:
         """True if the nodes, their usable cores and their memory are those of the measurement."""
@@ -112,7 +121,7 @@ def variations(winner: Candidate, *, with_pages: bool = True) -> list[Candidate]
     )
 
 
-Measure = Callable[[Candidate], Mapping[int, float]]
+Measure = Callable[[Candidate], Mapping[int, Sequence[float]]]
 
 
 def search(
@@ -127,8 +136,9 @@ def search(
 ) -> TuneResult:
     """Measure promising candidates within the time limit, and return the best and all trials.
 
-    `measure` returns seconds by number of tokens, such as {1: 0.08, 8: 0.21}. It raises NumaError
-    for a candidate that cannot be placed. Raises NumaError if every candidate was refused.
+    `measure` returns the seconds of repeated decodes by number of tokens, such as {1: (0.08, 0.09),
+    8: (0.21, 0.2)}. It raises NumaError for a candidate that cannot be placed. Raises NumaError if
+    every candidate was refused.
     """
     first = strategies(topology, plan, size_bytes)
     # On one node no memory is placed, so there is no page size to choose.
@@ -166,12 +176,20 @@ def search(
 
 def _try(measure: Measure, candidate: Candidate) -> Trial:
     try:
-        seconds = dict(measure(candidate))
+        measured = measure(candidate)
     except NumaError as error:
         return Trial(candidate, {}, str(error))
+    seconds = {n: median(times) for n, times in measured.items()}
     if not seconds or min(seconds.values()) <= 0:
         return Trial(candidate, {}, f"measured nothing: {seconds}")
-    return Trial(candidate, seconds)
+    spreads = {n: _spread(times) for n, times in measured.items() if len(times) > 1}
+    return Trial(candidate, seconds, "", spreads)
+
+
+def _spread(times: Sequence[float]) -> float:
+    """Half the interquartile range over the median, which is not 0."""
+    low, middle, high = quantiles(times, n=4, method="inclusive")
+    return (high - low) / 2 / middle
 
 
 def _reasons(

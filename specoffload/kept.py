@@ -28,7 +28,7 @@ from offload.ggml.native_build import library_build
 from offload.model import ModelFacts
 from offload.model_file import behaviour_hash
 from offload.plan.ubatch_search import UbatchTrial
-from offload.plan.workload import TokenMix
+from offload.plan.workload import PlannedWork, TokenMix
 from offload.routing.routing import SHARES, CountedHits
 from offload.schedule.division import DeviceCosts, MeasuredCosts
 from offload.times.hits import Sharing
@@ -135,6 +135,9 @@ class KeptUbatch:
     n_ubatch: int  # 0 while the search has not ended
     date: str
     trials: dict[int, UbatchTrial] = field(default_factory=dict)  # by ubatch
+    # What a later run has in common with the trials if their decodes can be compared.
+    run: dict[str, str] = field(default_factory=dict)
+    work: PlannedWork | None = None  # the workload whose time was compared
 
 
 @dataclass

@@ -14,7 +14,7 @@ from datetime import date
 from typing import Any, Protocol
 
 from numa.tune import TuneResult
-from offload.plan.workload import TokenMix
+from offload.plan.workload import PlannedWork, TokenMix
 from offload.schedule.division import DeviceCosts, MeasuredCosts
 from offload.times.hits import Sharing
 from offload.times.mapped_reads import MappedReads
@@ -174,6 +174,8 @@ def _drop_of_tune(kept: Profile) -> Iterator[str]:
         reason = reason or DECODE.reason(one.decode_s for one in each)
         reason = reason or BATCH.reason([ubatch.n_ubatch, *ubatch.trials])
         reason = reason or SLOTS.reason(n for one in each for n in (one.n_slots, one.n_resident))
+        spreads = [spread for one in each for spread in (one.prompt_spread, one.decode_spread)]
+        reason = reason or SPREAD.reason(spreads) or _work_reason(ubatch.work)
         if reason:
             kept.ubatches.remove(ubatch)
             yield f"the times of ubatches of {ubatch.date}: {reason}"
@@ -241,12 +243,21 @@ def _repeated_reason(bounds: Bounds, measured: Iterable[RepeatedValue]) -> str:
     return bounds.reason(value for one in each for value in one.values)
 
 
+def _work_reason(work: PlannedWork | None) -> str:
+    """Return a clause on numbers of tokens that are out of bounds, or ""."""
+    if work is None:
+        return ""
+    return TOKENS.reason([work.n_prompt, work.n_generated]) or BATCH.reason([work.n_batch])
+
+
 def _numa_reason(tuned: TuneResult) -> str:
     """Return a clause on what no search for threads and placement gives, or ""."""
     candidates = [trial.candidate for trial in tuned.trials]
     if tuned.best not in candidates:
         return f"{tuned.best} was chosen, and was not tried"
     reason = DECODE.reason(s for trial in tuned.trials for s in trial.seconds.values())
+    reason = reason or SLOTS.reason([tuned.n_slots, tuned.n_resident])
+    reason = reason or SPREAD.reason(s for trial in tuned.trials for s in trial.spreads.values())
     return reason or THREADS.reason(candidate.n_threads for candidate in candidates)
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 
+from numa.tune import TuneResult
 from offload.schedule.division import MeasuredCosts
 from offload.times.mapped_reads import usual_reads
 from offload.times.repeated import RepeatedValue, half_spread
 from offload.times.table import CostTable
-from specoffload.kept import Kept, KeptRun
+from specoffload.kept import Kept, KeptRun, KeptUbatch
 from specoffload.kept_bounds import is_old
+from specoffload.kept_doubts import ubatch_doubt
 from specoffload.kept_engines import KeptEngines
 from specoffload.kept_values import KeptDisk, KeptLayouts, KeptLinks, KeptReads
 
@@ -58,8 +60,11 @@ def age(day: str, today: date) -> str:
     return TODAY if n_days <= 0 else "1 day" if n_days == 1 else f"{n_days} days"
 
 
-def of_machine(kept: Kept) -> list[Measurement]:
-    """Return what is measured once for all models."""
+def of_machine(kept: Kept, threads_doubt: str = "") -> list[Measurement]:
+    """Return what is measured once for all models.
+
+    `threads_doubt`: a clause if decodes contradict the tuned threads and placement.
+    """
     measurements = []
     for name, disk in sorted(kept.disks.items()):
         measurements.append(_of_disk(name, disk))
@@ -70,8 +75,7 @@ def of_machine(kept: Kept) -> list[Measurement]:
     for name, times in sorted(kept.layouts.items()):
         measurements.append(_of_layouts(name, times))
     if kept.numa is not None:
-        best = Measurement("threads and placement", str(kept.numa.best), kept.numa.date)
-        measurements.append(replace(best, by_tune=True))
+        measurements.append(_of_threads(kept.numa, threads_doubt))
     return measurements
 
 
@@ -91,13 +95,27 @@ def of_model(kept: Kept, run: KeptRun | None) -> list[Measurement]:
         measurements.append(
             Measurement("imported T(n)", sizes, kept.batch_costs_date, by_tune=True)
         )
-    for ubatch in kept.ubatches:
-        done = USED if ubatch.n_ubatch else "the search goes on"
-        value = f"{ubatch.n_ubatch or 'not found yet'}, of {len(ubatch.trials)} tried"
-        measurements.append(Measurement("ubatch", value, ubatch.date, None, done, by_tune=True))
+    measurements += [_of_ubatch(ubatch, kept.runs) for ubatch in kept.ubatches]
     for worker in kept.workers:
         measurements += _of_split(f" with {worker.device}", worker.costs, worker.date, USED)
     return measurements
+
+
+def _of_threads(tuned: TuneResult, doubt: str) -> Measurement:
+    spreads = next((t.spreads for t in tuned.trials if t.candidate == tuned.best), {})
+    spread, state = max(spreads.values(), default=None), f"{USED}, but {doubt}" if doubt else USED
+    value = str(tuned.best)
+    return Measurement("threads and placement", value, tuned.date, spread, state, by_tune=True)
+
+
+def _of_ubatch(ubatch: KeptUbatch, runs: Sequence[KeptRun]) -> Measurement:
+    state = USED if ubatch.n_ubatch else "the search goes on"
+    if doubt := ubatch_doubt(ubatch, runs):
+        state = f"not used: {doubt}"
+    value = f"{ubatch.n_ubatch or 'not found yet'}, of {len(ubatch.trials)} tried"
+    chosen = ubatch.trials.get(ubatch.n_ubatch)
+    spread = None if chosen is None else chosen.spread or None
+    return Measurement("ubatch", value, ubatch.date, spread, state, by_tune=True)
 
 
 def _of_disk(name: str, disk: KeptDisk) -> Measurement:

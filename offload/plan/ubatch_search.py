@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from offload.plan.objective import Seconds
 from offload.plan.sharing import SMALL_UBATCHES, UBATCHES
 from offload.plan.workload import PlannedWork
+from offload.times.repeated import half_spread
 
 SIZES = (*SMALL_UBATCHES, *UBATCHES)
 NOISE = 0.02  # relative gain below which the plan's ubatch stays
@@ -25,18 +27,47 @@ class UbatchTrial:
     """What was measured with one ubatch: seconds of a prompt's token, and of a decode of one.
 
     `n_slots` and `n_resident` are the experts' slots and resident layers that its buffers left.
-    Slots in the compute buffer count too.
+    Slots in the compute buffer count too. Spreads are half the interquartile range over the median;
+    0.0 if it is not known.
     """
 
     prompt_token_s: float
     decode_s: float
     n_slots: int = 0
     n_resident: int = 0
+    prompt_spread: float = 0.0
+    decode_spread: float = 0.0
+
+    @property
+    def spread(self) -> float:
+        """The spread of a workload's time, at most."""
+        return self.prompt_spread + self.decode_spread
 
     def seconds(self, work: PlannedWork) -> float:
         """The time of this workload, if its answer is decoded token by token."""
         prompt_s = work.n_prompt * self.prompt_token_s
         return float(Seconds(prompt_s, self.decode_s, self.decode_s, work.n_generated).mean_s)
+
+
+def trial_of(
+    prompts_s: Sequence[float],
+    n_prompt: int,
+    table_s: float,
+    decodes_s: Sequence[float],
+    sharing: tuple[int, int],
+) -> UbatchTrial:
+    """Return the trial of repeated prompts of `n_prompt` tokens and repeated decodes of one token.
+
+    `table_s` is T(1) of the start's measurement, and `sharing` the slots and resident layers. The
+    fastest prompt and the lower of both T(1) count, so one disturbed measurement changes nothing.
+    """
+    return UbatchTrial(
+        min(prompts_s) / n_prompt,
+        min(table_s, median(decodes_s)),
+        *sharing,
+        half_spread(prompts_s) or 0.0,
+        half_spread(decodes_s) or 0.0,
+    )
 
 
 Trials = Mapping[int, UbatchTrial]  # by ubatch

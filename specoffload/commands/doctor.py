@@ -7,6 +7,7 @@ import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, date, datetime
+from glob import escape
 from pathlib import Path
 from types import MappingProxyType
 
@@ -26,8 +27,10 @@ from specoffload import report
 from specoffload.config.resolution import DEMO_NAME, demo_file
 from specoffload.kept import MACHINE_FILE, Kept, KeptFile, KeptRun, machine_words, read_file
 from specoffload.kept_bounds import drop_absurd
+from specoffload.kept_doubts import threads_doubt
 from specoffload.kept_list import TODAY, Measurement, age, of_machine, of_model, refused
 from specoffload.kept_machine import (
+    TUNE,
     lines_of_disks,
     link_lines,
     links_of,
@@ -213,7 +216,20 @@ def _of_machine(folder: Path) -> list[Measurement]:
     if kept is None:
         return []
     not_used = refused(drop_absurd(kept))
-    return [*of_machine(kept), *not_used]
+    doubt = "" if kept.numa is None else threads_doubt(kept.numa, _runs_of(folder, kept.numa.model))
+    again = doubt and f"{doubt}: run {TUNE} again"
+    return [*of_machine(kept, again), *not_used]
+
+
+def _runs_of(folder: Path, model: str) -> list[KeptRun]:
+    """The kept runs of the models with this file name."""
+    runs: list[KeptRun] = []
+    for path in sorted(folder.glob(f"{escape(Path(model).stem)}-*.json")) if model else ():
+        kept, _ = read_file(path)
+        if kept is not None:
+            drop_absurd(kept)
+            runs += kept.runs
+    return runs
 
 
 def show_measurements(of: str, measurements: Sequence[Measurement]) -> None:

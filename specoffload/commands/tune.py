@@ -9,10 +9,9 @@ measured while other programs used the processors is printed but not kept.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 
 from numa.errors import NumaError, PlacementRefused
 from numa.machine import read_topology
@@ -34,7 +33,8 @@ from specoffload.config.processors import FIELDS
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import SpecConfig
 from specoffload.cpu_load import Load, Watch
-from specoffload.kept import KeptFile, today
+from specoffload.kept import KeptFile, KeptRun, today
+from specoffload.kept_doubts import comparable
 from specoffload.kept_machine import load_tuned, save_tuned
 from specoffload.opening.header import target_facts
 from specoffload.session.session import SEQUENCE, Session
@@ -194,9 +194,10 @@ def _search_threads(
     loads: list[Load] = []
     # Use all cores on a machine with one memory node, else all but the spare ones.
     threads = plan_threads(topology, n_spare_cores=None if topology.is_numa else 0)
-    measure = measurer(config, topology)
+    runs: dict[Candidate, KeptRun] = {}
+    measure = measurer(config, topology, runs)
 
-    def watching(candidate: Candidate) -> Mapping[int, float]:
+    def watching(candidate: Candidate) -> Mapping[int, Sequence[float]]:
         watch = Watch()
         try:
             return measure(candidate)
@@ -222,10 +223,19 @@ def _search_threads(
     result = replace(
         result, reasons=(*about, *result.reasons), date=today(), model=config.model.name
     )
+    result = _with_settings(result, runs.get(result.best))
     busiest = max(loads, key=lambda load: load.others)
     if busiest.is_busy:
         return _Searched(result, disturbed=f"{busiest.words} during a trial")
     return _Searched(result, not_written=save_tuned(folder, result))
+
+
+def _with_settings(result: TuneResult, run: KeptRun | None) -> TuneResult:
+    """`result` with what a later run has in common with the best candidate's."""
+    if run is None:
+        return result
+    n_slots, n_resident = int(run.sharing.n_cached), int(run.sharing.n_resident)
+    return replace(result, settings=comparable(run), n_slots=n_slots, n_resident=n_resident)
 
 
 def config_for(config: Config, topology: Topology, candidate: Candidate) -> Config:
@@ -250,27 +260,31 @@ def config_for(config: Config, topology: Topology, candidate: Candidate) -> Conf
     )
 
 
-def measurer(config: Config, topology: Topology) -> Callable[[Candidate], Mapping[int, float]]:
+def measurer(
+    config: Config, topology: Topology, runs: dict[Candidate, KeptRun]
+) -> Callable[[Candidate], Mapping[int, Sequence[float]]]:
     """A function that opens the model with a candidate's threads and placement.
 
-    The function returns the seconds of a decode, by number of tokens.
+    The function returns the seconds of repeated decodes, by number of tokens, and puts the settings
+    of the candidate's run into `runs`.
     """
 
-    def measure(candidate: Candidate) -> Mapping[int, float]:
+    def measure(candidate: Candidate) -> Mapping[int, Sequence[float]]:
         wanted = config_for(config, topology, candidate)
         try:
             with Session(wanted) as session:
                 if session.target.opened.weights.store is not None:
                     session.target.opened.weights.store.huge_pages(wait=True)
-                return {n: _decode_s(session.target, n) for n in SIZES}
+                runs[candidate] = session.costs.run
+                return {n: _decodes_s(session.target, n) for n in SIZES}
         except DoesNotFit as error:
             raise PlacementRefused(str(error)) from error
 
     return measure
 
 
-def _decode_s(engine: Engine, n: int) -> float:
-    """Median seconds of a decode of `n` tokens. The sequence keeps the decoded tokens.
+def _decodes_s(engine: Engine, n: int) -> list[float]:
+    """Seconds of repeated decodes of `n` tokens. The sequence keeps the decoded tokens.
 
     Raises PlacementRefused if the times are too different for a median that means something.
     """
@@ -282,7 +296,7 @@ def _decode_s(engine: Engine, n: int) -> float:
             times.append(decode_s(engine.sequences, SEQUENCE, batch, n_logits=1))
         entry = entry_of(times[1:])  # the first one warms up
         if is_steady(entry.spread):
-            return median(times[1:])
+            return times[1:]
     tokens = report.plural(n, "token")
     low_s, high_s = min(times[1:]), max(times[1:])
     raise PlacementRefused(

@@ -12,13 +12,20 @@ from offload.errors import DoesNotFit
 from offload.measuring import decode_s
 from offload.plan.placement import workload_of
 from offload.plan.sharing import UBATCHES
-from offload.plan.ubatch_search import SIZES, UbatchTrial, fastest_ubatch, next_ubatch
+from offload.plan.ubatch_search import (
+    SIZES,
+    UbatchTrial,
+    fastest_ubatch,
+    next_ubatch,
+    trial_of,
+)
 from offload.plan.workload import PlannedWork
 from specoffload import report
 from specoffload.commands.profile import measuring_config
 from specoffload.config.resolution import Config
 from specoffload.cpu_load import Watch
 from specoffload.kept import KeptFile, KeptUbatch, today
+from specoffload.kept_doubts import comparable, ubatch_doubt
 from specoffload.opening.draft_model import real_text
 from specoffload.opening.header import target_facts
 from specoffload.opening.kept_plan import kept_for_plan, ubatch_settings
@@ -29,6 +36,7 @@ UbatchRow = tuple[str, str, str]  # what was searched, what was chosen, and why
 _NAME = "--ubatch-size"
 _N_UBATCHES = 2  # full ubatches of a timed prompt, because the first one also fills slots
 _N_PROMPTS = 3
+_N_DECODES = 7  # timed decodes of one token, after one more
 _ROOM = 8  # tokens of the context that stay free
 
 
@@ -73,9 +81,12 @@ class _UbatchSearch:
         self._config, self._work, self._ends_s = config, work, ends_s
         self._file = KeptFile(config.spec.kept_folder, target_facts(config))
         settings = ubatch_settings(config)
-        last = self._file.load()[0].ubatch(settings)
-        is_new = last is None or last.date != today()
-        self.kept = KeptUbatch(settings, 0, today()) if last is None or is_new else last
+        kept = self._file.load()[0]
+        last = kept.ubatch(settings)
+        if last is None or last.date != today() or ubatch_doubt(last, kept.runs):
+            last = KeptUbatch(settings, 0, today())
+        self.kept = last
+        self.kept.work = work
         self._planned = 0
         self._longest_s = 0.0
 
@@ -140,12 +151,13 @@ class _UbatchSearch:
             ):
                 return None
             used = target.layout.context.n_ubatch
+            self.kept.run = comparable(session.costs.run)
             if used not in self.kept.trials:
                 self.kept.trials[used] = self._measured(session)
             return used
 
     def _measured(self, session: Session) -> UbatchTrial:
-        """Time prompts, of which the fastest counts. T(1) was measured when opening."""
+        """Time prompts and decodes of one token. T(1) was measured when opening, too."""
         target = session.target
         n_ubatch = target.layout.context.n_ubatch
         usual = min(n_ubatch, UBATCHES[-1])  # the planned prompt fills no larger one
@@ -157,9 +169,14 @@ class _UbatchSearch:
             target.sequences.rewind(SEQUENCE, 0)
             times.append(decode_s(target.sequences, SEQUENCE, prompt, n_logits=1))
         target.sequences.rewind(SEQUENCE, 0)
-        sharing = session.costs.run.sharing
-        one_s = session.costs.run.table.best(1)[1]
-        return UbatchTrial(min(times) / n, one_s, sharing.n_cached, sharing.n_resident)
+        decodes = [
+            decode_s(target.sequences, SEQUENCE, [token], n_logits=1)
+            for token in _tokens(target, min(1 + _N_DECODES, target.n_ctx - 1))
+        ]
+        target.sequences.rewind(SEQUENCE, 0)
+        sharing, table = session.costs.run.sharing, session.costs.run.table
+        slots = sharing.n_cached, sharing.n_resident
+        return trial_of(times, n, table.best(1)[1], decodes[1:] or decodes, slots)
 
 
 def _tokens(target: Engine, n: int) -> Sequence[int]:

@@ -22,7 +22,8 @@ from specoffload.kept import (
     place_words,
     thread_words,
 )
-from specoffload.kept_machine import links_of, load_disk
+from specoffload.kept_doubts import threads_doubt, ubatch_doubt
+from specoffload.kept_machine import TUNE, links_of, load_disk
 from specoffload.opening.choices import devices_of
 from specoffload.opening.header import target_facts
 
@@ -37,10 +38,11 @@ class KeptForPlan:
     reason: str = ""
     n_ubatch: int | None = None  # the fastest ubatch when `tune` measured
     unions: UnionCurve | None = None  # experts of batches, counted in the model's routing
+    doubt: str = ""  # why what `tune` chose is not used
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        return (self.reason,) if self.reason else ()
+        return tuple(filter(None, (self.reason, self.doubt)))
 
 
 NOTHING_KEPT = KeptForPlan()
@@ -55,11 +57,32 @@ def kept_for_plan(config: Config) -> KeptForPlan:
     mix = kept.mix_for_plan
     tuned = kept.ubatch(ubatch_settings(config)) if kept.ubatches else None
     n_ubatch = None if tuned is None else tuned.n_ubatch or None
+    doubt = ""
+    if tuned is not None and (contradiction := ubatch_doubt(tuned, kept.runs)):
+        doubt = f"the ubatch that `specoffload tune` chose is not used: {contradiction}; tune again"
+        n_ubatch = None
     unions = None if kept.hits is None else kept.hits.union_curve
     if kept.hits is None or not config.plan_for_splits:
-        return KeptForPlan(mix=mix, reason=reason, n_ubatch=n_ubatch, unions=unions)
+        return KeptForPlan(mix=mix, reason=reason, n_ubatch=n_ubatch, unions=unions, doubt=doubt)
     decodes = _decodes(kept, config)
-    return KeptForPlan(kept.hits.curve, decodes, mix, reason, n_ubatch, unions)
+    return KeptForPlan(kept.hits.curve, decodes, mix, reason, n_ubatch, unions, doubt)
+
+
+def doubted_threads(config: Config) -> str:
+    """A sentence if decodes contradict the tuned threads and placement that `config` uses, or "".
+
+    They stay in use, since nothing shows which others would be faster now.
+    """
+    loaded = _kept_of(config, config.spec.kept_folder)
+    if loaded is None or config.spec.kept_folder is None:
+        return ""
+    tuned = KeptFile(config.spec.kept_folder).load()[0].numa
+    if tuned is None or tuned.model != config.model.name:
+        return ""
+    if config.threads != tuned.best.n_threads:
+        return ""
+    doubt = threads_doubt(tuned, loaded[0].runs)
+    return doubt and f"the tuned threads and placement are doubted: {doubt}; run {TUNE} again"
 
 
 def _kept_of(config: Config, folder: Path | None) -> tuple[Kept, str] | None:

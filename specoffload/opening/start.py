@@ -24,7 +24,7 @@ from specoffload.opening.context_size import chosen_context, context_reason
 from specoffload.opening.drafters import usable_drafters, without_text
 from specoffload.opening.flag_costs import flag_cost
 from specoffload.opening.header import override_reason, target_facts
-from specoffload.opening.kept_plan import KeptForPlan, with_imported_costs
+from specoffload.opening.kept_plan import KeptForPlan, doubted_threads, with_imported_costs
 from specoffload.opening.planner import Planner
 
 log = logging.getLogger("specoffload.session")
@@ -73,6 +73,7 @@ def session_start(config: Config, *, imports_costs: bool = True) -> SessionStart
         *(Note(NoteKind.FLAGS, words) for words in (overridden, too_long) if words),
         *config.reasons,
         *device_notes,
+        *filter(None, [doubted_threads(config)]),
         *unused,
     )
     choices = planner.choices(context.n_ctx)

@@ -52,6 +52,7 @@ LAYERS = {
         ("cpu_load", "kept_bounds", "kept_values"),
         ("kept_engines",),
         ("kept", "report"),
+        ("kept_doubts",),
         ("kept_list", "kept_machine"),
         ("config",),
         ("models",),

@@ -1,6 +1,6 @@
 """The search finds the best measured placement within its time limit, and keeps all times."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -33,10 +33,10 @@ def run(tree: str, root: Path, times: Mapping[Strategy, float], limit_s: float =
     topology = topology_of(tree, root)
     clock = Clock()
 
-    def measure(candidate: Candidate) -> Mapping[int, float]:
+    def measure(candidate: Candidate) -> Mapping[int, Sequence[float]]:
         clock.now += 10
         t1 = times[candidate.strategy] * (1 + 0.1 * max(candidate.n_threads - 10, 0))
-        return {1: t1, 8: 2 * t1}
+        return {1: [t1], 8: [2 * t1]}
 
     return search(
         topology, plan_threads(topology), 100 * GIB, measure, time_limit_s=limit_s, clock=clock
@@ -116,10 +116,10 @@ def test_variations_never_have_more_threads_nor_fewer_than_one() -> None:
 def test_a_refused_candidate_is_reported_and_passed_over(tmp_path: Path) -> None:
     topology = topology_of("two_sockets", tmp_path)
 
-    def measure(candidate: Candidate) -> Mapping[int, float]:
+    def measure(candidate: Candidate) -> Mapping[int, Sequence[float]]:
         if candidate.strategy is Strategy.ROWS:
             raise PlacementRefused("node 1 is full")
-        return {1: 0.1} if candidate.strategy is Strategy.INTERLEAVE else {}
+        return {1: [0.1]} if candidate.strategy is Strategy.INTERLEAVE else {}
 
     result = search(topology, plan_threads(topology), GIB, measure, clock=Clock())
     assert result.best.strategy is Strategy.INTERLEAVE
@@ -130,7 +130,7 @@ def test_a_refused_candidate_is_reported_and_passed_over(tmp_path: Path) -> None
 def test_nothing_measurable_is_an_error(tmp_path: Path) -> None:
     topology = topology_of("two_sockets", tmp_path)
     with pytest.raises(NumaError, match="no candidate could be measured; the first: measured"):
-        search(topology, plan_threads(topology), GIB, lambda _: {1: 0.0}, clock=Clock())
+        search(topology, plan_threads(topology), GIB, lambda _: {1: [0.0]}, clock=Clock())
 
 
 def test_progress_is_told_before_each_trial(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_progress_is_told_before_each_trial(tmp_path: Path) -> None:
         topology,
         plan_threads(topology),
         GIB,
-        lambda _: {1: 0.1},
+        lambda _: {1: [0.1]},
         clock=Clock(),
         progress=lambda done, total, _: seen.append((done, total)),
     )

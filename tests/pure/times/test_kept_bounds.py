@@ -17,7 +17,7 @@ from numa.place import Strategy
 from numa.tune import Candidate, Trial, TuneResult
 from offload.model_file import read_facts
 from offload.plan.ubatch_search import UbatchTrial
-from offload.plan.workload import TokenMix
+from offload.plan.workload import PlannedWork, TokenMix
 from offload.schedule.division import DeviceCosts, MeasuredCosts, SideTimes
 from offload.times.mapped_reads import MappedReads
 from offload.times.repeated import RepeatedRate, RepeatedTime
@@ -57,13 +57,19 @@ def profile() -> Kept:
                 {"torch": RepeatedTime((0.01, 0.011)), "libllama": RepeatedTime((0.02,))}, DAY
             )
         },
-        numa=TuneResult(candidate, (Trial(candidate, {1: 0.1}),), (), "node0:4c,8g", DAY),
+        numa=TuneResult(
+            candidate, (Trial(candidate, {1: 0.1}, "", {1: 0.06}),), (), "node0:4c,8g", DAY, "m",
+            {"device": "d"}, 40, 2,
+        ),
         disks={"nvme0": KeptDisk({1: RepeatedRate((1e9,)), 8: RepeatedRate((3e9, 1e9, 3e9))}, DAY)},
         links={"CUDA0": KeptLinks([RepeatedRate((2e10,))], [RepeatedRate((1e10,))], DAY)},
         reads={"CUDA0, card": KeptReads([reads, replace(reads, bytes_per_s=1e10)], DAY)},
         layouts={"q4_K": KeptLayouts(*(RepeatedTime((s,)) for s in (1e-3, 2e-3, 1e-5, 2e-5)), DAY)},
         workers=[DeviceCosts("sim", 1, "b", costs, DAY)],
-        ubatches=[KeptUbatch({"c": "4096"}, 512, DAY, {512: UbatchTrial(1e-3, 0.1)})],
+        ubatches=[KeptUbatch(
+            {"c": "4096"}, 512, DAY, {512: UbatchTrial(1e-3, 0.1, 40, 2, 0.03, 0.04)},
+            {"device": "d"}, PlannedWork(4096, 512),
+        )],
     )  # fmt: skip
 
 

@@ -59,7 +59,8 @@ def test_each_kind_of_measurement_has_a_row() -> None:
     assert listed["mix of tokens"][0] == "3,000 prompt, 50 generated"
     assert listed["imported T(n)"] == ("3 sizes", "", "3 days", "used")
     assert listed["layouts of q4_K"][1:] == ("", "3 days", ONCE_MORE)
-    assert listed["ubatch"] == ("512, of 1 tried", "", "3 days", "used")
+    assert listed["ubatch"] == ("512, of 1 tried", "±7 %", "3 days", "used")
+    assert listed["threads and placement"][1:] == ("±6 %", "3 days", "used")
     assert "an expert on the device with sim" in listed
     n_all = len(listed)
     for field in fields(Kept):
