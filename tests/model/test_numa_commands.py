@@ -112,6 +112,9 @@ def test_tune_keeps_numbers_that_the_next_start_uses_and_says(
     result = load_tuned(tmp_path, read_topology()).result
     assert result is not None
     assert set(result.trials[0].seconds) == set(SIZES)
+    assert all(set(trial.spreads) == set(SIZES) for trial in result.trials if not trial.refusal)
+    assert result.settings["threads"].startswith(f"{result.best.n_threads}/")
+    assert result.settings["device"]
     stored = json.loads((tmp_path / MACHINE_FILE).read_text())["numa"]
     assert stored["best"]["n_threads"] >= 1
     assert any(tiny_dense.name in reason for reason in stored["reasons"])
