@@ -9,6 +9,7 @@ import pytest
 from running import Running, StartServer, http
 
 from specoffload.server.access import AccessRules
+from specoffload.server.api.body import ALIASES
 
 JSON = {"Content-Type": "application/json"}
 
@@ -165,6 +166,19 @@ def test_a_bad_chat_request_is_a_400_that_names_the_fault(
     server: Running, body: dict[str, Any], words: str
 ) -> None:
     _check(http.post(server.url + "/v1/chat/completions", json=body), 400, words)
+
+
+@pytest.mark.parametrize("name", [*ALIASES])
+def test_a_bad_value_is_named_as_the_request_named_it(server: Running, name: str) -> None:
+    body = {"messages": USER, name: [{}]}
+    message = http.post(server.url + "/v1/chat/completions", json=body).json()["error"]["message"]
+    assert message.startswith((f"{name}:", f"{name} ", f"{name}.")), message
+
+
+def test_our_name_is_said_if_the_request_has_it_too(server: Running) -> None:
+    body = {"prompt": "x", "max_tokens": -2, "n_predict": 3}
+    message = http.post(server.url + "/completion", json=body).json()["error"]["message"]
+    assert message.startswith("max_tokens: ")
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])

@@ -129,7 +129,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         faults = [{**told, "loc": told["loc"][1:]} for told in error.errors()]
-        return problem_response(fault(faults).problem)
+        return problem_response(fault(faults, error.body).problem)
 
     async def gone(request: Request, error: Exception) -> Response:
         return Response(

@@ -181,16 +181,21 @@ def checked(body: dict[str, Any], kind: type[_Body]) -> _Body:
     try:
         return kind.model_validate(body)
     except ValidationError as e:
-        raise fault(e.errors(include_url=False, include_context=False, include_input=False)) from e
+        errors = e.errors(include_url=False, include_context=False, include_input=False)
+        raise fault(errors, body) from e
 
 
-def fault(errors: Sequence[Any]) -> RequestFailed:
+def fault(errors: Sequence[Any], sent: object = None) -> RequestFailed:
     """Return the 400 for the innermost of pydantic's `errors`. A union has one error per type.
 
-    The names of types are left out of the place that is shown.
+    The names of types are left out of the place that is shown. A field has its name in `sent`, the
+    request's body.
     """
     error = max(errors, key=lambda error: len(error["loc"]))
     places = [str(part) for part in error["loc"] if isinstance(part, int) or _FIELD.fullmatch(part)]
+    if places and isinstance(sent, dict) and sent.get(places[0]) is None:
+        others = [other for other, name in ALIASES.items() if name == places[0] and other in sent]
+        places[:1] = others[:1] or places[:1]
     where = ".".join(places) or "the body"
     return invalid(f"{where}: {error['msg']}")
 
