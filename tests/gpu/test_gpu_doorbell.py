@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes as C
 import itertools
+import math
 import os
 import signal
 import threading
@@ -35,6 +36,7 @@ from offload.measuring import measure_split
 from offload.schedule.splitter import ByCosts, all_on_device, stay
 from offload.stream import bell_rows, doorbell, play
 from offload.stream.bell_use import BELLS
+from offload.stream.program import Program
 from offload.times.min_batch import NEVER, MinBatch
 
 SHAPE = {"n_embd": 256, "n_ff_exp": 256, "n_expert": 64}
@@ -248,6 +250,29 @@ def test_measured_costs_divide_the_layers_that_pay(
             monkeypatch.setattr(doorbell.RingChoice, "pays", True)
             _, rung = decoded(engine, (1,), 3)
         assert max(rung[1]) == 0, "missing experts are copied in the decode"
+
+
+def test_the_first_decodes_of_a_graph_are_careful(
+    cuda: DeviceChoice, moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backend captures a graph in them. It may then wait for all streams."""
+    monkeypatch.setattr(doorbell, "_UNUSED_S", math.inf)  # no pause counts on a busy machine
+    told: dict[int, list[int]] = {}
+    ring = Program.ring
+
+    def rang(self: Program, *of_decode: Any) -> bool:
+        rings = ring(self, *of_decode)
+        if rings:
+            told.setdefault(id(self), []).append(self.player.is_careful)
+        return rings
+
+    monkeypatch.setattr(Program, "ring", rang)
+    streaming = slots_for(moe, "half", hybrid=True, splitter=stay, doorbell=True)
+    with open_engine(moe, opened(cuda, streaming)) as engine:
+        decoded(engine, (1,))
+    for of_graph in told.values():
+        assert of_graph == ([1, 1, 1, 1] + [0] * len(of_graph))[: len(of_graph)]
+    assert max(map(len, told.values())) > 4
 
 
 class Ended(BaseException):
