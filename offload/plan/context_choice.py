@@ -27,6 +27,8 @@ AGENT_CTX = 32768
 MOST_LOSS_FOR_AGENTS = 0.3
 MOST_LOSS = 0.1  # most that a longer context may cost: share of a request's speed, experts in RAM
 _STEP = 256  # libllama rounds contexts to this many tokens
+# What the longest context is, in the sentence of a choice.
+TRAINED, STRETCHED = "that the model was trained for", "that the rope flags stretch it to"
 
 
 @dataclass(frozen=True)
@@ -53,15 +55,18 @@ def choose_context(
     request_s: Callable[[int], RequestSeconds | None],
     *,
     for_agents: bool = False,
+    own: str = TRAINED,
 ) -> ContextChoice:
     """Return the largest context that costs little of a request's speed.
 
-    It is the model's own, or a power of two below that. `request_s(n_ctx)` returns the expected
-    seconds of a usual request with this context, or None if the context does not fit memory. A
-    context may cost at most `MOST_LOSS` of the speed that the request has with `LEAST_CTX` tokens
-    of context and all experts in RAM, or of the plan's speed if that is lower. With `for_agents`,
-    `AGENT_CTX` tokens may cost up to `MOST_LOSS_FOR_AGENTS`. If the chosen context costs more than
-    `MOST_LOSS` of this card's speed of prompts or of answers, the sentence says so.
+    It is the model's own, or a power of two below that. `own` is TRAINED, or STRETCHED if rope
+    flags made `n_ctx_train` longer than what the model was trained for. `request_s(n_ctx)` returns
+    the expected seconds of a usual request with this context, or None if the context does not fit
+    memory. A context may cost at most `MOST_LOSS` of the speed that the request has with
+    `LEAST_CTX` tokens of context and all experts in RAM, or of the plan's speed if that is lower.
+    With `for_agents`, `AGENT_CTX` tokens may cost up to `MOST_LOSS_FOR_AGENTS`. If the chosen
+    context costs more than `MOST_LOSS` of this card's speed of prompts or of answers, the sentence
+    says so.
     """
     sizes = _sizes(n_ctx_train)
     base = request_s(sizes[-1]) if len(sizes) > 1 else None
@@ -72,12 +77,12 @@ def choose_context(
         cost_s = request.planned_s - base.planned_s
         loss = cost_s / (cost_s + max(base.planned_s, base.in_ram_s))
         if loss <= MOST_LOSS:
-            reason = _words(n_ctx, n_ctx_train)
+            reason = _words(n_ctx, n_ctx_train, own)
             return ContextChoice(n_ctx, reason + _cost_words(n_ctx, sizes, request_s))
         if for_agents and n_ctx == AGENT_CTX and loss <= MOST_LOSS_FOR_AGENTS:
-            reason = _agent_words(n_ctx_train, loss)
+            reason = _agent_words(n_ctx_train, own, loss)
             return ContextChoice(n_ctx, reason + _cost_words(n_ctx, sizes, request_s))
-    return ContextChoice(sizes[-1], _words(sizes[-1], n_ctx_train))
+    return ContextChoice(sizes[-1], _words(sizes[-1], n_ctx_train, own))
 
 
 def _cost_words(
@@ -111,9 +116,9 @@ def _lost(request: RequestSeconds, fastest: RequestSeconds) -> tuple[float, floa
     return prompt, answer
 
 
-def _agent_words(n_ctx_train: int, loss: float) -> str:
+def _agent_words(n_ctx_train: int, own: str, loss: float) -> str:
     return (
-        f"context: {AGENT_CTX:,} tokens of the {n_ctx_train:,} that the model was trained for, "
+        f"context: {AGENT_CTX:,} tokens of the {n_ctx_train:,} {own}, "
         f"because the first prompt of an agent may have 29,000; this costs {loss:.0%} of the speed "
         "with experts in RAM (--ctx-size)"
     )
@@ -131,16 +136,16 @@ def _sizes(n_ctx_train: int) -> list[int]:
     return sizes + powers[::-1]
 
 
-def _words(n_ctx: int, n_ctx_train: int) -> str:
-    own = f"{n_ctx_train:,} that the model was trained for"
+def _words(n_ctx: int, n_ctx_train: int, own: str) -> str:
     if n_ctx + _STEP > n_ctx_train:
-        return f"context: {n_ctx:,} tokens, all that the model was trained for (--ctx-size)"
+        return f"context: {n_ctx:,} tokens, all {own} (--ctx-size)"
+    share = f"context: {n_ctx:,} tokens of the {n_ctx_train:,} {own}"
     if n_ctx == LEAST_CTX:
         return (
-            f"context: {n_ctx:,} tokens of the {own}; twice as many do not fit memory, or cost "
+            f"{share}; twice as many do not fit memory, or cost "
             f"over {MOST_LOSS:.0%} of the speed with experts in RAM (--ctx-size)"
         )
     return (
-        f"context: {n_ctx:,} tokens of the {own}, the most that fit memory and cost at most "
+        f"{share}, the most that fit memory and cost at most "
         f"{MOST_LOSS:.0%} of the speed with experts in RAM (--ctx-size)"
     )

@@ -13,7 +13,13 @@ from offload.model import ModelFacts, is_experts
 from offload.model_file import read_facts
 from offload.notes import Note, NoteKind
 from offload.open_check import check_opens
-from offload.plan.context_choice import LEAST_CTX, RequestSeconds, choose_context
+from offload.plan.context_choice import (
+    LEAST_CTX,
+    STRETCHED,
+    TRAINED,
+    RequestSeconds,
+    choose_context,
+)
 from offload.plan.sharing import UBATCHES
 from offload.plan.workload import TokenMix
 from offload.times.context_memory import context_memory, mtp_context_bytes, trained_context
@@ -42,13 +48,17 @@ _MOST_OF_RAM = 1 / 4  # most share that a context takes of the memory that the w
 
 
 def context_reason(config: Config, facts: ModelFacts) -> str:
-    """Say that --ctx-size exceeds what the model was trained for, or ""."""
+    """Say that --ctx-size exceeds what the model or the rope flags allow, or ""."""
     trained = trained_context(facts, rope_of(config))
     if config.ctx_size is None or config.n_ctx_each(config.ctx_size) <= trained:
         return ""
+    if trained > facts.n_ctx_train:
+        own, remedy = f"the rope flags stretch the context to {trained:,} tokens", ""
+    else:
+        own = f"the model was trained for {trained:,} tokens"
+        remedy = " (--rope-scaling and --rope-scale stretch the context)"
     return (
-        f"--ctx-size {config.ctx_size}: the model was trained for {trained:,} tokens, so texts "
-        "beyond them are likely to be wrong (--rope-scaling and --rope-scale stretch the context)"
+        f"--ctx-size {config.ctx_size}: {own}, so texts beyond them are likely to be wrong{remedy}"
     )
 
 
@@ -79,7 +89,8 @@ def chosen_context(config: Config, planner: Planner) -> ContextSize:
     if planner.in_ram:
         request_s = _InRam(config, planner).request_s
     trained = trained_context(planner.facts, rope_of(config))
-    choice = choose_context(trained, request_s, for_agents=config.serves)
+    own = STRETCHED if trained > planner.facts.n_ctx_train else TRAINED
+    choice = choose_context(trained, request_s, for_agents=config.serves, own=own)
     return ContextSize(choice.n_ctx, choice.reason)
 
 

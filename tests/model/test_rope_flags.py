@@ -14,7 +14,9 @@ from resolved import config_of
 
 from lab.synth import write_preset
 from offload.engine import open_engine
+from offload.model_file import read_facts
 from specoffload.opening.choices import StartChoices
+from specoffload.opening.context_size import context_reason
 from specoffload.opening.target import target_options
 
 TEXT = [(7 * i) % 200 + 3 for i in range(160)]
@@ -79,6 +81,16 @@ def test_logits_are_libllamas_with_the_same_settings(path: Path, line: str) -> N
 def test_the_default_context_is_the_longer_one(path: Path) -> None:
     plain = context_of(config_of(model=path, device="cpu")).n_ctx
     flags = LINES["yarn"] | {"yarn_orig_ctx": 0}
-    longer = context_of(config_of(model=path, device="cpu", **flags)).n_ctx
+    longer = context_of(config_of(model=path, device="cpu", **flags))
     assert plain is not None
-    assert longer == 4 * plain
+    assert longer.n_ctx == 4 * plain
+    assert "that the rope flags stretch it to" in longer.reason
+
+
+def test_a_context_beyond_a_stretched_one_is_said_with_the_length(path: Path) -> None:
+    facts = read_facts(path)
+    flags = LINES["linear"] | {"model": path, "device": "cpu"}
+    n_ctx = 2 * facts.n_ctx_train
+    assert context_reason(config_of(ctx_size=n_ctx, **flags), facts) == ""
+    said = context_reason(config_of(ctx_size=n_ctx + 256, **flags), facts)
+    assert f"the rope flags stretch the context to {n_ctx:,} tokens" in said

@@ -14,6 +14,7 @@ from offload.plan.context_choice import (
     LEAST_CTX,
     MOST_LOSS,
     MOST_LOSS_FOR_AGENTS,
+    STRETCHED,
     RequestSeconds,
     choose_context,
 )
@@ -39,6 +40,15 @@ def test_the_models_own_context_is_taken_if_it_costs_nothing() -> None:
         assert choice.n_ctx == own
         assert "all that the model was trained for" in choice.reason
     assert choose_context(40999, same_s).n_ctx == 40960, "libllama takes whole blocks"
+
+
+def test_a_context_that_rope_flags_stretch_is_not_called_the_models() -> None:
+    whole = choose_context(8192, same_s, own=STRETCHED)
+    assert (
+        whole.reason == "context: 8,192 tokens, all that the rope flags stretch it to (--ctx-size)"
+    )
+    costly = times({8192: None, 4096: 1.0})
+    assert "of the 8,192 that the rope flags" in choose_context(8192, costly, own=STRETCHED).reason
 
 
 @pytest.mark.parametrize(
