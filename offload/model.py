@@ -189,11 +189,16 @@ class ModelFacts:
     @property
     def one_expert_bytes(self) -> int:
         """Size of the largest layer's expert, or 0 without experts."""
+        return max(self.layer_expert_bytes.values(), default=0)
+
+    @property
+    def layer_expert_bytes(self) -> dict[int, int]:
+        """Size of one expert by layer. Layers without experts are left out."""
         of_layer: dict[int, int] = {}
         for entry in self.expert_weights:
             layer = layer_of(entry.name)
             of_layer[layer] = of_layer.get(layer, 0) + entry.size_bytes
-        return max(of_layer.values(), default=0) // max(1, self.n_experts)
+        return {layer: size // max(1, self.n_experts) for layer, size in of_layer.items()}
 
 
 def is_experts(entry: TensorEntry) -> bool:

@@ -226,6 +226,28 @@ def links_of(choices: Sequence[DeviceChoice], folder: Path | None, *, keep: bool
     return new
 
 
+def keep_seen_links(
+    folder: Path, choices: Sequence[DeviceChoice], rates: Mapping[str, float]
+) -> None:
+    """Add the bytes/s that serving saw of links alone, by the name of the device.
+
+    Nothing is added to links that no start measured, nor a rate that no link has.
+    """
+
+    def change(file: Kept) -> None:
+        links = file.links.get(link_key(choices))
+        if links is None:
+            return
+        for at, choice in enumerate(choices):
+            if choice.name in rates:
+                more = links.alone[at].with_seen(rates[choice.name])
+                if not links_reason([more]):
+                    links.alone[at] = more
+
+    if rates:
+        KeptFile(folder).update(change)
+
+
 def kept_links(choices: Sequence[DeviceChoice], folder: Path | None) -> KeptLinks | None:
     """Return the speeds of these devices' links as kept in `folder`, or None if none are kept."""
     return None if folder is None else KeptFile(folder).load()[0].links.get(link_key(choices))

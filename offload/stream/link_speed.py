@@ -7,7 +7,7 @@ other links copy, too.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ _COPY_BYTES = 2 << 20  # bytes of one copy, about those of an expert's matrix
 _N_PLACES = 64  # number of copies after which the same memory is read again
 _MOST_AT_ONCE = 8  # copies that are enqueued before the host waits
 _LEAST_S = 0.15
+_LEAST_EXPERT_BYTES = 3 << 20  # bytes of three matrices, each of which is a copy
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,25 @@ def link_speeds(choices: Sequence[DeviceChoice], least_s: float = _LEAST_S) -> L
         alone = tuple(probe.run(least_s) for probe in probes)
         together = _at_once(probes, least_s) if len(probes) > 1 else alone
     return LinkSpeeds(alone, together)
+
+
+def seen_link_rates(
+    copies_s: Mapping[str, float], expert_bytes: Collection[int]
+) -> dict[str, float]:
+    """Return the bytes/s of links alone, as serving saw them, by the name of the device. Pure.
+
+    `copies_s`: the seconds of an expert's copy, of many that followed each other while nothing else
+    ran (offload/stream/split_measuring.py). Bytes that decodes copy give no rate, because nothing
+    tells for how long the link was busy with them. Links of other devices rest meanwhile, so
+    serving sees no rate of links together.
+
+    `expert_bytes`: the size of an expert in each layer. There are no rates if layers differ,
+    because the layer that was timed is not known, or if experts are so small that calls matter.
+    """
+    sizes = {*expert_bytes}
+    if len(sizes) != 1 or (size_bytes := min(sizes)) < _LEAST_EXPERT_BYTES:
+        return {}
+    return {name: size_bytes / copy_s for name, copy_s in copies_s.items() if copy_s > 0.0}
 
 
 def _at_once(probes: Sequence[_LinkProbe], least_s: float) -> tuple[float, ...]:

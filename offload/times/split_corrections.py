@@ -20,6 +20,7 @@ from offload.times.recent import RecentMedian
 
 HOST_EXPERTS = (2, 6)  # experts that the CPU computes in one timing
 _TWICE = 2
+_LEAST_COPIES = 3  # timings of the link below which they show no rate
 _ALIKE = 1.05  # largest ratio up to which costs divide layers alike
 _MOST_PER_ROW = 2.0  # cap on a time by rows, as a multiple of computing the rows by turns
 _NOTHING_S = 1e-9
@@ -70,6 +71,7 @@ class SplitCorrections:
         # Seconds by timing. Values of the kept costs count as one timing.
         self._seconds: dict[SplitTiming, RecentMedian] = {}
         self._copy = RecentMedian(kept.copy_s / kept.link_slowdown)
+        self._seen_copy, self._n_copies = RecentMedian(), 0  # timings alone, without the kept one
         self._slowdowns = RecentMedian(kept.host_slowdown), RecentMedian(kept.link_slowdown)
         self._n_seen: dict[SplitTiming, int] = {LINK: 0}
         for n_rows, n_experts in product(kept.host.by_rows_s, HOST_EXPERTS):
@@ -136,9 +138,16 @@ class SplitCorrections:
     def see_link(self, copy_s: float, host_slowdown: float, link_slowdown: float) -> None:
         """Learn from a repeated timing of the link: seconds of a copy alone, and the slowdowns."""
         self._copy.see(copy_s)
+        self._seen_copy.see(copy_s)
+        self._n_copies += 1
         for known, seen in zip(self._slowdowns, (host_slowdown, link_slowdown), strict=True):
             known.see(seen)
         self._n_seen[LINK] += 1
+
+    @property
+    def seen_copy_s(self) -> float | None:
+        """The seconds of an expert's copy while the CPU rests. None: it was timed too seldom."""
+        return self._seen_copy.value if self._n_copies >= _LEAST_COPIES else None
 
     def skip(self, timing: SplitTiming) -> None:
         """Count a timing that was not possible, so that the next one is another one."""

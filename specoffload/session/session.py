@@ -23,6 +23,7 @@ from offload.notes import Note, NoteKind, OnProgress, kind_of
 from offload.plan.host import DRAFT_MODEL
 from offload.plan.workload import TokenMix
 from offload.schedule.cached_choice import RouteOptions
+from offload.stream.link_speed import seen_link_rates
 from specoffload import report
 from specoffload.config.resolution import Config
 from specoffload.config.speculation import ignored
@@ -37,7 +38,7 @@ from specoffload.generation.generation import (
 )
 from specoffload.kept import KeptFile
 from specoffload.kept_engines import DraftSteps
-from specoffload.kept_machine import keep_seen_disk, measure_disk
+from specoffload.kept_machine import keep_seen_disk, keep_seen_links, measure_disk
 from specoffload.opening.draft import open_draft
 from specoffload.opening.draft_engine import keep_step
 from specoffload.opening.draft_model import DraftModel
@@ -162,6 +163,7 @@ class Session:
             if not config.streaming.route.is_on:
                 # Times of other routing are not those of the model.
                 opened.callback(_said, "learnt times are not kept", self.costs.close)
+            opened.callback(_said, "speeds of links are not kept", self._keep_links)
             disk_lines: list[str] = []
             if (
                 self.target.reads_experts
@@ -389,6 +391,14 @@ class Session:
             )
         self._end_filling()
         return embedder.embed(tokens), embedder.pooling != "none"
+
+    def _keep_links(self) -> None:
+        """Add what the session saw of several devices' links to their kept speeds."""
+        folder, choices = self.choices.spec.kept_folder, [*self.target.start.choices]
+        if folder is not None and len(choices) > 1:
+            sizes = self.target.facts.layer_expert_bytes.values()
+            rates = seen_link_rates(self.costs.copies_s, sizes)
+            keep_seen_links(folder, [choice for choice, _ in choices], rates)
 
     def _keep_disk(self) -> None:
         """Add what the session saw of the disk to its kept speed."""

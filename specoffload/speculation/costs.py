@@ -569,6 +569,11 @@ class SessionCosts:
             counts["split_timings"] = retiming.n_timings
         return dict(counts)
 
+    @property
+    def copies_s(self) -> dict[str, float]:
+        """The seconds of an expert's copy alone, as serving timed it, by the name of the device."""
+        return {} if self._retiming is None else self._retiming.copies_s
+
     def close(self) -> None:
         """Write the learnt costs to the kept file, unless there were too few decodes."""
         learner, retiming = self.learner, self._retiming

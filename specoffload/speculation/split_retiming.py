@@ -87,6 +87,15 @@ class SplitRetiming:
         return {name: each.costs_to_keep() for name, each in self._corrections.items()}
 
     @property
+    def copies_s(self) -> dict[str, float]:
+        """The seconds of an expert's copy while the CPU rests, by the name of the device."""
+        return {
+            name: copy_s
+            for name, corrections in self._corrections.items()
+            if (copy_s := corrections.seen_copy_s) is not None
+        }
+
+    @property
     def n_timings(self) -> int:
         return sum(corrections.n_seen for corrections in self._corrections.values())
 

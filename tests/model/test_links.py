@@ -8,21 +8,27 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from resolved import config_of
 
 from offload.device import DeviceChoice, choose_device
+from offload.stream import link_speed
 from offload.stream.link_speed import (
     _COPY_BYTES,
     _MOST_AT_ONCE,
     LinkSpeeds,
     _LinkProbe,
     link_speeds,
+    seen_link_rates,
 )
 from offload.times.repeated import RepeatedRate
 from specoffload import kept_machine
+from specoffload.config.options import Toggle
 from specoffload.cpu_load import Load
-from specoffload.kept import MACHINE_FILE
-from specoffload.kept_machine import link_lines, links_of
+from specoffload.kept import MACHINE_FILE, KeptFile
+from specoffload.kept_machine import keep_seen_links, link_lines, links_of
 from specoffload.kept_values import KeptLinks
+from specoffload.session.session import Session
+from specoffload.speculation.costs import SessionCosts
 
 RATES = (200e6, 50e6)  # bytes/s of two simulated links, far below memory's
 
@@ -152,6 +158,52 @@ def test_speeds_of_an_earlier_version_are_one_measurement(
     assert links_of(two(), tmp_path, keep=False).rates == (1e9, 2e9)
     assert by_start(1, tmp_path) == [SPEEDS.together]
     assert caplog.records == []
+
+
+def test_serving_corrects_what_is_faster_than_links_alone(
+    coming: list[LinkSpeeds], tmp_path: Path
+) -> None:
+    """A card moved to a slower place: no link is faster together with others than alone."""
+    coming += [SPEEDS] * 3
+    by_start(3, tmp_path)
+    first, _ = two()
+    used = []
+    for rate in (1e9, 1e9, 1e14, 1e9, 1e9):
+        keep_seen_links(tmp_path, two(), {first.name: rate})
+        used.append(links_of(two(), tmp_path, keep=False).rates)
+    assert used[:4] == [SPEEDS.together] * 4, "three starts outweigh three sessions"
+    assert used[4] == (1e9, SPEEDS.together[1])
+    keep_seen_links(tmp_path, two()[::-1], {first.name: rate})
+    assert len(json.loads((tmp_path / MACHINE_FILE).read_text())["links"]) == 1
+
+
+def test_serving_sees_links_alone_by_the_experts_of_equal_layers() -> None:
+    copies_s = {"CUDA0": 1e-3, "CUDA1": 2e-3}
+    assert seen_link_rates(copies_s, [20_000_000] * 3) == {"CUDA0": 2e10, "CUDA1": 1e10}
+    assert seen_link_rates(copies_s, [20_000_000, 24_000_000]) == {}, "which one was timed?"
+    assert seen_link_rates(copies_s, [1 << 20] * 3) == {}, "calls take as long as bytes"
+    assert seen_link_rates(copies_s, []) == seen_link_rates({}, [20_000_000]) == {}
+
+
+def test_a_session_adds_what_it_saw_of_links(
+    tiny_moe: Path, coming: list[LinkSpeeds], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
+    monkeypatch.setattr(link_speed, "_LEAST_EXPERT_BYTES", 1)  # the model's are small
+    coming += [SPEEDS] * 3
+    config = config_of(
+        model=tiny_moe, device="sim:bw=1GB/s,sim:bw=2GB/s", threads=1, ctx_size=256,
+        spec_given={"--spec-type": "none"}, hybrid=Toggle.OFF,
+    )  # fmt: skip
+    with Session(config) as session:
+        choices = [choice for choice, _ in session.target.start.choices]
+        expert_bytes = session.target.facts.one_expert_bytes
+        assert len(coming) == 2, "the start measured the links"
+        monkeypatch.setattr(SessionCosts, "copies_s", {choices[0].name: 1e-3})
+    (links,) = KeptFile(tmp_path).load()[0].links.values()
+    assert links.alone[0].values == (30e9, 1e3 * expert_bytes)
+    assert links.alone[1].values == (25e9,)
+    assert [rate.n for rate in links.together] == [1, 1]
 
 
 def test_a_line_says_both_rates() -> None:

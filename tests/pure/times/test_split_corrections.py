@@ -319,3 +319,15 @@ def test_device_times_that_were_not_repeated_stay_between_those_that_were() -> N
     found = corrections.costs().device.by_rows_s
     assert found[2] <= found[4] <= found[8]
     assert found[8] <= found[16] <= 4.001 * found[8]
+
+
+def test_a_copys_own_time_is_that_of_the_timings_alone() -> None:
+    """The kept time does not count, and a timing that was not possible is none."""
+    corrections = SplitCorrections(replace(TRUE, copy_s=5.0))
+    for _ in range(5):
+        corrections.skip(SplitTiming(TimedSide.LINK))
+    seen = []
+    for copy_s in (4e-4, 8e-3, 4e-4, 5e-4):
+        corrections.see_link(copy_s, 1.2, 1.1)
+        seen.append(corrections.seen_copy_s)
+    assert seen == [None, None, 4e-4, 4e-4]
