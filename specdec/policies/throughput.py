@@ -22,6 +22,7 @@ from specdec.costs.calibration import Calibration
 from specdec.costs.profile import CostProfile, KnownCosts, LiveCosts
 from specdec.options import BY_BLOCK
 from specdec.policies.after_prompt import AfterPrompt
+from specdec.policies.lately import Lately
 from specdec.policies.looks import Looks, ReadingTimes
 from specdec.policies.same_size import SameSize
 from specdec.policies.tree import N_WIDE, TreeGrowth, TreePrices, source_of
@@ -103,7 +104,7 @@ class Throughput(Policy):
         self._seconds = 4.0 * self._costs.planned[0]
         self._n_plans, self._plain_s = self._costs.n_plans, self._costs.times[0]
         self._had_no_unit = self._costs.is_relative
-        self._same, self._after_prompt = SameSize(), AfterPrompt()
+        self._same, self._after_prompt, self._lately = SameSize(), AfterPrompt(), Lately()
         self._looks, self._reading = Looks(), ReadingTimes()
         self._saved_tokens = 0.0  # saved by a batch as large as the last one
 
@@ -218,8 +219,8 @@ class Throughput(Policy):
 
         It is higher in the first rounds after a prompt.
         """
-        if not self._beside and (factor := self._after_prompt.factor) > 1.0:
-            price = [factor * tokens for tokens in price]
+        if not self._beside:
+            price = self._priced_alone(price)
         same = self._same.n_rows - 1 - self._beside
         if not self._saved_tokens or not 0 <= same < len(price):
             return price
@@ -230,6 +231,26 @@ class Throughput(Policy):
         n_changes = 2 if is_lone else 1
         price[same] -= n_changes * self._saved_tokens
         return price
+
+    def _priced_alone(self, price: list[float]) -> list[float]:
+        """`price` in the first rounds after a prompt, and by what batches took lately."""
+        if (factor := self._after_prompt.factor) > 1.0:
+            return [factor * tokens for tokens in price]
+        if (factor := self._lately.factor) > 1.0:
+            more, times = (factor - 1.0) * self.rate, self._costs.planned
+            return [price[0], *(p + more * times[n] for n, p in enumerate(price[1:], 1))]
+        return price
+
+    def _time(self, round_: Round) -> None:
+        """Learn from the seconds of a round's decode, if they are unusual now."""
+        planned, n = self._costs.planned, round_.n_drafted
+        usual_s = planned[min(n, len(planned) - 1)]
+        if not self._after_prompt.is_over:
+            self._after_prompt.observe(round_.verify_s, usual_s)
+        elif n:
+            self._lately.observe(round_.verify_s, usual_s)
+        else:
+            self._lately.passed(1)
 
     def _think_anew(self) -> None:
         """Make every drafter's plan anew, since the planned batch times changed."""
@@ -324,10 +345,8 @@ class Throughput(Policy):
 
     def learn(self, round_: Round) -> None:
         draft = round_.draft
-        if not (self._after_prompt.is_over or self._beside or self._costs.is_relative):
-            planned = self._costs.planned
-            n_more = min(round_.n_drafted, len(planned) - 1)
-            self._after_prompt.observe(round_.verify_s, planned[n_more])
+        if not (self._beside or self._costs.is_relative):
+            self._time(round_)
         if not (self._walks or draft.tokens or draft.dropped or draft.others or draft.n_steps):
             self._n_rounds += 1
             self._alone_s.append(round_.verify_s)

@@ -22,6 +22,7 @@ from specdec.drafters.memory import BATCHED_TAIL, DraftMemory
 from specdec.drafters.ngrams import NgramMod
 from specdec.drafters.suffix import SuffixDrafter
 from specdec.policies.after_prompt import N_ROUNDS, AfterPrompt
+from specdec.policies.lately import Lately
 from specdec.policies.looks import Looks, ReadingTimes
 from specdec.policies.rules import DraftBounds, Fixed, bounded
 from specdec.policies.throughput import Throughput
@@ -305,6 +306,47 @@ def test_drafts_are_dearer_while_a_prompts_experts_are_in_the_slots(
     for _ in range(N_ROUNDS):
         policy.learn(Round(Draft((), (), "suffix", NO_TOKENS), 0, (1,), 0.0, 1.0))
     assert n_best() > 0
+
+
+# -- what drafts took lately -----------------------------------------------------------------------
+
+
+def test_batches_that_take_longer_than_usual_make_drafts_dearer() -> None:
+    """One or two disturbed ones do not, and all is forgotten if nothing is drafted for long."""
+    lately = Lately()
+    factors = []
+    for ratio in (1.5, 90.0, 1.6, 1.7, 0.2, 1.0):
+        lately.observe(ratio, 1.0)
+        factors.append(lately.factor)
+    assert factors == [1.0, 1.0, 1.6, 1.6, 1.6, 1.6]
+    for _ in range(300):
+        lately.passed(1)
+    assert lately.factor == 1.0, "fewer than three are left"
+    for _ in range(5):
+        lately.observe(90.0, 1.0)
+    assert lately.factor == 3.0
+    lately.observe(1.0, 0.0)
+    assert lately.factor == 3.0
+
+
+def test_drafts_are_priced_by_what_their_batches_took_lately() -> None:
+    """In a text whose tokens use the same experts, wrong drafts use others."""
+    policy = Throughput(CostProfile(tuple(1.0 + 0.1 * n for n in range(9)), 0.01))
+
+    def n_best() -> int:
+        walk = policy.begin(8, "suffix")
+        for _ in range(8):
+            walk.feed(0.8)
+        return walk.n_best
+
+    before = n_best()
+    draft = Draft((7, 7), (0.8, 0.8), "suffix", Decision(2, ""))
+    for _ in range(3):
+        policy.learn(Round(draft, 2, (7, 7, 1), 0.0, 3.0))
+    assert policy._lately.factor == pytest.approx(2.5)
+    assert n_best() < before
+    wrote(policy, 400)
+    assert n_best() >= before, "there is a way back"
 
 
 def test_the_loop_says_when_a_prompt_was_read() -> None:
