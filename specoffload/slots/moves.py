@@ -49,6 +49,7 @@ class ComingPrompt:
     def __init__(self, slot: Slot, stored: StoredPrompt, *, is_from_disk: bool) -> None:
         self.slot, self.stored, self.is_from_disk = slot, stored, is_from_disk
         self._loading = slot.loading(stored)
+        self._has_failed = False
         self.spent_s = 0.0
 
     @property
@@ -57,9 +58,12 @@ class ComingPrompt:
         return self.stored.tokens[: self.slot.n_held]
 
     def advance(self) -> bool:
-        """Copy a part. Returns True when all is copied. Raises DeviceFailed."""
-        began_s = perf_counter()
+        """Copy a part. Returns True when all is copied. Raises DeviceFailed, MemoryError."""
+        if self._has_failed:
+            raise DeviceFailed("an earlier part of the copy has failed")
+        began_s, self._has_failed = perf_counter(), True
         is_whole = next(self._loading, True) is True
+        self._has_failed = False
         self.spent_s += perf_counter() - began_s
         return is_whole
 

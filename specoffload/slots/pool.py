@@ -241,7 +241,7 @@ class PromptSlots:
         began_s = perf_counter()
         try:
             slot.load(stored)
-        except DeviceFailed as e:
+        except (DeviceFailed, MemoryError) as e:
             _not_loaded(stored, e)
             return
         slot.copied_back_s = perf_counter() - began_s
@@ -257,7 +257,7 @@ class PromptSlots:
         try:
             if not advance_for(most_s, coming.advance):
                 return False
-        except DeviceFailed as e:
+        except (DeviceFailed, MemoryError) as e:
             _not_loaded(stored, e)
             return True
         slot.copied_back_s = coming.spent_s
@@ -393,6 +393,6 @@ class PromptSlots:
         return place.n_written - n_before
 
 
-def _not_loaded(stored: StoredPrompt, error: DeviceFailed) -> None:
-    n = len(stored.tokens)
-    log.warning("a kept prompt of %d tokens is not loaded, but evaluated again: %s", n, error)
+def _not_loaded(stored: StoredPrompt, error: Exception) -> None:
+    n, why = len(stored.tokens), str(error) or "the memory is full"
+    log.warning("a kept prompt of %d tokens is not loaded, but evaluated again: %s", n, why)

@@ -29,7 +29,7 @@ from specoffload.session.session import Session
 from specoffload.slots import batcher
 from specoffload.slots.choosing import StoredPrompt
 from specoffload.slots.idle_rents import MoveCosts
-from specoffload.slots.moves import LeavingPrompt
+from specoffload.slots.moves import ComingPrompt, LeavingPrompt
 
 LONG = GenerateOptions(n_predict=80, ignore_eos=True)
 SLOW = replace(LONG, draft_max=1)  # one or two tokens each step
@@ -338,8 +338,26 @@ def test_a_copy_that_has_failed_says_so_again() -> None:
         leaving.advance()
 
 
+def test_a_return_that_has_failed_is_not_taken_for_one_that_has_ended() -> None:
+    def fails(_: StoredPrompt) -> Iterator[None]:
+        yield
+        raise DecodeStopped("the decode was stopped")
+
+    slot = SimpleNamespace(loading=fails)
+    coming = ComingPrompt(slot, StoredPrompt((1,), b""), is_from_disk=False)  # type: ignore[arg-type]
+    assert not coming.advance()
+    with pytest.raises(DecodeStopped):
+        coming.advance()
+    with pytest.raises(DeviceFailed, match="an earlier part"):
+        coming.advance()
+
+
+@pytest.mark.parametrize("error", [DeviceFailed("no room"), MemoryError()])
 def test_a_text_whose_part_cannot_be_loaded_is_evaluated_again(
-    models: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception,
+    models: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with opened_kind("mistral-large", models) as session:
         text, running = moved_away(session)
@@ -349,7 +367,7 @@ def test_a_text_whose_part_cannot_be_loaded_is_evaluated_again(
             nonlocal n_added
             n_added += 1
             if n_added == 3:
-                raise DeviceFailed("no room")
+                raise error
             add(self, *given)
 
         monkeypatch.setattr(Context, "add_state", fails)
@@ -359,7 +377,8 @@ def test_a_text_whose_part_cannot_be_loaded_is_evaluated_again(
         answer = answer_of(asked)
         assert answer.stats.n_cached_tokens == 0
         assert running.error is None
-    assert "is not loaded, but evaluated again" in caplog.text
+    why = str(error) or "the memory is full"
+    assert f"is not loaded, but evaluated again: {why}" in caplog.text
     with opened_kind("mistral-large", models) as session:
         (expected,) = together(session, [[*text, 7, 8]], OPTIONS)
     assert answer.tokens == expected.tokens
