@@ -12,12 +12,27 @@ from test_kept_bounds import DAY, DISTURBED, EXPERT_BYTES, profile, slow_side
 from offload.model_file import read_facts
 from offload.plan.workload import TokenMix
 from offload.routing.routing import SHARES, CountedHits
+from offload.times.mapped_reads import MappedReads
+from offload.times.repeated import RepeatedRate, RepeatedTime
 from offload.times.table import CostTable, DecodeTime, Way
 from specoffload.commands.doctor import MachineNow, kept_models
 from specoffload.config.resolution import demo_file
 from specoffload.kept import Kept, KeptFile
 from specoffload.kept_bounds import drop_absurd
-from specoffload.kept_list import OLD, ONCE_MORE, Measurement, age, of_machine, of_model, refused
+from specoffload.kept_list import (
+    AGAIN,
+    BUSY,
+    DOUBTED,
+    OLD,
+    ONCE_MORE,
+    USED,
+    Measurement,
+    age,
+    of_machine,
+    of_model,
+    refused,
+)
+from specoffload.kept_values import KeptDisk, KeptLayouts, KeptLinks, KeptReads
 
 TODAY = date(2026, 1, 5)
 # Fields of a kept file that are no measurements.
@@ -81,6 +96,26 @@ def test_a_row_says_what_the_next_start_does() -> None:
     listed = rows(of_model(kept, kept.runs[0]))
     assert listed["T(1) in place"] == ("2.5 s", "", "3 days", "corrected in use, first 100 ms")
     assert listed["an expert on the CPU"][-1] == "doubted: timed again"
+
+
+@pytest.mark.parametrize(
+    ("n", "is_doubted", "state"),
+    [(1, False, ONCE_MORE), (1, True, DOUBTED), (5, False, USED), (5, True, BUSY)],
+)
+def test_a_row_says_whether_the_next_start_measures(n: int, is_doubted: bool, state: str) -> None:
+    kept = Kept()
+    rate, time = RepeatedRate((2e9,) * n, is_doubted), RepeatedTime((1e-3,) * n, is_doubted)
+    reads = MappedReads(2e-6, 2e10, 1e10, 6e-6, 2e10)
+    kept.disks["sda"] = KeptDisk({1: rate, 8: rate}, DAY)
+    kept.links["CUDA0, CUDA1"] = KeptLinks([rate] * 2, [rate] * 2, DAY)
+    kept.layouts["q4_K"] = KeptLayouts(time, time, time, time, DAY)
+    kept.reads["CUDA0"] = KeptReads([reads] * n, DAY, is_doubted)
+    listed = rows(of_machine(kept))
+    assert len(listed) == 4
+    assert {cells[-1] for cells in listed.values()} == {state}
+    assert {cells[1] for cells in listed.values()} == {"" if n == 1 else "±0 %"}
+    old = {one.cells(date(2026, 3, 5))[-1] for one in of_machine(kept)}
+    assert old == {AGAIN}
 
 
 def test_what_only_tune_measures_is_old_after_30_days() -> None:
