@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -97,6 +101,20 @@ def test_products_in_which_the_backend_waits_by_itself(
     types: set[str], n_tokens: int, waits: bool
 ) -> None:
     assert waits_inside(types, n_tokens) == waits
+
+
+@pytest.mark.parametrize(("n_tokens", "rings"), [(8, True), (9, False)])
+def test_layers_with_too_many_rows_wait(n_tokens: int, rings: bool) -> None:
+    """Each token has a row of 16 KiB for each of 4 experts, and 512 KiB are allowed."""
+    split = SimpleNamespace(
+        host=SimpleNamespace(is_pinned=True),
+        weights=SimpleNamespace(sources=[SimpleNamespace(type="q4_K")]),
+        output=SimpleNamespace(shape=(4096, 4, n_tokens, 1)),
+    )
+    step: Any = SimpleNamespace(split=split, readers=[None], n_used=4, n_tokens=n_tokens)
+    refusal = nullcontext() if rings else pytest.raises(CannotRing, match="MiB of rows")
+    with refusal:
+        doorbell._check([step])
 
 
 @pytest.mark.parametrize("by_view", [False, True])
