@@ -19,22 +19,19 @@ class AfterPrompt:
 
     def __init__(self) -> None:
         self._n_rounds = N_ROUNDS  # since the last prompt
+        self.is_over = True  # so many rounds passed that nothing is learnt from the next one
         self._seen = [deque[float](maxlen=_SEEN) for _ in range(N_ROUNDS)]
 
     def begins(self) -> None:
         """The next round is the first one after a prompt."""
-        self._n_rounds = 0
+        self._n_rounds, self.is_over = 0, False
 
     def observe(self, seconds: float, usual_s: float) -> None:
         """Learn from a round whose decode took `seconds`, where `usual_s` are usual."""
         at, self._n_rounds = self._n_rounds, self._n_rounds + 1
+        self.is_over = self._n_rounds >= N_ROUNDS
         if at < N_ROUNDS and usual_s > 0.0:
             self._seen[at].append(min(_MOST_TIMES, max(1.0, seconds / usual_s)))
-
-    @property
-    def is_over(self) -> bool:
-        """True if so many rounds passed that nothing is learnt from the next one."""
-        return self._n_rounds >= N_ROUNDS
 
     @property
     def factor(self) -> float:
@@ -43,7 +40,7 @@ class AfterPrompt:
         An unknown round is as long as the one before it. If no first round was seen yet, the most
         is assumed, so that the very first round shows what plain decoding takes there.
         """
-        if self._n_rounds >= N_ROUNDS:
+        if self.is_over:
             return 1.0
         known = [seen for seen in self._seen[: self._n_rounds + 1] if seen]
         return median_low(known[-1]) if known else _MOST_TIMES

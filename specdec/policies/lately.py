@@ -20,22 +20,30 @@ class Lately:
 
     def __init__(self) -> None:
         self._seen: deque[float] = deque(maxlen=_SEEN)
-        self._n_without = 0
+        self._at = 0  # the round of the last batch, later ones for each that was forgotten
+        self.last_factor = 1.0  # as `factor` was when something was learnt or forgotten last
 
-    def observe(self, seconds: float, usual_s: float) -> None:
-        """Learn from a batch with drafted tokens that took `seconds`, where T(n) is `usual_s`."""
-        if usual_s > 0.0:
-            self._seen.append(min(_MOST_TIMES, max(1.0, seconds / usual_s)))
-            self._n_without = 0
+    def observe(self, seconds: float, usual_s: float, at: int) -> None:
+        """Learn from a batch of round `at` that took `seconds`, where T(n) is `usual_s`."""
+        if usual_s <= 0.0:
+            return
+        ratio = seconds / usual_s
+        self._seen.append(1.0 if ratio < 1.0 else ratio if ratio < _MOST_TIMES else _MOST_TIMES)
+        self._at = at
+        if ratio > 1.0 or self.last_factor > 1.0:  # else the median stays at its least
+            self._restate()
 
-    def passed(self, n_rounds: int) -> None:
-        """Count rounds without a draft. If nothing is drafted for long, all is forgotten."""
-        self._n_without += n_rounds
-        while self._seen and self._n_without >= _FORGET_ROUNDS:
+    def factor(self, at: int) -> float:
+        """How many times as long as T(n) a batch of round `at` probably takes: a lower median.
+
+        If nothing was drafted for long, all is forgotten.
+        """
+        while self._seen and at - self._at >= _FORGET_ROUNDS:
             self._seen.popleft()
-            self._n_without -= _FORGET_ROUNDS
+            self._at += _FORGET_ROUNDS
+            self._restate()
+        return self.last_factor
 
-    @property
-    def factor(self) -> float:
-        """How many times as long as T(n) the next batch probably takes, by a lower median."""
-        return median_low(self._seen) if len(self._seen) >= _LEAST_SEEN else 1.0
+    def _restate(self) -> None:
+        known = len(self._seen) >= _LEAST_SEEN
+        self.last_factor = median_low(self._seen) if known else 1.0

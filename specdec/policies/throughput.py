@@ -219,7 +219,7 @@ class Throughput(Policy):
 
         It is higher in the first rounds after a prompt.
         """
-        if not self._beside:
+        if not (self._beside or (self._after_prompt.is_over and self._lately.last_factor == 1.0)):
             price = self._priced_alone(price)
         same = self._same.n_rows - 1 - self._beside
         if not self._saved_tokens or not 0 <= same < len(price):
@@ -234,23 +234,24 @@ class Throughput(Policy):
 
     def _priced_alone(self, price: list[float]) -> list[float]:
         """`price` in the first rounds after a prompt, and by what batches took lately."""
-        if (factor := self._after_prompt.factor) > 1.0:
+        after_prompt = self._after_prompt
+        if not after_prompt.is_over and (factor := after_prompt.factor) > 1.0:
             return [factor * tokens for tokens in price]
-        if (factor := self._lately.factor) > 1.0:
+        if (factor := self._lately.factor(self._n_rounds)) > 1.0:
             more, times = (factor - 1.0) * self.rate, self._costs.planned
             return [price[0], *(p + more * times[n] for n, p in enumerate(price[1:], 1))]
         return price
 
     def _time(self, round_: Round) -> None:
         """Learn from the seconds of a round's decode, if they are unusual now."""
+        if self._beside or self._costs.is_relative:
+            return
         planned, n = self._costs.planned, round_.n_drafted
-        usual_s = planned[min(n, len(planned) - 1)]
+        usual_s = planned[n] if n < len(planned) else planned[-1]
         if not self._after_prompt.is_over:
             self._after_prompt.observe(round_.verify_s, usual_s)
         elif n:
-            self._lately.observe(round_.verify_s, usual_s)
-        else:
-            self._lately.passed(1)
+            self._lately.observe(round_.verify_s, usual_s, self._n_rounds)
 
     def _think_anew(self) -> None:
         """Make every drafter's plan anew, since the planned batch times changed."""
@@ -345,7 +346,7 @@ class Throughput(Policy):
 
     def learn(self, round_: Round) -> None:
         draft = round_.draft
-        if not (self._beside or self._costs.is_relative):
+        if draft.tokens or not self._after_prompt.is_over:
             self._time(round_)
         if not (self._walks or draft.tokens or draft.dropped or draft.others or draft.n_steps):
             self._n_rounds += 1

@@ -315,18 +315,16 @@ def test_batches_that_take_longer_than_usual_make_drafts_dearer() -> None:
     """One or two disturbed ones do not, and all is forgotten if nothing is drafted for long."""
     lately = Lately()
     factors = []
-    for ratio in (1.5, 90.0, 1.6, 1.7, 0.2, 1.0):
-        lately.observe(ratio, 1.0)
-        factors.append(lately.factor)
+    for at, ratio in enumerate((1.5, 90.0, 1.6, 1.7, 0.2, 1.0)):
+        lately.observe(ratio, 1.0, at)
+        factors.append(lately.factor(at + 1))
     assert factors == [1.0, 1.0, 1.6, 1.6, 1.6, 1.6]
-    for _ in range(300):
-        lately.passed(1)
-    assert lately.factor == 1.0, "fewer than three are left"
-    for _ in range(5):
-        lately.observe(90.0, 1.0)
-    assert lately.factor == 3.0
-    lately.observe(1.0, 0.0)
-    assert lately.factor == 3.0
+    assert lately.factor(100) == 1.6
+    assert lately.factor(300) == 1.0, "fewer than three are left"
+    for at in range(300, 305):
+        lately.observe(90.0, 1.0, at)
+    lately.observe(1.0, 0.0, 305)
+    assert lately.factor(305) == 3.0
 
 
 def test_drafts_are_priced_by_what_their_batches_took_lately() -> None:
@@ -343,7 +341,7 @@ def test_drafts_are_priced_by_what_their_batches_took_lately() -> None:
     draft = Draft((7, 7), (0.8, 0.8), "suffix", Decision(2, ""))
     for _ in range(3):
         policy.learn(Round(draft, 2, (7, 7, 1), 0.0, 3.0))
-    assert policy._lately.factor == pytest.approx(2.5)
+    assert policy._lately.factor(policy._n_rounds) == pytest.approx(2.5)
     assert n_best() < before
     wrote(policy, 400)
     assert n_best() >= before, "there is a way back"

