@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 import subprocess
 import sys
@@ -86,6 +87,18 @@ def test_contexts_that_the_library_rounds_up_hold_batches_of_all_their_tokens(
 ) -> None:
     done = run_program("-t", "1", *more) if "-p" in more else run_program("-t", "1", "hi", *more)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_shell_that_limits_files_to_less_than_a_page_is_one_sentence() -> None:
+    words = [sys.executable, "-m", "specoffload", "run", "-p", "x", "-n", "1", "-t", "1"]
+    shell = ["bash", "-c", 'ulimit -f 1; exec "$@"', "bash", *words]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    message = (
+        f"specoffload: a file of {mmap.PAGESIZE} bytes in memory cannot be made (File too large)"
+    )
+    assert message in done.stderr
 
 
 def test_a_draft_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

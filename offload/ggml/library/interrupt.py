@@ -32,6 +32,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
+from offload.errors import NotWritten
 from offload.ggml.library.callback import Pending
 
 _PAGE = mmap.PAGESIZE
@@ -40,8 +41,14 @@ _HEEDS_AT = 2048  # offset of the byte that is 1 during decodes that signals may
 
 class _InterruptFlag:
     def __init__(self) -> None:
-        self.fd = os.memfd_create("specoffload-interrupt")
-        os.ftruncate(self.fd, _PAGE)
+        try:
+            self.fd = os.memfd_create("specoffload-interrupt")
+            os.ftruncate(self.fd, _PAGE)
+        except OSError as e:  # RLIMIT_FSIZE limits files in memory, too
+            raise NotWritten(
+                f"a file of {_PAGE} bytes in memory cannot be made ({e.strerror}): raise the "
+                "shell's limits (ulimit -f, ulimit -n)"
+            ) from e
         os.set_blocking(self.fd, False)  # required of a wake-up descriptor
         self.memory = mmap.mmap(self.fd, _PAGE)
         self.address = C.addressof(C.c_char.from_buffer(self.memory))
