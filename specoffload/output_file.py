@@ -19,4 +19,4 @@ def check_output(flag: str, output: Path) -> None:
     if not folder.is_dir():
         raise UsageError(f"{flag} {output}: there is no folder {folder}")
     if not os.access(output if output.exists() else folder, os.W_OK):
-        raise UsageError(f"{flag} {output}: cannot be written (Permission denied)")
+        raise UsageError(f"{flag} {output}: cannot be written (read-only, or no permission)")
