@@ -9,6 +9,7 @@ Python and pip. Exits 0 if nothing is missing, else 2.
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import shlex
 import shutil
@@ -126,6 +127,8 @@ def no_compiler() -> list[str]:
 
 
 def main() -> int:
+    if importlib.util.find_spec("_lzma") is None:
+        sys.exit("gpu-check: this Python lacks lzma, with which the wheels are compressed")
     wheels, reasons = wheels_in(Path(sys.argv[1]), sys_tags()) if len(sys.argv) > 1 else ({}, [])
     reasons += sorted(missing(of_project(), wheels)) + no_compiler()
     for line in reasons:
