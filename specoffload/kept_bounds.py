@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from numa.tune import TuneResult
 from offload.plan.workload import PlannedWork, TokenMix
-from offload.schedule.division import DeviceCosts, MeasuredCosts
+from offload.schedule.division import MOST_SLOWDOWN, DeviceCosts, MeasuredCosts
 from offload.times.hits import Sharing
 from offload.times.mapped_reads import MappedReads
 from offload.times.repeated import RepeatedValue
@@ -96,7 +96,7 @@ PRODUCT = Bounds(1e-9, 60.0, "s")  # a product of one weight
 TOKEN = Bounds(1e-7, 600.0, "s")  # a token of a prompt, of a draft or of an answer
 DECODE = Bounds(1e-6, 3600.0, "s")
 TOKENS = Bounds(0.0, 1e12, "tokens")
-SLOWDOWN = Bounds(1.0, _TIMES_SLOWER, "times")  # of the link or the CPU while both work
+SLOWDOWN = Bounds(1.0, MOST_SLOWDOWN, "times")  # of the link or the CPU while both work
 SLOTS = Bounds(0.0, 1e9, "slots or layers")
 EXPERTS = Bounds(0.0, 1e9, "experts")
 BATCH = Bounds(0.0, 1e7, "tokens in a batch")

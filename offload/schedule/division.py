@@ -37,6 +37,7 @@ from offload.schedule.believed import believed, contradict
 
 HIT, STREAMED, HOST = 0, 1, 2
 LATE = 3  # computed by the CPU after it has been read from the disk (offload/schedule/from_disk.py)
+MOST_SLOWDOWN = 20.0  # of a side while the other one works
 MOST_ROWS = SMALL_BATCH  # most rows of an expert in a measurement
 _LEAST = 64  # rows and misses of the smallest tables
 _NOTHING = 1e-9  # largest rounding error of a share
@@ -365,8 +366,9 @@ class MeasuredCosts:
 
     @property
     def is_doubtful(self) -> bool:
-        """True if times of a side contradict each other, as after a disturbed measurement."""
-        return contradict(self.host.by_rows_s) or contradict(self.device.by_rows_s)
+        """True if the measurement was disturbed: times contradict each other, or slow too much."""
+        is_huge = max(self.host_slowdown, self.link_slowdown) >= MOST_SLOWDOWN
+        return is_huge or contradict(self.host.by_rows_s) or contradict(self.device.by_rows_s)
 
     def costs(self) -> SplitCosts:
         """Return these costs as arrays, for the split."""
@@ -429,5 +431,8 @@ def _at_none(points: Sequence[tuple[int, float]]) -> float:
 
 
 def slowdown(alone_s: Sequence[float], beside_copies_s: Sequence[float]) -> float:
-    """Return a side's median time beside copies divided by its median time alone; at least 1."""
-    return max(1.0, float(np.median(beside_copies_s) / np.median(alone_s)))
+    """Return a side's median time beside copies divided by its median time alone.
+
+    It is at least 1 and at most `MOST_SLOWDOWN`, which only other programs exceed.
+    """
+    return min(MOST_SLOWDOWN, max(1.0, float(np.median(beside_copies_s) / np.median(alone_s))))

@@ -14,9 +14,11 @@ from offload.schedule.believed import believed, contradict
 from offload.schedule.division import (
     HOST,
     MOST_ROWS,
+    MOST_SLOWDOWN,
     MeasuredCosts,
     SideTimes,
     side_times,
+    slowdown,
     split_pairs,
 )
 
@@ -147,6 +149,17 @@ def test_numbers_that_are_no_measurement_are_refused(damage: dict[str, Any]) -> 
     for by_rows_s, fixed_s in (({}, 0.0), ({0: 1.0}, 0.0), ({65: 1.0}, 0.0), ({1: 1.0}, -1.0)):
         with pytest.raises(ValueError, match="there must be times|times must be"):
             SideTimes(by_rows_s, fixed_s)
+
+
+def test_a_huge_slowdown_is_cut_and_timed_again() -> None:
+    """Only other programs slow a side down by so much while the other one works."""
+    assert slowdown([1e-3, 1e-3], [1.5e-3, 1.5e-3]) == 1.5
+    assert slowdown([1e-3, 1e-3], [0.5e-3, 0.5e-3]) == 1.0
+    assert slowdown([1e-3, 1e-3], [0.224, 0.224]) == MOST_SLOWDOWN
+    side = SideTimes({1: 1e-3}, 0.0)
+    assert not MeasuredCosts(side, side, 1e-3, 1.5, 2.0).is_doubtful
+    assert MeasuredCosts(side, side, 1e-3, 1.5, MOST_SLOWDOWN).is_doubtful
+    assert MeasuredCosts(side, side, 1e-3, MOST_SLOWDOWN, 1.0).is_doubtful
 
 
 @pytest.mark.parametrize(
