@@ -39,11 +39,12 @@ def two() -> list[DeviceChoice]:
 
 def test_each_link_is_measured_alone_and_with_the_other() -> None:
     speeds = link_speeds(two(), least_s=0.1)
+    # Other programs may take most of the time of a measurement, and never make a link faster.
     for of_one in (speeds.alone, speeds.together):
         for measured, rate in zip(of_one, RATES, strict=True):
-            assert 0.5 * rate < measured <= rate * 1.01
+            assert 0.1 * rate < measured <= rate * 1.01
     (only,) = link_speeds(two()[1:], least_s=0.1).together
-    assert 0.5 * RATES[1] < only <= RATES[1] * 1.01
+    assert 0.1 * RATES[1] < only <= RATES[1] * 1.01
 
 
 def test_a_burst_of_other_programs_does_not_change_a_links_speed() -> None:
