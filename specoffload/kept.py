@@ -320,7 +320,8 @@ class KeptFile:
             with whole_file(self.path) as f:
                 f.write(_form().dump_json(kept, indent=1) + b"\n")
         except OSError as e:
-            return f"measurements are not kept: {e}; SPECOFFLOAD_PROFILE_DIR names another folder"
+            why = e.strerror or e
+            return f"measurements are not kept: {why}; SPECOFFLOAD_PROFILE_DIR names another folder"
         return ""
 
     def _bad_hits(self, hits: CountedHits) -> str:
