@@ -1,8 +1,9 @@
 """Finds choices of `tune` that the decodes of later runs contradict.
 
-A choice is doubted if a decode of one token takes longer with it than the next best choice took
-when `tune` tried that one, by more than both spreads. A run's decodes count as its start measured
-them or as serving corrected them, whichever is less: a longer text makes decodes slower, too.
+`tune` scores each trial by several times. A choice is doubted if a later T(1), in place of the one
+of its own trial, makes its score worse than the next best choice's by more than both spreads. A
+run's T(1) counts as its start measured it or as serving corrected it, whichever is less: a longer
+text makes decodes slower, too.
 """
 
 from __future__ import annotations
@@ -47,14 +48,18 @@ def comparable(run: KeptRun) -> dict[str, str]:
 
 
 def _newest(
-    runs: Iterable[KeptRun], settings: Mapping[str, str], sharing: Sharing, since: str
+    runs: Iterable[KeptRun], settings: Mapping[str, str], sharing: Sharing, after: str
 ) -> OneToken | None:
-    """Return the decode of the newest run with these settings and slots, measured since a day."""
+    """Return the decode of the newest run with these settings and slots, measured after a day.
+
+    Decodes of that day itself may be older than the choice, since only the day is kept.
+    """
     for run in [*runs][::-1]:
-        has = settings.items() <= run.settings.items()
-        its = one_token(run)
-        if has and its is not None and its.date >= since and _as_many(run.sharing, sharing):
-            return its
+        if not settings.items() <= run.settings.items() or not _as_many(run.sharing, sharing):
+            continue
+        decode = one_token(run)
+        if decode is not None and decode.date > after:
+            return decode
     return None
 
 
@@ -67,44 +72,48 @@ def threads_doubt(tuned: TuneResult, runs: Sequence[KeptRun]) -> str:
 
     `runs`: those of the model with which the choice was measured.
     """
+    trials = [trial for trial in tuned.trials if 1 in trial.seconds]
+    chosen = next((trial for trial in trials if trial.candidate == tuned.best), None)
+    others = [trial for trial in trials if trial.candidate != tuned.best]
+    if chosen is None or not others or not tuned.settings:
+        return ""
     sharing = Sharing(tuned.n_slots, tuned.n_resident)
-    if not tuned.settings:
+    decode = _newest(runs, tuned.settings, sharing, tuned.date)
+    if decode is None:
         return ""
-    its = _newest(runs, tuned.settings, sharing, tuned.date)
-    others = [t for t in tuned.trials if t.candidate != tuned.best and 1 in t.seconds]
-    if its is None or not others:
-        return ""
+    now = replace(chosen, seconds={**chosen.seconds, 1: decode.seconds})
     rival = min(others, key=lambda trial: trial.score_s)
-    spread = max(_LEAST_DOUBT, its.spread + rival.spreads.get(1, 0.0))
-    if its.seconds <= (1.0 + spread) * rival.seconds[1]:
+    spread = max(_LEAST_DOUBT, decode.spread + max(rival.spreads.values(), default=0.0))
+    if now.score_s <= (1.0 + spread) * rival.score_s:
         return ""
     return (
-        f"T(1) is {milliseconds(its.seconds)} with {tuned.best}, and {rival.candidate} took "
-        f"{milliseconds(rival.seconds[1])} when it was tried"
+        f"T(1) is {milliseconds(decode.seconds)} with {tuned.best}, which makes {rival.candidate} "
+        f"faster ({rival.times} when it was tried)"
     )
 
 
 def ubatch_doubt(tuned: KeptUbatch, runs: Sequence[KeptRun]) -> str:
     """Return a clause on why the chosen ubatch is doubted, or "". `runs`: those of the model."""
     trials, n, work = levelled(tuned.trials), tuned.n_ubatch, tuned.work
-    chosen = trials.pop(n, None)
-    if chosen is None or not tuned.run or work is None or not trials:
+    if n not in trials or len(trials) < 2 or not tuned.run or work is None:
         return ""
-    sharing = Sharing(chosen.n_slots, chosen.n_resident)
-    its = _newest(runs, {**tuned.run, "ubatch": str(n)}, sharing, tuned.date)
-    if its is None:
+    chosen = trials[n]
+    slots = chosen.n_slots, chosen.n_resident
+    decode = _newest(runs, {**tuned.run, "ubatch": str(n)}, Sharing(*slots), tuned.date)
+    if decode is None:
         return ""
-    same = {
-        m: replace(trial, decode_s=its.seconds)
-        for m, trial in {n: chosen, **trials}.items()
-        if (trial.n_slots, trial.n_resident) == (chosen.n_slots, chosen.n_resident)
+    # Ubatches that leave the same slots decode alike, so the later T(1) is theirs, too.
+    now = {
+        m: replace(trial, decode_s=decode.seconds)
+        if (trial.n_slots, trial.n_resident) == slots
+        else trial
+        for m, trial in trials.items()
     }
-    trials |= {m: trial for m, trial in same.items() if m != n}
-    rival = min(trials, key=lambda m: trials[m].seconds(work))
-    its_s, rival_s = same[n].seconds(work), trials[rival].seconds(work)
-    spread = its.spread + chosen.prompt_spread + trials[rival].spread
-    if its_s <= (1.0 + max(_LEAST_DOUBT, spread)) * rival_s:
+    rival = min(now.keys() - {n}, key=lambda m: now[m].seconds(work))
+    spread = max(_LEAST_DOUBT, decode.spread + chosen.prompt_spread + now[rival].spread)
+    if now[n].seconds(work) <= (1.0 + spread) * now[rival].seconds(work):
         return ""
     return (
-        f"T(1) is {milliseconds(its.seconds)} with {n} tokens at once, which makes {rival} faster"
+        f"T(1) is {milliseconds(decode.seconds)} with {n} tokens at once, which makes {rival} "
+        "faster"
     )

@@ -23,7 +23,7 @@ from specoffload.kept_doubts import comparable, threads_doubt, ubatch_doubt
 from specoffload.kept_list import of_machine, of_model
 from specoffload.opening import kept_plan
 
-DAY = "2026-01-02"
+DAY, NEXT_DAY = "2026-01-02", "2026-01-03"
 WORK = PlannedWork(4096, 512)
 SETTINGS = {"device": "CUDA0, card", "threads": "8/8", CACHE: ON_DEVICE, "build": "b"}
 ROWS, INTERLEAVE = Candidate(Strategy.ROWS, 8), Candidate(Strategy.INTERLEAVE, 8)
@@ -33,7 +33,7 @@ TUNED = TuneResult(
 )  # fmt: skip
 
 
-def run_of(one_s: float, day: str = DAY, first_s: float = 0.0, **settings: str) -> KeptRun:
+def run_of(one_s: float, day: str = NEXT_DAY, first_s: float = 0.0, **settings: str) -> KeptRun:
     entry = DecodeTime(one_s, 0.02, 5, day, measured_s=first_s)
     table = CostTable(16, 4, {Way.IN_PLACE: {1: entry}})
     return KeptRun({**SETTINGS, **settings}, Sharing(38, 2), table)
@@ -41,9 +41,24 @@ def run_of(one_s: float, day: str = DAY, first_s: float = 0.0, **settings: str) 
 
 def test_a_choice_is_doubted_if_the_next_best_was_faster() -> None:
     assert threads_doubt(TUNED, [run_of(0.2)]) == (
-        f"T(1) is 200 ms with {ROWS}, and {INTERLEAVE} took 100 ms when it was tried"
+        f"T(1) is 200 ms with {ROWS}, which makes {INTERLEAVE} faster "
+        "(T(1) 100.0 ms when it was tried)"
     )
     assert threads_doubt(TUNED, [run_of(0.2), run_of(0.08)]) == "", "the newest run counts"
+
+
+@pytest.mark.parametrize(
+    ("one_s", "is_doubted"), [(0.080, False), (0.087, False), (0.1, False), (0.105, True)]
+)
+def test_threads_are_doubted_by_all_sizes_that_chose_them(one_s: float, is_doubted: bool) -> None:
+    """8 threads have the lower T(1), and still lose: 0.137 s with 8, and 0.126 s with 16."""
+    few, many = Candidate(Strategy.SINGLE, 8), Candidate(Strategy.SINGLE, 16)
+    trials = Trial(many, {1: 0.080, 8: 0.2}), Trial(few, {1: 0.072, 8: 0.26})
+    tuned = replace(TUNED, best=many, trials=trials)
+    doubt = threads_doubt(tuned, [run_of(one_s)])
+    assert bool(doubt) is is_doubted
+    if is_doubted:
+        assert doubt.endswith(f"{few} faster (T(1) 72.0 ms, T(8) 260.0 ms when it was tried)")
 
 
 @pytest.mark.parametrize(
@@ -51,6 +66,7 @@ def test_a_choice_is_doubted_if_the_next_best_was_faster() -> None:
     [
         (run_of(0.104), "within both spreads"),
         (run_of(0.2, "2026-01-01"), "older than the choice"),
+        (run_of(0.2, DAY), "perhaps decoded before the choice, on the same day"),
         (run_of(0.2, first_s=0.08), "slower for a long text, and not at the start"),
         (run_of(0.2, threads="4/4"), "other threads"),
         (run_of(0.2, device="cpu"), "another device"),
@@ -74,6 +90,7 @@ def test_a_ubatch_is_doubted_if_its_decodes_make_another_faster() -> None:
         "T(1) is 120 ms with 1024 tokens at once, which makes 512 faster"
     )
     assert ubatch_doubt(UBATCH, [run_of(0.085, ubatch="1024")]) == ""
+    assert ubatch_doubt(UBATCH, [run_of(0.12, DAY, ubatch="1024")]) == "", "perhaps older"
     assert ubatch_doubt(UBATCH, [run_of(0.12, ubatch="512")]) == "", "another ubatch's decodes"
     trials = {n: replace(trial, n_slots=40) for n, trial in UBATCH.trials.items()}
     same = replace(UBATCH, trials=trials)
@@ -139,6 +156,13 @@ def chosen_ubatch(spoilt: tuple[int, str, int] | None, factor: float) -> int:
             {"prompt": prompts, "table": table, "decode": decodes}[spoilt[1]][spoilt[2]] *= factor
         trials[n] = trial_of(prompts, 1024, table[0], decodes, (n_slots, 2))
     return fastest_ubatch(trials, 512, WORK)
+
+
+@pytest.mark.parametrize("n", TRUE)
+@pytest.mark.parametrize("factor", [0.02, 0.7, 1.3, 50.0])
+def test_one_decode_of_another_length_changes_no_ubatch(n: int, factor: float) -> None:
+    """Short decodes are not disturbed: some tokens find all of their experts in the slots."""
+    assert chosen_ubatch((n, "decode", 3), factor) == chosen_ubatch(None, 1.0) == 1024
 
 
 @pytest.mark.parametrize("n", TRUE)
