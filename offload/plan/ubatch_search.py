@@ -58,8 +58,10 @@ def trial_of(
 ) -> UbatchTrial:
     """Return the trial of repeated prompts of `n_prompt` tokens and repeated decodes of one token.
 
-    `table_s` is T(1) of the start's measurement, and `sharing` the slots and resident layers. The
-    fastest prompt and the lower of both T(1) count, so one disturbed measurement changes nothing.
+    `table_s` is T(1) of the run's table. This start or an earlier one measured it, and serving may
+    have corrected it. `decodes_s` were measured on text that was not decoded just before, as those
+    of the table were. `sharing` has the slots and resident layers. The fastest prompt and the lower
+    of both T(1) count, so no single slow measurement changes the trial.
     """
     return UbatchTrial(
         min(prompts_s) / n_prompt,

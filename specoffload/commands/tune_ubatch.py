@@ -9,7 +9,7 @@ from dataclasses import replace
 from offload.device import choose_device
 from offload.engine import Engine
 from offload.errors import DoesNotFit
-from offload.measuring import decode_s
+from offload.measuring import LEAD_TOKENS, TextWalk, decode_s
 from offload.plan.placement import workload_of
 from offload.plan.sharing import UBATCHES
 from offload.plan.ubatch_search import (
@@ -25,7 +25,7 @@ from specoffload.commands.profile import measuring_config
 from specoffload.config.resolution import Config
 from specoffload.cpu_load import Watch
 from specoffload.kept import KeptFile, KeptUbatch, today
-from specoffload.kept_doubts import comparable, ubatch_doubt
+from specoffload.kept_doubts import comparable
 from specoffload.opening.draft_model import real_text
 from specoffload.opening.header import target_facts
 from specoffload.opening.kept_plan import kept_for_plan, ubatch_settings
@@ -36,7 +36,7 @@ UbatchRow = tuple[str, str, str]  # what was searched, what was chosen, and why
 _NAME = "--ubatch-size"
 _N_UBATCHES = 2  # full ubatches of a timed prompt, because the first one also fills slots
 _N_PROMPTS = 3
-_N_DECODES = 7  # timed decodes of one token, after one more
+_N_DECODES = 7  # timed decodes of one token
 _ROOM = 8  # tokens of the context that stay free
 
 
@@ -81,9 +81,8 @@ class _UbatchSearch:
         self._config, self._work, self._ends_s = config, work, ends_s
         self._file = KeptFile(config.spec.kept_folder, target_facts(config))
         settings = ubatch_settings(config)
-        kept = self._file.load()[0]
-        last = kept.ubatch(settings)
-        if last is None or last.date != today() or ubatch_doubt(last, kept.runs):
+        last = self._file.load()[0].ubatch(settings)
+        if last is None or last.date != today():
             last = KeptUbatch(settings, 0, today())
         self.kept = last
         self.kept.work = work
@@ -157,7 +156,10 @@ class _UbatchSearch:
             return used
 
     def _measured(self, session: Session) -> UbatchTrial:
-        """Time prompts and decodes of one token. T(1) was measured when opening, too."""
+        """Time prompts, then decodes of the text after them, as `measure` times T(1) for the table.
+
+        Decodes of the prompt's own tokens would find all of their experts in the slots.
+        """
         target = session.target
         n_ubatch = target.layout.context.n_ubatch
         usual = min(n_ubatch, UBATCHES[-1])  # the planned prompt fills no larger one
@@ -168,18 +170,22 @@ class _UbatchSearch:
         for _ in range(_N_PROMPTS):
             target.sequences.rewind(SEQUENCE, 0)
             times.append(decode_s(target.sequences, SEQUENCE, prompt, n_logits=1))
-        target.sequences.rewind(SEQUENCE, 0)
-        decodes = [
-            decode_s(target.sequences, SEQUENCE, [token], n_logits=1)
-            for token in _tokens(target, min(1 + _N_DECODES, target.n_ctx - 1))
-        ]
+        walk = TextWalk(target.sequences, SEQUENCE, _text_after(target, n), 0, target.n_ctx - 1)
+        walk.lead(1, LEAD_TOKENS, n_logits=1)
+        decodes = [walk.time_s(1, n_logits=1) for _ in range(_N_DECODES)]
         target.sequences.rewind(SEQUENCE, 0)
         sharing, table = session.costs.run.sharing, session.costs.run.table
         slots = sharing.n_cached, sharing.n_resident
-        return trial_of(times, n, table.best(1)[1], decodes[1:] or decodes, slots)
+        return trial_of(times, n, table.best(1)[1], decodes, slots)
 
 
 def _tokens(target: Engine, n: int) -> Sequence[int]:
     """`n` tokens of real text, repeated as often as necessary."""
     text = real_text(target)
     return [text[i % len(text)] for i in range(n)]
+
+
+def _text_after(target: Engine, n: int) -> Sequence[int]:
+    """The real text from the token after the first `n`, and then from its start."""
+    text = real_text(target)
+    return [*text[n % len(text) :], *text[: n % len(text)]]

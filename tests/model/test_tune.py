@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,11 @@ from resolved import config_of
 from lab.synth import write_preset
 from lab.synth.block import write_block
 from lab.synth.eagle import write_target
+from offload.measuring import LEAD_TOKENS
 from offload.model_file import model_hash, read_facts
 from offload.plan.ubatch_search import UbatchTrial
+from offload.plan.workload import PlannedWork
+from offload.times.hits import Sharing
 from offload.times.search import TimingRequest
 from offload.times.table import CostTable, Way, entry_of
 from specoffload import report
@@ -193,6 +197,40 @@ def test_an_interrupted_search_goes_on_where_it_was(
     timed.clear()
     assert tuned(streaming(), monkeypatch)["--ubatch-size"] == row
     assert timed == [], "the same day, a search that ended is not repeated"
+
+
+@pytest.mark.parametrize("n_ctx", [1024, 64])
+def test_a_trial_decodes_what_follows_its_prompts(
+    n_ctx: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decode of the prompt's own tokens would find their experts in the slots."""
+    decoded: list[list[int]] = []
+    n_tokens = [0]
+
+    def extend(_: int, tokens: list[int], n_logits: int | None = None) -> None:
+        decoded.append([*tokens])
+        n_tokens[0] += len(tokens)
+        assert n_tokens[0] <= n_ctx
+
+    sequences: Any = SimpleNamespace(
+        n_ctx=n_ctx, extend=extend, length=lambda _: n_tokens[0],
+        rewind=lambda _, n: n_tokens.__setitem__(0, n),
+    )  # fmt: skip
+    context = SimpleNamespace(n_ubatch=64)
+    target = SimpleNamespace(
+        sequences=sequences, n_ctx=n_ctx, layout=SimpleNamespace(context=context)
+    )
+    table = CostTable(16, 4, {Way.IN_PLACE: {1: entry_of([0.1])}})
+    costs = SimpleNamespace(run=SimpleNamespace(sharing=Sharing(40, 2), table=table))
+    session: Any = SimpleNamespace(target=target, costs=costs)
+    monkeypatch.setattr(tune_ubatch, "real_text", lambda _: [*range(1000)])
+    search: Any = SimpleNamespace(_work=PlannedWork(256, 64))
+    trial = tune_ubatch._UbatchSearch._measured(search, session)
+    n = len(decoded[0])
+    assert n == min(128, n_ctx - 8)
+    assert decoded == [[*range(n)]] * 3 + [[n + i] for i in range(LEAD_TOKENS + 7)]
+    assert (trial.n_slots, trial.n_resident, n_tokens) == (40, 2, [0])
+    assert trial.decode_s <= 0.1
 
 
 def test_every_measured_choice_has_a_row(
