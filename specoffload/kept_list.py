@@ -38,7 +38,8 @@ class Measurement:
     value: str
     day: str = ""  # ISO date
     spread: float | None = None  # None: not known
-    # What the next start does with it. It measures what is in `_BY_STARTS` again once it is old.
+    # What the next start does with it. A state of `_BY_STARTS` becomes OLD or AGAIN after 30 days.
+    # Any other state says why the measurement is not used or doubted, or how it is corrected.
     state: str = USED
     by_tune: bool = False  # True if only `tune` measures it
 
@@ -46,7 +47,7 @@ class Measurement:
         """Return the name, value, spread, age and state as text."""
         spread = "" if self.spread is None else f"±{100 * self.spread:.0f} %"
         state = self.state
-        if (self.by_tune or state in _BY_STARTS) and is_old(self.day, today.isoformat()):
+        if state in _BY_STARTS and is_old(self.day, today.isoformat()):
             state = OLD if self.by_tune else AGAIN
         return self.name, self.value, spread, age(self.day, today), state
 

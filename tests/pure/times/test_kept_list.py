@@ -125,6 +125,17 @@ def test_what_only_tune_measures_is_old_after_30_days() -> None:
     assert old == {"threads and placement", "ubatch", "imported T(n)"}
 
 
+def test_a_doubt_of_what_tune_chose_is_listed_after_30_days_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("specoffload.kept_list.ubatch_doubt", lambda *_: "T(1) is 120 ms")
+    kept = whole()
+    listed = [*of_machine(kept, "slower: run tune"), *of_model(kept, kept.runs[0])]
+    states = {one.name: one.cells(date(2026, 3, 5))[-1] for one in listed}
+    assert states["threads and placement"] == "used, but slower: run tune"
+    assert states["ubatch"] == "not used: T(1) is 120 ms"
+
+
 @pytest.mark.parametrize("kind", DISTURBED)
 def test_what_is_out_of_bounds_is_listed_as_such(kind: str) -> None:
     kept = profile()
