@@ -14,12 +14,13 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate
 from operator import add
-from statistics import fmean, median, quantiles
+from statistics import fmean, median
 
 from numa.topology import format_list
 from offload.routing.routing import union_of_neighbours
 from offload.times.cpu_kernels import ROW_SHARE
 from offload.times.min_batch import NEVER, MinBatch, Regime, by_rule, regimes
+from offload.times.repeated import half_spread
 from offload.times.work import product_s
 
 CONTRADICTS = 1.2  # ratio of a time to the most that other sizes allow; above it is not noise
@@ -91,10 +92,7 @@ def relative_error(times: Sequence[float]) -> float:
 
 def entry_of(times: Sequence[float], date: str = "") -> DecodeTime:
     """Return the entry for a size whose decodes took `times` seconds."""
-    spread = 0.0
-    if len(times) > 1:
-        low, middle, high = quantiles(times, n=4, method="inclusive")
-        spread = (high - low) / 2 / middle if middle > 0 else 0.0
+    spread = half_spread(times) or 0.0
     return DecodeTime(max(typical(times), 1e-9), spread, len(times), date)
 
 
