@@ -384,7 +384,7 @@ class Policy(Protocol):
         return
 
     def may_ask(self, source: str) -> bool:
-        """False if the drafter `source` will surely not be asked for many rounds."""
+        """False if the drafter `source` is not expected to be asked for many rounds."""
         return True
 
     def postponed(self, walk: Walk, source: str, n_tokens: int) -> Walk | None:

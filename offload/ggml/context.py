@@ -569,10 +569,15 @@ class Context:
 
     @contextmanager
     def _uninterrupted(self) -> Iterator[None]:
-        """Let SIGINT's handler run after the block, which leaves nothing half done."""
-        with interrupt.deferred(self._pending):
-            yield
-        self._pending.raise_first()
+        """Let SIGINT's handler run after the block, which leaves nothing half done.
+
+        It runs also after a block that failed. Otherwise the next decode would be interrupted.
+        """
+        try:
+            with interrupt.deferred(self._pending):
+                yield
+        finally:
+            self._pending.raise_first()
 
     def set_state(
         self, sequence: int, state: bytes, flags: int, positions: Sequence[int] | None = None

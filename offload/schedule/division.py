@@ -37,7 +37,7 @@ from offload.schedule.believed import believed, contradict
 
 HIT, STREAMED, HOST = 0, 1, 2
 LATE = 3  # computed by the CPU after it has been read from the disk (offload/schedule/from_disk.py)
-MOST_SLOWDOWN = 20.0  # of a side while the other one works
+MOST_SLOWDOWN = 20.0  # largest measured slowdown of the CPU or the link
 MOST_ROWS = SMALL_BATCH  # most rows of an expert in a measurement
 _LEAST = 64  # rows and misses of the smallest tables
 _NOTHING = 1e-9  # largest rounding error of a share

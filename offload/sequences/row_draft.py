@@ -108,6 +108,10 @@ class RowDraft:
         `parts`: (sequence, position of the first token, tokens), in the order of the batch.
         """
         if self.is_paused:
+            for sequence, start, _ in parts:
+                text = self._texts[sequence]
+                if start < len(text.held) + len(text.waiting):  # the text was rewound
+                    self._trimmed(sequence, start)
             return
         rows, at = self._context.take(sum([len(tokens) for _, _, tokens in parts])), 0
         for sequence, start, tokens in parts:

@@ -127,9 +127,9 @@ def no_compiler() -> list[str]:
 
 
 def main() -> int:
-    if importlib.util.find_spec("_lzma") is None:
-        sys.exit("gpu-check: this Python lacks lzma, with which the wheels are compressed")
     wheels, reasons = wheels_in(Path(sys.argv[1]), sys_tags()) if len(sys.argv) > 1 else ({}, [])
+    if len(sys.argv) > 1 and importlib.util.find_spec("_lzma") is None:
+        reasons.append("lzma is missing in this Python: the wheels are compressed with it")
     reasons += sorted(missing(of_project(), wheels)) + no_compiler()
     for line in reasons:
         print(f"gpu-check: {line}")

@@ -22,6 +22,7 @@ from specdec.types import Draft, Drafter, DraftRequest, Round
 
 _PRICE_MEMORY = 0.2  # weight of the newest price
 _MEMORY = 0.05  # weight of the newest gain
+_RECOVERED = 0.3  # the same if a drafter that gained nothing gains again
 _TRIAL_SHARE = 0.003  # largest share of all tokens' time that a drafter's trials may cost
 _CREDIT = 10.0  # tokens that a drafter's trials may cost in advance
 _FIRST_TRIALS = 4  # trials in a row, so that a drafter that is far better leads soon
@@ -205,28 +206,27 @@ class ChainDrafter:
         ]
         if not poor:
             return
+        tried = [paid for paid in others if paid.is_tried(self._n_tokens)]
         if (
             self.free
             and not is_due
+            and not tried
             and self._n_tokens - leader.asked_at > BATCHED_TAIL * len(requests)
-            and not self._is_worth_asking(leader, poor)
+            and not self._may_catch_up(leader, poor)
         ):
             return
         price = self._ask(poor, leader)
         if is_due:
             leader.tried(price)
-        for paid in others:
-            if paid.is_tried(self._n_tokens):
-                paid.tried(self._ask(poor, paid), n_in_a_row=_FIRST_TRIALS)
-                for request, offer in poor:
-                    self._compared.setdefault(request.sequence, []).append(
-                        (paid, _Bet(request, offer, paid), _Bet(request, offer, leader))
-                    )
+        for paid in tried:
+            paid.tried(self._ask(poor, paid), n_in_a_row=_FIRST_TRIALS)
+            for request, offer in poor:
+                self._compared.setdefault(request.sequence, []).append(
+                    (paid, _Bet(request, offer, paid), _Bet(request, offer, leader))
+                )
 
-    def _is_worth_asking(
-        self, leader: _Paid, poor: Sequence[tuple[DraftRequest, _Proposals]]
-    ) -> bool:
-        """True if the leader is asked although it has to catch up with the text."""
+    def _may_catch_up(self, leader: _Paid, poor: Sequence[tuple[DraftRequest, _Proposals]]) -> bool:
+        """Count a round in which the leader would have to catch up. True if it is asked."""
         if leader.usual_gain <= 0.0:  # as rarely as a trial
             return leader.price <= _TRIAL_SHARE * (self._n_tokens - leader.asked_at)
         # Catching up comes first, and pays only after several poor offers.
@@ -253,15 +253,17 @@ class ChainDrafter:
             # The price of the draft steps counts for the decision to ask again. It does not count
             # for the choice between drafts, since the steps are already spent.
             paid.gain = gain - spent if paid.gain is None else paid.gain
-            paid.gain += _MEMORY * (gain - spent - paid.gain)
+            has_recovered = paid.gain <= 0.0 < gain - spent  # it is asked rarely, so this counts
+            weight = _RECOVERED if has_recovered else _MEMORY
+            paid.gain += weight * (gain - spent - paid.gain)
             catch_up = spent * draft.catch_up_s / took_s if took_s > 0.0 else 0.0
             if catch_up:
                 paid.catch_up += _MEMORY * (min(catch_up, _MOST_APART) - paid.catch_up)
             prices.append(spent + catch_up)
             offer.add_paid(draft, gain)
-        paid.asked_at, paid.missed = self._n_tokens, 0.0
         price = fmean(prices)
-        if price > 0.0:
+        if price > 0.0:  # else the policy let it draft nothing
+            paid.asked_at, paid.missed = self._n_tokens, 0.0
             paid.price += (
                 _PRICE_MEMORY * (min(price, _CREDIT) - paid.price) if paid.price else price
             )

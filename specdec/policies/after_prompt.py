@@ -19,12 +19,16 @@ class AfterPrompt:
 
     def __init__(self) -> None:
         self._n_rounds = N_ROUNDS  # since the last prompt
-        self.is_over = True  # so many rounds passed that nothing is learnt from the next one
+        self.is_over = True  # N_ROUNDS rounds passed: later ones are not learnt from
         self._seen = [deque[float](maxlen=_SEEN) for _ in range(N_ROUNDS)]
 
     def begins(self) -> None:
         """The next round is the first one after a prompt."""
         self._n_rounds, self.is_over = 0, False
+
+    def ends(self) -> None:
+        """The next round is not one of the first ones, because other texts share its batch."""
+        self._n_rounds, self.is_over = N_ROUNDS, True
 
     def observe(self, seconds: float, usual_s: float) -> None:
         """Learn from a round whose decode took `seconds`, where `usual_s` are usual."""

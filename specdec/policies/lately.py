@@ -20,7 +20,9 @@ class Lately:
 
     def __init__(self) -> None:
         self._seen: deque[float] = deque(maxlen=_SEEN)
-        self._at = 0  # the round of the last batch, later ones for each that was forgotten
+        self._n = 0  # batches in `_seen`
+        # The round of the last batch, moved on by `_FORGET_ROUNDS` for each forgotten batch.
+        self._at = 0
         self.last_factor = 1.0  # as `factor` was when something was learnt or forgotten last
 
     def observe(self, seconds: float, usual_s: float, at: int) -> None:
@@ -30,7 +32,9 @@ class Lately:
         ratio = seconds / usual_s
         self._seen.append(1.0 if ratio < 1.0 else ratio if ratio < _MOST_TIMES else _MOST_TIMES)
         self._at = at
-        if ratio > 1.0 or self.last_factor > 1.0:  # else the median stays at its least
+        if self._n < _SEEN:
+            self._n += 1
+        if ratio > 1.0 or self.last_factor > 1.0 or self._n == _LEAST_SEEN:
             self._restate()
 
     def factor(self, at: int) -> float:
@@ -40,10 +44,10 @@ class Lately:
         """
         while self._seen and at - self._at >= _FORGET_ROUNDS:
             self._seen.popleft()
+            self._n -= 1
             self._at += _FORGET_ROUNDS
             self._restate()
         return self.last_factor
 
     def _restate(self) -> None:
-        known = len(self._seen) >= _LEAST_SEEN
-        self.last_factor = median_low(self._seen) if known else 1.0
+        self.last_factor = median_low(self._seen) if self._n >= _LEAST_SEEN else 1.0

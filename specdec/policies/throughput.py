@@ -45,7 +45,7 @@ _PROBE_SHARE = 0.004  # largest share of time for probing
 _AHEAD, _PROBE_SHARE_AHEAD = 0.04, 0.02
 _PROBE_AGES = 6  # rounds by which a failed probe ages a drafter's plan
 _IDLE_ROUNDS = 32  # interval, in rounds, at which a drafter that is not asked is reconsidered
-_LONGEST_DOUBT = 512  # most rounds between timings of a step that seems too long to ever pay
+_FIRST_DOUBT = 512  # most rounds until a step that seems too long to ever pay is timed again
 _SOON_ROUNDS = 96  # rounds before a probe in which its drafter follows the text
 _MOST_ALONE = 32  # rounds without a draft that are learnt from together
 _LOSS_TOKENS, _LOSS_SHARE = 2.0, 0.003  # allowed loss: tokens, plus a share of emitted tokens
@@ -143,7 +143,7 @@ class Throughput(Policy):
         if not (isinstance(walk, ThroughputWalk) and walk.is_probe) or self._costs.is_relative:
             return None
         known = self._sources[source]
-        if known.n_judged and n_tokens <= known.gap + _IDLE_ROUNDS:
+        if known.may_pay and known.n_judged and n_tokens <= known.gap + _IDLE_ROUNDS:
             return None  # the gap between probes is priced already, when a probe has failed
         price = self.rate * reading_s + (walk.n_probed - 1) * known.step
         # What is known of the drafter from earlier texts need not be found out by a loss.
@@ -165,6 +165,8 @@ class Throughput(Policy):
 
     def expect(self, sources: Sequence[str]) -> None:
         for source in sources:
+            if source in self._sources:  # the same policy goes on
+                continue
             known = self._sources[source] = DrafterOdds()
             known.regimes = self.calibration.regimes(source)
             self._rebuild(known, source)
@@ -196,7 +198,7 @@ class Throughput(Policy):
             self._rebuild(known, source)
         if not (known.may_pay or known.until):
             self._wait_for_probe(known, known.step + known.block)
-            ahead = known.until - self._n_rounds
+        ahead = known.until - self._n_rounds
         limit = min(limit, len(known.price) - 1)
         is_probe = False
         self._walks.pop(source, None)
@@ -217,7 +219,7 @@ class Throughput(Policy):
     def _priced_now(self, price: list[float], source: str) -> list[float]:
         """`price` by drafted tokens, less what a batch as large as the last one saves.
 
-        It is higher in the first rounds after a prompt.
+        It is higher in the first rounds after a prompt, and if batches took longer lately.
         """
         if not (self._beside or (self._after_prompt.is_over and self._lately.last_factor == 1.0)):
             price = self._priced_alone(price)
@@ -257,7 +259,9 @@ class Throughput(Policy):
         """Make every drafter's plan anew, since the planned batch times changed."""
         self._n_plans = self._costs.n_plans
         for known in self._sources.values():
-            known.age, known.until = REBUILD_ROUNDS, 0
+            known.age, known.not_asked = REBUILD_ROUNDS, None
+            if known.may_pay:  # else `_rebuild` finds whether it may now
+                known.until = 0
         before_s, self._plain_s = self._plain_s, self._costs.times[self._beside]
         if max(before_s, self._plain_s) > _CHANGED * min(before_s, self._plain_s):
             self._seconds = self._tokens / self._plain_rate
@@ -589,6 +593,7 @@ class Throughput(Policy):
         """
         if n_sequences - 1 != self._beside:
             self._learn_alone()
+            self._after_prompt.ends()
             self._beside = n_sequences - 1
             self._step_shared_by = n_sequences
             self._costs.reach(self.n_max + n_sequences)
@@ -637,7 +642,8 @@ class Throughput(Policy):
         if known.may_pay:
             known.gap = min(longest, max(known.gap * 2, longest // 5))
         else:
-            known.gap, known.age = min(longest, _LONGEST_DOUBT), REBUILD_ROUNDS
+            known.gap = min(longest, max(_FIRST_DOUBT, 2 * known.gap))
+            known.age = REBUILD_ROUNDS
         known.until = self._n_rounds + 1 + known.gap  # this round is not counted yet
 
     def _off_reason(self, known: DrafterOdds) -> str:

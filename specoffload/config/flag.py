@@ -92,7 +92,7 @@ def _float(text: str) -> float:
 def utf8_text(text: str) -> str:
     """Return an argument as the text that its bytes are in UTF-8.
 
-    In a locale that is not UTF-8, Python keeps its bytes as surrogates. Raises ValueError if the
+    In an ASCII locale, Python keeps its bytes as surrogates. Raises ValueError if the
     bytes are not UTF-8.
     """
     if not any("\ud800" <= character <= "\udfff" for character in text):

@@ -163,7 +163,7 @@ class Speculation:
 
     @policy.setter
     def policy(self, policy: Policy) -> None:
-        self._drafting.policy = policy
+        self.use(DraftingParts(self.drafter, policy))
 
     @property
     def parts(self) -> DraftingParts:
@@ -186,6 +186,8 @@ class Speculation:
         """Draft with `parts` from the next text on. No request may be running."""
         self.drafter = parts.drafter
         self._drafting.use(parts.drafter, parts.policy)
+        if (rows := self._target.opened.row_draft) is not None:
+            rows.is_paused = False  # the policy before may have wanted no drafts of own layers
 
     @property
     def costs(self) -> CostProfile:

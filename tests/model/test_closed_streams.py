@@ -14,7 +14,9 @@ RUN = (sys.executable, "-m", "specoffload", "run", "-n", "3", "-t", "1", "-p", "
 def with_closed(streams: str, command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
     """Run `command` after the shell has closed `streams`, `>&-` for example."""
     shell = ["sh", "-c", f'exec "$@" {streams}', "sh", *command]
-    return subprocess.run(shell, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return subprocess.run(
+        shell, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
+    )
 
 
 @pytest.mark.parametrize("streams", [">&-", "2>&-", "<&- >&- 2>&-"])

@@ -271,6 +271,26 @@ def test_rows_are_not_taken_while_nobody_will_draft(models: Path, architecture: 
         assert last.stats.n_drafted > 10
         session.forget()
         assert written(session, text, 40) == plain
+        layers.is_paused = True
+        speculation.policy = Fixed(2)
+        assert not layers.is_paused, "another policy may want drafts at once"
+
+
+@pytest.mark.parametrize("architecture", ["deepseek2", SEVERAL])
+def test_a_text_that_is_rewound_while_rows_are_not_taken_is_not_another_one(
+    models: Path, architecture: str
+) -> None:
+    path = write_mtp(models, architecture)
+    with open_engine(path, options_of("resident", path)) as engine:
+        layers = engine.opened.row_draft
+        assert layers is not None
+        first, other = [*range(5, 65)], [*range(100, 150)]
+        engine.sequences.extend(0, first, 0)
+        layers.is_paused = True
+        engine.sequences.rewind(0, 10)
+        engine.sequences.extend(0, other, 0)
+        assert layers.saved(0, 60) == b"", "the first text's rows are not the other one's"
+        assert layers.tail(0, [*first[:10], *other, 7]) == [7]
 
 
 @pytest.mark.parametrize("architecture", ["deepseek2", "qwen35moe", SEVERAL])

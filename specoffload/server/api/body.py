@@ -194,7 +194,11 @@ def fault(errors: Sequence[Any], sent: object = None) -> RequestFailed:
     error = max(errors, key=lambda error: len(error["loc"]))
     places = [str(part) for part in error["loc"] if isinstance(part, int) or _FIELD.fullmatch(part)]
     if places and isinstance(sent, dict) and sent.get(places[0]) is None:
-        others = [other for other, name in ALIASES.items() if name == places[0] and other in sent]
+        others = [
+            other
+            for other, name in ALIASES.items()
+            if name == places[0] and sent.get(other) is not None
+        ]
         places[:1] = others[:1] or places[:1]
     where = ".".join(places) or "the body"
     return invalid(f"{where}: {error['msg']}")

@@ -70,7 +70,8 @@ def test_every_test_that_a_page_names_exists() -> None:
     files = list((ROOT / "tests").rglob("test_*.py"))
     known = {path.stem for path in files}
     for path in files:
-        known.update(re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE))
+        text = path.read_text(encoding="utf-8")
+        known.update(re.findall(r"^\s*(?:async )?def (test_\w+)", text, re.MULTILINE))
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         named = set(re.findall(r"\btest_[a-z0-9_]+", page.read_text(encoding="utf-8")))
         assert sorted(named - known) == [], page.name

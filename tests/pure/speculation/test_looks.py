@@ -169,6 +169,56 @@ def test_what_cannot_pay_is_asked_as_soon_as_times_change() -> None:
     assert policy.may_ask("another")
 
 
+@pytest.mark.parametrize("step", [1.0, 3.0, 8.0])
+@pytest.mark.parametrize("n_text", [600, 12_000])
+def test_probes_of_what_cannot_pay_take_a_bounded_share_of_the_time(
+    step: float, n_text: int
+) -> None:
+    """Texts of `n_text` tokens. Reading a token takes a sixteenth of a step."""
+    policy = Throughput(CostProfile(DEAR.step_s, step))
+    n_tokens, n_unread, probing_s, n_probes = 12_000, 5, 0.0, 0
+    for n in range(n_tokens):
+        n_unread = 5 if n % n_text == 0 else n_unread + 1
+        unread = n_unread if n_unread > BATCHED_TAIL else 0
+        walk = asked(policy, unread)
+        if not walk.wants:
+            wrote(policy, 1)
+            continue
+        walk.feed(0.5)
+        catch_up_s, n_unread, n_probes = unread * step / 16, 0, n_probes + 1
+        probing_s += step + catch_up_s
+        draft = Draft((), (), "draft", NO_TOKENS, ((7, 0.5),), n_steps=1, catch_up_s=catch_up_s)
+        policy.learn(Round(draft, 0, (1,), step, 1.0))
+    print(f"{n_probes} probes take {probing_s / n_tokens:.2%} of the time")
+    assert probing_s <= 0.01 * n_tokens + 2 * step
+    assert n_probes or n_text > 600
+
+
+def test_changes_of_plan_do_not_put_off_a_probe_for_ever() -> None:
+    costs = KnownCosts(DEAR, 9)
+    policy = Throughput(DEAR, costs=costs)
+    n_probes = 0
+    for n in range(2000):
+        costs.n_plans = n // 200
+        if (walk := asked(policy, 0)).wants:
+            walk.feed(0.5)
+            n_probes += 1
+            draft = Draft((), (), "draft", NO_TOKENS, ((7, 0.5),), n_steps=1)
+            policy.learn(Round(draft, 0, (1,), 1.0, 1.0))
+        else:
+            wrote(policy, 1)
+    assert n_probes > 1
+
+
+def test_the_same_policy_goes_on_with_what_it_learnt() -> None:
+    target, policy = FakeTarget(), Throughput(FLAT)
+    drafter = ChainDrafter([Silent("suffix")])
+    drafting = ChainDrafting(target, drafter, policy)
+    policy._sources["suffix"].n_judged = 77
+    drafting.use(drafter, policy)
+    assert policy._sources["suffix"].n_judged == 77
+
+
 def test_a_policy_plans_for_its_drafters_before_the_first_draft() -> None:
     target = FakeTarget()
     drafter = ChainDrafter([Silent("suffix"), Silent("ngram-mod")])
@@ -275,6 +325,15 @@ def test_one_disturbed_decode_after_a_prompt_changes_nothing() -> None:
     assert after_prompts((500.0,)).factor == 16.0
 
 
+def test_a_shared_batch_is_no_first_decode_of_an_answer() -> None:
+    policy = Throughput(FLAT)
+    policy.prompt_read()
+    policy.share_batch(2)
+    policy.share_batch(1)
+    assert policy._after_prompt.is_over
+    assert policy._after_prompt.factor == 1.0
+
+
 def test_a_round_that_was_never_seen_is_as_long_as_the_one_before() -> None:
     learnt = AfterPrompt()
     assert learnt.is_over
@@ -320,6 +379,10 @@ def test_batches_that_take_longer_than_usual_make_drafts_dearer() -> None:
         factors.append(lately.factor(at + 1))
     assert factors == [1.0, 1.0, 1.6, 1.6, 1.6, 1.6]
     assert lately.factor(100) == 1.6
+    third = Lately()
+    for at, ratio in enumerate((1.5, 1.6, 0.9)):
+        third.observe(ratio, 1.0, at)
+    assert third.factor(3) == 1.5
     assert lately.factor(300) == 1.0, "fewer than three are left"
     for at in range(300, 305):
         lately.observe(90.0, 1.0, at)
@@ -527,12 +590,14 @@ class Losing(Silent):
 
     def __init__(self, name: str, gain: float) -> None:
         super().__init__(name)
-        self.gain, self.n_asked = gain, 0
+        self.gain, self.n_asked, self.spent = gain, 0, 0.75
+        self.tokens: tuple[int, ...] = ()
 
     def propose(self, requests: Any) -> list[Draft]:
         self.n_asked += 1
-        requests[0].walks[self.name] = SimpleNamespace(gain=self.gain, spent=0.75, price=0.0)
-        return [Draft((), (), self.name, NO_TOKENS, n_steps=1)]
+        walk = SimpleNamespace(gain=self.gain, spent=self.spent, price=0.0)
+        requests[0].walks[self.name] = walk
+        return [Draft(self.tokens, (0.9,) * len(self.tokens), self.name, NO_TOKENS, n_steps=1)]
 
 
 @pytest.mark.parametrize(("gain", "least", "most"), [(0.0, 60, 190), (1.0, 1000, 2000)])
@@ -546,6 +611,28 @@ def test_a_leader_that_gains_nothing_is_asked_as_rarely_as_a_trial(
         chain.learn(0, Round(draft, 0, (1,) * 10, 0.0, 1.0))  # it has to catch up each time
     # Trials and the leader's own share: 0.3 % of 20,000 tokens each, and 10 tokens in advance.
     assert least <= paid.n_asked <= most
+
+
+def test_a_leader_that_gains_nothing_does_not_keep_a_better_one_waiting() -> None:
+    leader, better = Losing("mtp", 0.0), Losing("draft", 3.0)
+    leader.spent, better.spent, better.tokens = 9.0, 0.3, (1, 1, 1)
+    chain = ChainDrafter([Silent("ngram-mod")], leader, better)
+    n_tokens = 0
+    while chain._paid[0].drafter is leader:
+        (draft,) = chain.propose([DraftRequest(0, [1, 2], Fixed(4), 4)])
+        chain.learn(0, Round(draft, 0, (1,) * 10, 0.0, 1.0))
+        n_tokens += 10
+        assert n_tokens < 2000
+
+
+def test_a_drafter_that_the_policy_did_not_let_draft_was_not_asked() -> None:
+    paid = Losing("mtp", 0.0)
+    chain = ChainDrafter([Silent("ngram-mod")], paid)
+    chain.propose([DraftRequest(0, [1, 2], Fixed(4), 4)])
+    chain._n_tokens = 50
+    paid.spent = 0.0
+    chain.propose([DraftRequest(0, [1, 2], Fixed(4), 4)])
+    assert chain._paid[0].asked_at == 0
 
 
 def test_rounds_of_rest_have_nothing_to_learn_from() -> None:
