@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
+_MOST_LINKS = 40  # as Linux follows, see path_resolution(7)
+
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
@@ -36,24 +38,80 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 def named_file(path: Path) -> Iterator[BinaryIO]:
     """`whole_file` for a path that the user named. Raises OSError.
 
-    A link stays, and the file behind it is replaced. A device or a pipe, such as /dev/stdout, is
-    not replaced: the content is written to it at the end of the block. A pipe needs a reader.
+    A link stays, and the file behind it is replaced. A device, a pipe, or what is open under a name
+    such as /dev/stdout is not replaced: the content is written to it at the end of the block, so
+    the caller flushes earlier output of its own. A pipe needs a reader.
     """
+    descriptor = named_descriptor(path)
     is_stream = path.exists() and not path.is_file() and not path.is_dir()
-    if not is_stream:
-        with whole_file(Path(os.path.realpath(path))) as f:
+    if descriptor is None and not is_stream:
+        with whole_file(real_path(path)) as f:
             yield f
         return
     with tempfile.NamedTemporaryFile() as f:
         yield cast(BinaryIO, f)
         f.seek(0)
-        with open(path, "wb", opener=_open_now) as stream:
+        with _stream(path, descriptor) as stream:
             shutil.copyfileobj(f, stream)
+
+
+def named_descriptor(path: Path) -> int | None:
+    """The number of this process's descriptor that `path` names, as /dev/stdout does, or None.
+
+    Its file may be a regular one, after `>> notes.txt`. Then it has lines that must stay, and later
+    ones follow, so it can be neither replaced nor truncated.
+    """
+    for step in _steps(path):
+        folder, name = os.path.split(step)
+        if folder == f"/proc/{os.getpid()}/fd" and name.isdecimal():
+            return int(name)
+    return None
+
+
+def real_path(path: Path) -> Path:
+    """The path of the file behind the links at the end of `path`.
+
+    Raises PermissionError for another user's link in a folder such as /tmp. Linux follows none of
+    these with fs.protected_symlinks, see proc_sys_fs(5), but a file that is replaced under its real
+    path would escape that check.
+    """
+    for step in _steps(path):
+        if not os.path.islink(step):
+            break
+        folder, owner = os.stat(os.path.dirname(step)), os.lstat(step).st_uid
+        is_shared = folder.st_mode & stat.S_ISVTX and folder.st_mode & stat.S_IWOTH
+        if is_shared and owner not in (os.geteuid(), folder.st_uid):
+            raise PermissionError(errno.EACCES, "it is a link of another user", str(path))
+    return Path(os.path.realpath(path))
+
+
+def _steps(path: Path) -> Iterator[str]:
+    """`path`, and each path that its links lead to. Their folders are without links."""
+    step = os.fspath(path)
+    for _ in range(_MOST_LINKS):
+        folder = os.path.realpath(os.path.dirname(step))
+        step = os.path.join(folder, os.path.basename(step))
+        yield step
+        if not os.path.islink(step):
+            return
+        step = os.path.join(folder, os.readlink(step))
+
+
+def _stream(path: Path, descriptor: int | None) -> BinaryIO:
+    """Open a device or a pipe to write to, or `descriptor` at its place after earlier output."""
+    if descriptor is None:
+        return open(path, "wb", opener=_open_now)
+    return os.fdopen(os.dup(descriptor), "wb")
 
 
 def _open_now(path: str, flags: int) -> int:
     """Open a stream to write. A pipe that nobody reads is an error instead of an endless wait."""
-    handle = os.open(path, flags | os.O_NONBLOCK)
+    try:
+        handle = os.open(path, flags | os.O_NONBLOCK)
+    except OSError as e:
+        if e.errno == errno.ENXIO:
+            raise OSError(errno.ENXIO, "it is a FIFO that no program reads", path) from e
+        raise
     os.set_blocking(handle, True)
     return handle
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from offload.regular_file import check_regular
 from specdec.user_path import user_path
-from specdec.whole_file import decoded
+from specdec.whole_file import decoded, real_path
 from specoffload import report
 from specoffload.chat.conversation import Message
 from specoffload.config.flag import utf8_text
@@ -169,7 +168,7 @@ def _keep_prompt(session: Session, file: Path, n_tokens: int | None) -> None:
     try:
         if slot.tokens:  # empty after a prompt of one token
             # A link stays, and the file behind it is replaced.
-            slot.write(Path(os.path.realpath(file)))
+            slot.write(real_path(file))
     except OSError as e:
         raise NotStored(f"--prompt-cache {file}: cannot be written ({e.strerror or e})") from e
 

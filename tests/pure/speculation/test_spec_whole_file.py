@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from specdec.whole_file import whole_file, write_json, write_text
+from specdec.whole_file import named_descriptor, real_path, whole_file, write_json, write_text
 
 
 def test_writers_at_the_same_time_leave_one_of_their_files(tmp_path: Path) -> None:
@@ -53,11 +55,18 @@ def test_a_link_that_the_user_named_stays_and_its_file_is_replaced(tmp_path: Pat
 
 
 def test_a_device_or_pipe_that_the_user_named_is_written_to_and_never_replaced(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As root, replacing /dev/null would break the machine."""
+    replace = os.replace
+
+    def guarded(source: Path, target: Path) -> None:
+        assert not os.fspath(target).startswith("/dev/")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", guarded)
     os.mkfifo(pipe := tmp_path / "pipe")
-    with pytest.raises(OSError, match="No such device"):  # nobody reads it
+    with pytest.raises(OSError, match="a FIFO that no program reads"):
         write_text(pipe, "lost")
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     write_text(pipe, "told")
@@ -68,6 +77,65 @@ def test_a_device_or_pipe_that_the_user_named_is_written_to_and_never_replaced(
         write_text(full, "lost")
     modes = [path.stat().st_mode for path in (pipe, full, Path("/dev/full"))]
     assert [stat.S_IFMT(mode) for mode in modes] == [stat.S_IFIFO, stat.S_IFCHR, stat.S_IFCHR]
+
+
+WRITES = """
+import sys
+from pathlib import Path
+from specdec.whole_file import write_text
+print("before", flush=True)
+write_text(Path(sys.argv[1]), "content\\n")
+print("after")
+"""
+
+
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1", "link"])
+@pytest.mark.parametrize("mode", ["a", "w"])
+def test_what_standard_output_was_directed_to_keeps_its_other_lines(
+    name: str, mode: str, tmp_path: Path
+) -> None:
+    (notes := tmp_path / "notes.txt").write_text("mine\n")
+    (tmp_path / "link").symlink_to("/dev/stdout")
+    with notes.open(mode) as out:
+        command = [sys.executable, "-c", WRITES, str(tmp_path / name)]
+        subprocess.run(command, stdout=out, check=True)
+    own = "mine\n" if mode == "a" else ""
+    assert notes.read_text() == f"{own}before\ncontent\nafter\n"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_name_of_a_descriptor_is_told_from_other_paths(tmp_path: Path) -> None:
+    (loop := tmp_path / "loop").symlink_to("loop")
+    for path in (loop, tmp_path, tmp_path / "none" / "x", Path("/proc/self/fd"), Path("/dev/null")):
+        assert named_descriptor(path) is None
+    assert named_descriptor(Path("/dev/fd/99")) == 99
+
+
+def test_a_link_of_another_user_in_a_shared_folder_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (shared := tmp_path / "shared").mkdir()
+    (link := shared / "link").symlink_to("real")
+    (own := tmp_path / "own").symlink_to(link)
+    lstat, another = os.lstat, os.geteuid() + 1
+
+    def owned_by_another(path: Path, **given: int) -> os.stat_result:
+        about = [*lstat(path, **given)]
+        if Path(path) == link:
+            about[stat.ST_UID] = another
+        return os.stat_result(about)
+
+    monkeypatch.setattr(os, "lstat", owned_by_another)
+    for mode in (0o777, 0o1755):  # not sticky, and not for all to write
+        shared.chmod(mode)
+        assert real_path(own) == shared / "real"
+    shared.chmod(0o1777)
+    for path in (link, own):
+        with pytest.raises(PermissionError, match="it is a link of another user"):
+            write_text(path, "lost")
+    assert [*shared.iterdir()] == [link]
+    monkeypatch.setattr(os, "geteuid", lambda: another)
+    assert real_path(own) == shared / "real"
 
 
 def test_a_folder_that_is_not_there_is_an_os_error(tmp_path: Path) -> None:
