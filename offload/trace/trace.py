@@ -10,14 +10,13 @@ has its own track.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
-import os
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from offload.errors import NotWritten, OffloadError
 
@@ -88,10 +87,12 @@ class Trace:
         """Return a copy of the events, in the order of adding."""
         return list(self._events)
 
-    def write(self, path: str | Path) -> None:
+    def write(self, path: Path, opened: Callable[[Path], AbstractContextManager[BinaryIO]]) -> None:
         """Write a trace file, in which times start at 0.
 
-        Raises NotWritten if the disk is full or fails, OffloadError if the path cannot be written.
+        `opened` opens `path` to write, and leaves what was there if the block fails, as
+        specdec.whole_file.named_file does. Raises NotWritten if the disk is full or fails,
+        OffloadError if the path cannot be written.
         """
         events = self.events()
         document = {
@@ -104,27 +105,13 @@ class Trace:
             "traceEvents": chrome_events(events, self.n_dropped),
         }
         try:
-            with open(path, "w", encoding="utf-8", opener=_open_now) as f:
-                json.dump(document, f, separators=(",", ":"), ensure_ascii=False)
+            with opened(path) as file:
+                text = json.dumps(document, separators=(",", ":"), ensure_ascii=False)
+                file.write(text.encode())
         except OSError as e:
-            with contextlib.suppress(OSError):
-                if Path(path).is_file():
-                    Path(path).unlink()  # leave no incomplete trace
             words = f"the trace could not be written to {path}: {e.strerror}"
             kind = NotWritten if e.errno in _OF_THE_DISK else OffloadError
             raise kind(words) from e
-
-
-def _open_now(path: str, flags: int) -> int:
-    """Open a file for writing. A FIFO that nobody reads is an error instead of a wait for ever."""
-    try:
-        file = os.open(path, flags | os.O_NONBLOCK, 0o666)
-    except OSError as e:
-        if e.errno == errno.ENXIO:
-            raise OSError(errno.ENXIO, "it is a FIFO that no program reads") from e
-        raise
-    os.set_blocking(file, True)
-    return file
 
 
 class _NoTrace(Trace):

@@ -10,6 +10,7 @@ from pathlib import Path
 from offload.engine import Engine
 from offload.errors import DeviceFailed
 from offload.trace.trace import Trace
+from specdec.whole_file import named_file
 from specoffload.generation.statistics import StepTrace
 from specoffload.slots.batcher import Batcher
 
@@ -45,7 +46,7 @@ class SessionTrace:
         trace = self._trace
         if self._path is None or not trace.is_on:
             return
-        trace.write(self._path)
+        trace.write(self._path, named_file)
         if trace.n_dropped:
             log.warning(
                 "the trace has the last %d events; %d older ones were dropped",

@@ -195,10 +195,11 @@ write_sequence(path, StoredPrompt((1, 2, 3), bytes(1000)), {})
 """
 TRACE = """
 from offload.trace.trace import Trace, LANES
+from specdec.whole_file import named_file
 trace = Trace(1000)
 for i in range(500):
     trace.add(LANES[0], "x", i, i + 1)
-trace.write(sys.argv[1])
+trace.write(path, named_file)
 """
 
 
@@ -207,19 +208,18 @@ trace.write(sys.argv[1])
     [
         (TEXT, "old", "File too large"),
         (SLOT, "the one before", "File too large"),
-        (TRACE, None, "could not be written"),
+        (TRACE, "the trace before", "could not be written"),
     ],
     ids=["text", "slot", "trace"],
 )
 def test_a_write_that_fails_leaves_what_was_there(
-    write: str, before: str | None, said: str, tmp_path: Path
+    write: str, before: str, said: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "kept"
-    if before is not None:
-        write_text(path, before)
+    write_text(path, before)
     command = [sys.executable, "-c", TOO_LARGE + write, str(path)]
     assert said in subprocess.run(command, capture_output=True, text=True).stderr
-    assert [read_text(p) for p in tmp_path.iterdir()] == ([] if before is None else [before])
+    assert [read_text(p) for p in tmp_path.iterdir()] == [before]
 
 
 @pytest.mark.slow

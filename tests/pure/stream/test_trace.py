@@ -25,6 +25,7 @@ from offload.trace.report import (
     union,
 )
 from offload.trace.trace import LANES, NO_TRACE, Trace, TraceEvent, link_speeds
+from specdec.whole_file import named_file
 
 
 def copy(start: float, end: float, **args: str | int | float) -> TraceEvent:
@@ -74,7 +75,7 @@ def test_the_file_is_what_perfetto_reads(tmp_path: Path) -> None:
     trace = Trace()
     trace.add("compute", "nodes 0-9", 100.002, 100.003, layer=4)
     trace.add("copy", "blk.3:7+2", 100.0, 100.001, bytes=4096, reason="ahead")
-    trace.write(tmp_path / "t.json")
+    trace.write(tmp_path / "t.json", named_file)
     document = json.loads((tmp_path / "t.json").read_text())
     events = document["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -96,7 +97,7 @@ def test_counters_are_samples_in_order_of_time_and_the_links_speed_adds_up(tmp_p
     trace.add("copy", "b", 0.0020, 0.0025, bytes=500)
     trace.add("copy", "a", 0.0, 0.002, bytes=4000)
     trace.sample("slots", 0.0005, held=2)
-    trace.write(tmp_path / "t.json")
+    trace.write(tmp_path / "t.json", named_file)
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     samples = [(e["name"], e["ts"], e["args"]) for e in events if e["ph"] == "C"]
     assert samples == [
@@ -135,7 +136,7 @@ def test_what_was_dropped_is_said_within_the_picture(tmp_path: Path) -> None:
     trace = Trace(capacity=1)
     for i in range(4):
         trace.add("copy", "a", i, i + 1)
-    trace.write(tmp_path / "t.json")
+    trace.write(tmp_path / "t.json", named_file)
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert [e["name"] for e in events if e["ph"] == "i"] == ["3 older events were dropped"]
 
@@ -144,7 +145,7 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     trace = Trace(capacity=2)
     for i in range(3):
         trace.add("CPU", f"e{i}", 5.0 + i, 5.5 + i, layer=i)
-    trace.write(tmp_path / "t.json")
+    trace.write(tmp_path / "t.json", named_file)
     events, n_dropped = read_events(tmp_path / "t.json")
     assert n_dropped == 1
     assert events == [
@@ -179,7 +180,7 @@ def test_a_file_that_cannot_be_read_or_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(OffloadError, match=r"cannot read the trace .*missing\.json: No such file"):
         read_report(tmp_path / "missing.json")
     with pytest.raises(OffloadError, match="could not be written to .*: No such file"):
-        Trace().write(tmp_path / "no folder" / "t.json")
+        Trace().write(tmp_path / "no folder" / "t.json", named_file)
 
 
 def test_overlap_bandwidth_and_utilisation_of_a_known_trace() -> None:
@@ -310,7 +311,7 @@ def test_a_fifo_without_a_reader_is_one_sentence(tmp_path: Path) -> None:
 
     def write() -> None:
         with pytest.raises(OffloadError, match="it is a FIFO that no program reads") as found:
-            trace.write(fifo)
+            trace.write(fifo, named_file)
         said.append(str(found.value))
 
     thread = threading.Thread(target=write, daemon=True)
@@ -320,7 +321,7 @@ def test_a_fifo_without_a_reader_is_one_sentence(tmp_path: Path) -> None:
     assert fifo.exists()
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        trace.write(fifo)
+        trace.write(fifo, named_file)
         assert json.loads(os.read(reader, 1 << 16))["traceEvents"]
     finally:
         os.close(reader)
