@@ -13,6 +13,7 @@ from typing import Any
 from specdec.costs.calibration import Calibration
 from specdec.costs.profile import CostProfile
 from specdec.errors import SpecDecError
+from specdec.whole_file import named_file
 
 _NOISE = 0.03
 _FEW_OBSERVATIONS = 5.0
@@ -200,7 +201,8 @@ def write_figure(figure: Any, path: Path) -> None:
     from matplotlib import pyplot
 
     try:
-        figure.savefig(path, dpi=110)
+        with named_file(path) as file:
+            figure.savefig(file, format=path.suffix.removeprefix("."), dpi=110)
     except (OSError, ValueError) as e:
         raise SpecDecError(f"the plot {path} cannot be written: {e}") from e
     finally:

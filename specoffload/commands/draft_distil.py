@@ -28,7 +28,7 @@ from specoffload.draft_making.continuations import (
     continue_prompts,
 )
 from specoffload.draft_making.corpus import CutPrompts, cut, texts_of
-from specoffload.draft_making.output import check_output, writing
+from specoffload.draft_making.output import check_draft_output, writing
 from specoffload.draft_making.weights import read_weights, write_copy, written_types
 from specoffload.errors import UsageError
 from specoffload.opening.draft_model import SEQUENCE, DraftModel, missing_torch
@@ -105,7 +105,7 @@ def _checked(config: Config, own: DistilOptions) -> _DistilJob:
     read_shape(facts)
     if reason := vocabulary_difference(config.model, own.draft, MOST_APART):
         raise UsageError(f"draft distil needs a draft with the target's vocabulary: {reason}")
-    check_output(own.output, (config.model, own.draft, *own.texts))
+    check_draft_output(own.output, (config.model, own.draft, *own.texts))
     if reason := missing_torch("train"):
         raise UsageError(f"draft distil cannot train: {reason}")
     work = own.output.with_name(f"{own.output.name}.distil")

@@ -11,7 +11,7 @@ from specdec.whole_file import write_text
 from specoffload import report
 from specoffload.config.options import PruneOptions
 from specoffload.draft_making.corpus import texts_of
-from specoffload.draft_making.output import check_output, writing
+from specoffload.draft_making.output import check_draft_output, writing
 from specoffload.draft_making.vocabulary import (
     always_kept,
     choose_kept,
@@ -51,7 +51,7 @@ def prune(own: PruneOptions) -> None:
     """Write the most frequent ids, and show their share of the texts. Raises UsageError."""
     if own.draft is None or not own.corpus:
         raise UsageError("draft prune needs a draft model and texts: DRAFT.gguf CORPUS...")
-    check_output(own.output, (own.draft, *own.corpus))
+    check_draft_output(own.output, (own.draft, *own.corpus))
     texts = texts_of(own.corpus)
     model = tokenizer_of(own.draft)
     counts = count_tokens(model, texts)

@@ -6,15 +6,19 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from specoffload import output_file
 from specoffload.errors import NotStored, UsageError
+from specoffload.output_file import check_output
 
 
-def check_output(output: Path, made_of: Iterable[Path]) -> None:
+def check_draft_output(output: Path, made_of: Iterable[Path]) -> None:
     """Raise UsageError if `output` is one of the files that are read, or cannot be written."""
-    if output.exists() and any(path.exists() and output.samefile(path) for path in made_of):
+    check_output("-o", output)
+    try:
+        is_read = output.exists() and any(p.exists() and output.samefile(p) for p in made_of)
+    except OSError as e:
+        raise UsageError(f"{e.filename or output}: {e.strerror or e}") from e
+    if is_read:
         raise UsageError(f"-o {output}: would overwrite what it is made of; name another file")
-    output_file.check_output("-o", output)
 
 
 @contextmanager

@@ -135,6 +135,9 @@ class Session:
         config, self._idle_route_reason = _with_useful_route(config)
         start = session_start(config, imports_costs=not measures)
         self.config, self.choices = config, start.choices
+        options = start.choices.spec.options
+        if options.lookup_dynamic is not None:
+            check_output(options.name("lookup_dynamic"), options.lookup_dynamic)
         self.speculation: Speculation | None = None  # None: every token is decoded alone
         self._used: UsedExperts | None = None  # None: they are not counted
         trace = SessionTrace(config.streaming.trace, config.trace)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import in_process
 import pytest
 
 from specdec.drafters.ngram_cache import LookupCache
+from specoffload.draft_making.output import check_draft_output
 from specoffload.errors import UsageError
 from specoffload.output_file import check_output
 from specoffload.slots.slot import Slot
@@ -29,6 +31,10 @@ PROMPT = ("run", "-p", "x", "-n", "2")
             "--prompt-cache pipe: it is not a regular file",
         ),
         ((*PROMPT, "--trace", "none/t.json"), "--trace none/t.json: there is no folder"),
+        (
+            (*PROMPT, "--spec-type", "ngram-cache", "-lcd", "none/x"),
+            "-lcd none/x: there is no folder",
+        ),
         (("profile", "--export", "none/c.json"), "--export none/c.json: there is no folder"),
         (("profile", "--plot", "none/c.png"), "--plot none/c.png: there is no folder"),
         (
@@ -60,16 +66,49 @@ def test_files_that_may_be_written_are_left_as_they_are(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
-@pytest.mark.parametrize("name", ["old", "new"])
+@pytest.mark.parametrize("output", ["old", "new", "link", "dangling"])
+@pytest.mark.parametrize("refused", ["folder", "folder/old"])
 def test_a_file_without_permission_is_refused(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    output: str, refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "old").touch()
-    asked: list[tuple[object, int]] = []
-    monkeypatch.setattr(os, "access", lambda path, mode: asked.append((path, mode)))
-    with pytest.raises(UsageError, match=rf"-o .*{name}: cannot be written"):
-        check_output("-o", tmp_path / name)
-    assert asked == [(tmp_path / "old" if name == "old" else tmp_path, os.W_OK)]
+    """Writing puts a new file into the folder of the real file, so that may not be read-only."""
+    (folder := tmp_path / "folder").mkdir()
+    (folder / "old").touch()
+    (tmp_path / "link").symlink_to("folder/old")
+    (tmp_path / "dangling").symlink_to("folder/new")
+    at = (tmp_path if output in ("link", "dangling") else folder) / output
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / refused)
+    if refused == "folder" or output in ("old", "link"):
+        with pytest.raises(UsageError, match=rf"-o .*{output}: cannot be written"):
+            check_output("-o", at)
+    else:
+        check_output("-o", at)
+
+
+def test_the_folder_behind_a_link_has_to_be_there(tmp_path: Path) -> None:
+    (link := tmp_path / "link").symlink_to("missing/x")
+    with pytest.raises(UsageError, match=rf"-o .*link: there is no folder {tmp_path}/missing"):
+        check_output("-o", link)
+
+
+def test_a_descriptor_has_to_be_open_for_writing(tmp_path: Path) -> None:
+    (tmp_path / "x").touch()
+    with (tmp_path / "x").open("rb") as read, (tmp_path / "x").open("ab") as appended:
+        check_output("-o", Path(f"/dev/fd/{appended.fileno()}"))
+        with pytest.raises(UsageError, match="-o /dev/fd/.*: cannot be written"):
+            check_output("-o", Path(f"/dev/fd/{read.fileno()}"))
+    with pytest.raises(UsageError, match="-o /dev/fd/9999: Bad file descriptor"):
+        check_output("-o", Path("/dev/fd/9999"))
+
+
+def test_a_path_that_cannot_be_looked_at_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 300)
+    for check in (partial(check_output, "-o"), partial(check_draft_output, made_of=[tmp_path])):
+        with pytest.raises(UsageError, match="-o .*xxx: File name too long"):
+            check(path)
+    (old := tmp_path / "old").touch()
+    with pytest.raises(UsageError, match="xxx: File name too long"):
+        check_draft_output(old, [path])
 
 
 def test_a_file_that_could_not_be_written_at_the_end_is_a_failure(
@@ -78,6 +117,13 @@ def test_a_file_that_could_not_be_written_at_the_end_is_a_failure(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    replace = os.replace
+
+    def guarded(source: Path, target: Path) -> None:
+        assert not os.fspath(target).startswith("/dev/")  # as root, this would break the machine
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", guarded)
     monkeypatch.setattr(LookupCache, "save", full)
     monkeypatch.setattr(Slot, "write", full)
     cache = str(tmp_path / "cache")
