@@ -573,12 +573,12 @@ def completed(words: list[str], program: str) -> bool:
 def main() -> None:
     """Run a command line. Errors raised on purpose become one sentence and an exit code."""
     report.wrap_warnings()
-    report.Unwritten.is_any = False
+    report.UnwrittenFiles.is_any = False
     try:
         if not completed(sys.argv[1:], "specoffload"):
             app()
     except SystemExit as e:
-        if not e.code and report.Unwritten.is_any:
+        if not e.code and report.UnwrittenFiles.is_any:
             raise SystemExit(1) from None
         raise
     except KNOWN as e:

@@ -76,8 +76,8 @@ def no_more_output(error: OSError) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-class Unwritten:
-    """Whether a file that the user asked for could not be written, after the results were shown."""
+class UnwrittenFiles:
+    """Records that an output file could not be written after the results were shown."""
 
     is_any = False
 

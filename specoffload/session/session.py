@@ -65,7 +65,7 @@ SEQUENCE = 0
 log = logging.getLogger("specoffload.session")
 
 
-def _said(what: str, close: Callable[..., None], *given: object) -> None:
+def _close_or_warn(what: str, close: Callable[..., None], *given: object) -> None:
     """Call `close`. A failure is logged, so that the command's result is still shown."""
     try:
         close(*given)
@@ -74,17 +74,18 @@ def _said(what: str, close: Callable[..., None], *given: object) -> None:
         log.debug("the failure while closing", exc_info=True)
 
 
-def _asked(close: Callable[[], None]) -> None:
+def _close_asked_file(close: Callable[[], None]) -> None:
     """Call `close`, which writes a file that the user named.
 
-    A failure is logged, and the program ends with exit code 1.
+    A failure is logged, and the program ends with exit code 1. `serve` keeps its exit code, because
+    its engine, which closes here, is another process.
     """
     try:
         close()
     except Exception as e:
         log.warning("%s", e)
         log.debug("the failure while closing", exc_info=True)
-        report.Unwritten.is_any = True
+        report.UnwrittenFiles.is_any = True
 
 
 def _with_useful_route(config: Config) -> tuple[Config, str]:
@@ -143,13 +144,13 @@ class Session:
         trace = SessionTrace(config.streaming.trace, config.trace)
         with ExitStack() as opened:
             # Runs last, after the target is closed.
-            opened.callback(_asked, trace.write)
+            opened.callback(_close_asked_file, trace.write)
             self.target: Engine = opened.enter_context(open_target(start, on_progress))
             if reason := self.target.opened.no_rows_reason:
                 spec = without_asked_rows(start.choices.spec, reason)
                 self.choices = replace(start.choices, spec=spec)
             spec = self.choices.spec
-            opened.callback(_said, "the trace is incomplete", trace.end, self.target)
+            opened.callback(_close_or_warn, "the trace is incomplete", trace.end, self.target)
             with self.target.opened.taking(DRAFT_MODEL):
                 drafting = open_draft(config, spec, self.target)
             self.draft: DraftModel | None = None if drafting is None else drafting.model
@@ -165,15 +166,15 @@ class Session:
             )  # fmt: skip
             if not config.streaming.route.is_on:
                 # Times of other routing are not those of the model.
-                opened.callback(_said, "learnt times are not kept", self.costs.close)
-            opened.callback(_said, "speeds of links are not kept", self._keep_links)
+                opened.callback(_close_or_warn, "learnt times are not kept", self.costs.close)
+            opened.callback(_close_or_warn, "speeds of links are not kept", self._keep_links)
             disk_lines: list[str] = []
             if (
                 self.target.reads_experts
                 and self.target.start.options.store.disk_bytes_per_s is None
             ):
                 disk_lines = measure_disk(spec.kept_folder, self.target.facts.path)
-                opened.callback(_said, "the disk's speed is not kept", self._keep_disk)
+                opened.callback(_close_or_warn, "the disk's speed is not kept", self._keep_disk)
             prompt_bytes = self.target.memory_for_prompts(config.cache_ram_bytes)
             if prompt_bytes is not None and prompt_bytes != config.cache_ram_bytes:
                 disk_lines.append(
@@ -194,7 +195,7 @@ class Session:
             )  # fmt: skip
             if drafts:
                 self.speculation = Speculation(spec, self.target, self.draft, self.costs)
-                opened.callback(_asked, self.speculation.close)
+                opened.callback(_close_asked_file, self.speculation.close)
             self.batcher = Batcher(
                 self.target,
                 self.draft,
@@ -207,7 +208,7 @@ class Session:
                 clears_idle=config.cache_idle_slots,
             )
             keep = partial(prompts.keep, self.batcher, on_progress)
-            opened.callback(_said, "prompts are not kept", keep)
+            opened.callback(_close_or_warn, "prompts are not kept", keep)
             prompts.take_back(self.batcher)
             if self.speculation is not None and self.speculation.logs_rounds:
                 self.batcher.on_step.append(self.speculation.log_step)
@@ -232,7 +233,7 @@ class Session:
             if failed := keep_step(file, choice, steps.step_s):
                 log.warning("%s", failed)
 
-        opened.callback(_said, "a draft's step is not kept", keep)
+        opened.callback(_close_or_warn, "a draft's step is not kept", keep)
 
     def _count_experts(self, opened: ExitStack) -> None:
         """Record the experts that routers choose from now on, and keep the counts."""
@@ -243,7 +244,7 @@ class Session:
         self._used = UsedExperts(
             self.target, file, lambda: TokenMix(batcher.n_prompt_tokens, batcher.n_generated)
         )
-        opened.callback(_said, "counts of experts are not kept", self._used.keep)
+        opened.callback(_close_or_warn, "counts of experts are not kept", self._used.keep)
         batcher.on_step.append(self._used.on_step)
 
     def _prefer_cached(self) -> tuple[str, ...]:
