@@ -35,9 +35,11 @@ _DEPTH, _DEEP_BELOW_S = 16, 0.02  # tokens of context of the first decode, if T(
 _LEAD_BELOW_S = 0.05
 _IN_PART_FROM_S = 0.4  # seconds of a decode from which it is stopped after some layers
 _LEAST_LAYERS = 2  # fewest layers timed in a decode that is stopped
+_MOST_SPLIT_S = 10.0  # seconds of a pass over split layers up to which it may be repeated
 _LEAST_ROOM = 8  # tokens of context up to which measuring is impossible
 
 Progress = Callable[[float], None]
+Clock = Callable[[], float]
 
 
 def streamed_kinds(target: Engine) -> tuple[str, ...]:
@@ -80,17 +82,22 @@ _SETTINGS = {
 }
 
 
-def measure_split(target: Engine) -> dict[str, MeasuredCosts]:
+def measure_split(
+    target: Engine, *, is_busy: Callable[[], bool] = lambda: False, clock: Clock = perf_counter
+) -> dict[str, MeasuredCosts]:
     """Return the times of a split layer's sides and of the link, by the name of the device.
 
     Devices with an unknown time are left out. If times contradict each other, all are measured once
-    more, because other programs have probably disturbed them. Decodes tokens in sequence 0, which
-    must be empty, and leaves it empty. Raises DeviceFailed.
+    more, because other programs have probably disturbed them. That is left to later timings if the
+    first pass took over 10 s, or if `is_busy` says that other programs still run. Decodes tokens in
+    sequence 0, which must be empty, and leaves it empty. Raises DeviceFailed.
     """
     if target.opened.weights.hybrid is None:
         return {}
+    start_s = clock()
     by_device = _measured_split(target)
-    if any(costs.is_doubtful for costs in by_device.values()):
+    is_doubtful = any(costs.is_doubtful for costs in by_device.values())
+    if is_doubtful and clock() - start_s <= _MOST_SPLIT_S and not is_busy():
         by_device = _measured_split(target)
     return by_device
 
@@ -344,8 +351,6 @@ def use_split_costs(target: Engine, costs: Mapping[str, MeasuredCosts]) -> None:
 
 
 # -- one decode's time -----------------------------------------------------------------------------
-
-Clock = Callable[[], float]
 
 
 def decode_s(

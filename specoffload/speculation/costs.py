@@ -40,6 +40,7 @@ from offload.units import milliseconds, plural
 from specdec.decoding.loop import StepReport
 from specdec.errors import BadProfile
 from specoffload.config.options import Toggle
+from specoffload.cpu_load import Watch
 from specoffload.generation.generation import ignore
 from specoffload.kept import Kept, KeptFile, KeptRun, settings_of, today
 from specoffload.kept_bounds import is_old
@@ -206,7 +207,8 @@ class SessionCosts:
         if self._splits and (is_thorough or self._doubts_split or not self._split_costs):
             self._on_progress(_STEP, 0.0)
             try:
-                by_device = measure_split(target)
+                watch = Watch()
+                by_device = measure_split(target, is_busy=lambda: watch.others().is_busy)
                 self._put_split(by_device)
                 run.split_date = ""
             except DeviceFailed as e:

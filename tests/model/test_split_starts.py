@@ -159,6 +159,12 @@ def test_a_disturbed_measurement_is_made_once_more(monkeypatch: pytest.MonkeyPat
     made += [{"sim": bad}, {"sim": good}]
     assert measure_split(target) == {"sim": good}
     assert made == [{"sim": bad}], "one that agrees is believed"
+    made += [{"sim": good}, {"sim": bad}]
+    assert measure_split(target, is_busy=lambda: True) == {"sim": bad}, "others still run"
+    made += [{"sim": bad}]
+    took_11_s = iter((0.0, 11.0)).__next__
+    assert measure_split(target, clock=took_11_s) == {"sim": bad}
+    assert len(made) == 2, "no second pass was made"
 
 
 def test_on_needs_costs_alone_and_auto_then_measures_the_rest(
