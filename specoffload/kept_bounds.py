@@ -240,7 +240,7 @@ def _repeated_reason(bounds: Bounds, measured: Iterable[RepeatedValue]) -> str:
     each = [*measured]
     if not each or not all(one.values for one in each):
         return "none was measured"
-    return bounds.reason(value for one in each for value in one.values)
+    return bounds.reason(value for one in each for value in (*one.values, *one.seen))
 
 
 def _work_reason(work: PlannedWork | None) -> str:

@@ -1,8 +1,9 @@
 """The kept seconds of a draft's token in each engine, from several starts and from serving. Pure.
 
 One measurement may have been disturbed, so each start measures once more until the values agree
-(`offload.times.repeated`). A session adds the step that its rounds showed for the engine in use. So
-an engine that seemed faster than it is loses its place at the next start.
+(`offload.times.repeated`). Starts measure steps without a context. The steps of a session have the
+context of its texts, and only of the engine in use. So they never count as values: they make a
+start measure once more if the other engine seems faster than they are.
 """
 
 from __future__ import annotations
@@ -48,21 +49,38 @@ class KeptEngines:
         torch_ms, llama_ms = (1e3 * self.of(name).value for name in (TORCH, LIBLLAMA))
         return f"a token takes {torch_ms:.2f} ms in torch and {llama_ms:.2f} ms in libllama"
 
+    def due(self, day: str) -> tuple[str, ...]:
+        """The engines that a start of this day measures."""
+        return tuple(name for name in ENGINES if self.of(name).is_due(day))
+
     def of(self, name: str) -> RepeatedTime:
         """The measurements of one engine."""
         return self.seconds.get(name, RepeatedTime())
 
     def with_seconds(
-        self, seconds: Mapping[str, float], *, is_doubted: bool = False
+        self, seconds: Mapping[str, float], *, is_doubted: bool = False, day: str = ""
     ) -> KeptEngines:
-        """Return these measurements and a further one of some engines.
+        """Return these measurements and a further one of some engines, by a start of this day.
 
         `is_doubted`: other programs took much of the CPUs meanwhile.
         """
         new = {
-            name: self.of(name).with_value(s, is_doubted=is_doubted) for name, s in seconds.items()
+            name: self.of(name).with_value(s, is_doubted=is_doubted, day=day)
+            for name, s in seconds.items()
         }
         return replace(self, seconds=self.seconds | new)
+
+    def with_served(self, name: str, step_s: float) -> KeptEngines:
+        """Return these measurements and the step that a session with an engine showed.
+
+        A step that is no longer than the other engine's changes no choice. So it confirms.
+        """
+        own = self.of(name)
+        least_s = min((self.of(other).value for other in ENGINES if other != name), default=0.0)
+        if not own.values or not least_s:
+            return self
+        seen = own.with_seen(step_s if step_s > least_s else own.value)
+        return replace(self, seconds=self.seconds | {name: seen})
 
 
 class DraftSteps:

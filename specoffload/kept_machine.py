@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from numa.topology import Topology
 from numa.tune import TuneResult
@@ -85,41 +85,75 @@ def tuned_sentence(result: TuneResult) -> str:
 class _Remeasured(Protocol):
     """What starts measure until it is settled."""
 
-    @property
-    def is_settled(self) -> bool: ...
+    date: str  # day of the first measurement
 
-    def with_measured(self, measured: Any, *, is_doubted: bool) -> Self: ...
+    def is_due(self, day: str) -> bool: ...
+
+    def with_measured(self, measured: Any, *, is_doubted: bool, day: str) -> Self: ...
 
 
 _T = TypeVar("_T", bound=_Remeasured)
 
 
+@dataclass(frozen=True)
+class _KeptKind(Generic[_T]):
+    """A kind of measurement of the machine, and its key in the kept file."""
+
+    of: Callable[[Kept], dict[str, _T]]
+    key: str
+    empty: Callable[[], _T]
+    reason_of: Callable[[_T], str]  # a clause on values that are missing or out of bounds, or ""
+
+    def young(self, file: Kept) -> _T:
+        """What is kept, or no measurement if nothing is kept or it is old."""
+        kept = self.of(file).get(self.key)
+        return self.empty() if kept is None or is_old(kept.date, today()) else kept
+
+    def added(self, kept: _T, measured: Any, *, is_doubted: bool) -> _T:
+        """Return `kept` with another measurement.
+
+        If this is out of bounds, and `kept` has others, it is counted as tried, and has no value.
+        """
+        more = kept.with_measured(measured, is_doubted=is_doubted, day=today())
+        reason = self.reason_of(more)
+        if reason and not self.reason_of(kept):
+            log.info("a measurement is not kept: %s", reason)
+            more = kept.with_measured(measured, is_doubted=True, day=today())
+            return kept if self.reason_of(more) else more
+        return more
+
+
 def _measured_again(
-    kept: _T, measure: Callable[[], Any], reason_of: Callable[[_T], str],
-    *, uses_kernel: bool = False,
+    kind: _KeptKind[_T], folder: Path | None, measure: Callable[[], Any],
+    *, finish: Callable[[_T], object] = lambda _: None, uses_kernel: bool = False,
 ) -> _T:  # fmt: skip
-    """Return `kept` with another measurement, or `kept` itself if it is settled.
+    """Return what `folder` keeps of a kind, with another measurement if one is due.
 
-    `measure` returns None if there is nothing to measure.
+    `measure` returns None if there is nothing to measure. `finish` completes what is kept.
 
-    The new measurement does not count if it is out of bounds and others are kept. It is doubted if
-    other programs took much of the CPUs meanwhile. That is not asked with `uses_kernel`, when the
-    measurement itself keeps threads of the kernel busy, which count as other programs.
-
-    `reason_of` returns a clause on values that are missing or out of bounds, or "".
+    A measurement is doubted if other programs took much of the CPUs meanwhile. That is not asked
+    with `uses_kernel`, when it keeps threads of the kernel busy, which count as other programs.
     """
-    if kept.is_settled:
+    kept = kind.empty() if folder is None else kind.young(KeptFile(folder).load()[0])
+    if not kept.is_due(today()):
         return kept
     watch = Watch()
     measured = measure()
     if measured is None:
         return kept
-    more = kept.with_measured(measured, is_doubted=not uses_kernel and watch.others().is_busy)
-    reason = reason_of(more)
-    if reason and not reason_of(kept):
-        log.info("a measurement is not kept: %s", reason)
-        return kept
-    return more
+    is_doubted = not uses_kernel and watch.others().is_busy
+
+    def added(to: _T) -> _T:
+        more = kind.added(to, measured, is_doubted=is_doubted)
+        finish(more)
+        return more
+
+    def change(file: Kept) -> None:  # other processes may have kept theirs while this one measured
+        kind.of(file)[kind.key] = added(kind.young(file))
+
+    if folder is not None:
+        KeptFile(folder).update(change)
+    return added(kept)
 
 
 # -- disks ----------------------------------------------------------------------------------------
@@ -135,30 +169,35 @@ def load_disk(folder: Path, model: Path) -> KeptDisk | None:
 def measure_disk(folder: Path | None, model: Path) -> list[str]:
     """Lines on the disk with the model, whose speed is kept in `folder` until it is old.
 
-    Each start measures once more until the measurements agree.
+    Each start measures once more until the measurements agree, or five starts made some.
     """
-    disk, kept = disk_of(model), None if folder is None else load_disk(folder, model)
-    if kept is None or is_old(kept.date, today()):
-        kept = KeptDisk({}, today())
+    disk = disk_of(model)
+
+    def complain(kept: KeptDisk) -> None:
+        kept.complaints = disk.reasons(kept.bytes_per_s)
+
     try:
-        new = _measured_again(
-            kept,
+        kept = _measured_again(
+            _KeptKind(
+                lambda file: file.disks,
+                disk.name,
+                lambda: KeptDisk({}, today()),
+                lambda one: disk_reason(one.rates.values()),
+            ),
+            folder,
             lambda: {depth: disk_speed(model, depth) for depth in DEPTHS},
-            lambda one: disk_reason(one.rates.values()),
+            finish=complain,
             uses_kernel=disk.is_encrypted,
         )
     except BadModel as e:
         return [f"the disk is not measured: {e}"]
-    if new is not kept:
-        new.complaints = disk.reasons(new.bytes_per_s)
-        if folder is not None:
-            KeptFile(folder).update(lambda file: file.disks.update({disk.name: new}))
-    return disk_lines(disk.name, new)
+    return disk_lines(disk.name, kept)
 
 
 def keep_seen_disk(folder: Path, model: Path, counters: ReadCounters) -> None:
-    """Add what serving saw of the disk with the model to its kept speed.
+    """Keep what serving saw of the disk with the model beside its kept speed.
 
+    If sessions contradict it, the next start measures once more.
     Nothing is added if serving saw no speed (`seen_rate`), or one that no disk has.
     """
     seen = seen_rate(counters)
@@ -169,10 +208,10 @@ def keep_seen_disk(folder: Path, model: Path, counters: ReadCounters) -> None:
 
     def change(file: Kept) -> None:
         disk = file.disks.get(name)
-        if disk is not None and depth in disk.rates:
-            more = disk.rates[depth].with_seen(rate)
-            if not disk_reason([more]):
-                disk.rates[depth] = more
+        if disk is not None:
+            more = disk.with_seen(depth, rate)
+            if not disk_reason(more.rates.values()):
+                file.disks[name] = more
 
     KeptFile(folder).update(change)
 
@@ -208,29 +247,30 @@ def links_of(choices: Sequence[DeviceChoice], folder: Path | None, *, keep: bool
     """Return the speeds of these devices' links as kept in `folder`, or measure them.
 
     With `keep`, a new measurement is kept in `folder`. Speeds are then measured once more until
-    measurements agree, and those that are old are measured again. Raises DoesNotFit or
-    DeviceFailed.
+    measurements agree or five starts made some, and those that are old are measured again. Raises
+    DoesNotFit or DeviceFailed.
     """
     kept = kept_links(choices, folder)
     if kept is not None and not keep:
         return kept
-    if kept is None or is_old(kept.date, today()):
-        kept = KeptLinks.of(len(choices), today())
-    new = _measured_again(
-        kept,
+    return _measured_again(
+        _KeptKind(
+            lambda file: file.links,
+            link_key(choices),
+            lambda: KeptLinks.of(len(choices), today()),
+            lambda one: links_reason([*one.alone, *one.together]),
+        ),
+        folder if keep else None,
         lambda: link_speeds(choices),
-        lambda one: links_reason([*one.alone, *one.together]),
     )
-    if folder is not None and keep and new is not kept:
-        KeptFile(folder).update(lambda file: file.links.update({link_key(choices): new}))
-    return new
 
 
 def keep_seen_links(
     folder: Path, choices: Sequence[DeviceChoice], rates: Mapping[str, float]
 ) -> None:
-    """Add the bytes/s that serving saw of links alone, by the name of the device.
+    """Keep the bytes/s that serving saw of links alone, by the name of the device.
 
+    They stand beside the measured ones, and make the next start measure if they contradict them.
     Nothing is added to links that no start measured, nor a rate that no link has.
     """
 
@@ -280,15 +320,17 @@ def reads_of(folder: Path | None, choice: DeviceChoice) -> MappedReads:
     old. One that is out of bounds leaves the kept ones as they are, and does not count beside them.
     None: nothing is kept. Raises DoesNotFit or DeviceFailed.
     """
-    kept = None if folder is None else KeptFile(folder).load()[0].reads.get(choice.words)
-    if kept is None or is_old(kept.date, today()):
-        kept = KeptReads([], today())
-    new = _measured_again(
-        kept, lambda: measure_reads(choice), lambda one: reads_reason(one.measured)
+    kept = _measured_again(
+        _KeptKind(
+            lambda file: file.reads,
+            choice.words,
+            lambda: KeptReads([], today()),
+            lambda one: reads_reason(one.measured),
+        ),
+        folder,
+        lambda: measure_reads(choice),
     )
-    if folder is not None and new is not kept:
-        KeptFile(folder).update(lambda file: file.reads.update({choice.words: new}))
-    return usual_reads(new.measured)
+    return usual_reads(kept.measured)
 
 
 # -- layouts of weights on the CPU --------------------------------------------------------------
@@ -297,16 +339,17 @@ def reads_of(folder: Path | None, choice: DeviceChoice) -> MappedReads:
 def layouts_of(folder: Path, kind: WeightKind) -> LayoutTimes | None:
     """Return the times of a kind's layouts as kept in `folder`, or measure and keep them.
 
-    Each start measures once more until the times agree, and all are measured again when they are
-    old. Returns None if ggml cannot repack the kind. Raises DoesNotFit or DeviceFailed.
+    Each of the first three starts measures once more, and all are measured again when they are old.
+    Returns None if ggml cannot repack the kind. Raises DoesNotFit or DeviceFailed.
     """
-    key = f"{kind.words}, {library_build()}"
-    kept = KeptFile(folder).load()[0].layouts.get(key)
-    if kept is None or is_old(kept.date, today()):
-        kept = KeptLayouts.of(today())
-    new = _measured_again(
-        kept, partial(layout_times, kind), lambda one: layouts_reason(one.each.values())
+    kept = _measured_again(
+        _KeptKind(
+            lambda file: file.layouts,
+            f"{kind.words}, {library_build()}",
+            lambda: KeptLayouts.of(today()),
+            lambda one: layouts_reason(one.each.values()),
+        ),
+        folder,
+        partial(layout_times, kind),
     )
-    if new is not kept:
-        KeptFile(folder).update(lambda file: file.layouts.update({key: new}))
-    return new.times if any(one.values for one in new.each.values()) else None
+    return kept.times if any(one.values for one in kept.each.values()) else None

@@ -14,12 +14,19 @@ from pydantic import BeforeValidator
 
 from offload.plan.repacking import LayoutTimes
 from offload.times.mapped_reads import MappedReads
-from offload.times.repeated import MOST_FROM_STARTS, RepeatedRate, RepeatedTime
+from offload.times.repeated import (
+    LEAST_SETTLED,
+    MOST_FROM_STARTS,
+    MOST_VALUES,
+    RepeatedRate,
+    RepeatedTime,
+)
 
 if TYPE_CHECKING:
     from offload.stream.link_speed import LinkSpeeds
 
-_MOST_LAYOUT_TIMES = 3  # times from starts, as many as tell one disturbed time from the others
+_MOST_LAYOUT_TIMES = 3  # starts that measure, as many as tell one disturbed time from the others
+_AGREES = (0.8, 1.25)  # factors on a disk's kept speed within which a session confirms it
 
 
 def of_one(value: Any) -> Any:
@@ -50,11 +57,30 @@ class KeptDisk:
         """True if no start needs to measure again."""
         return bool(self.rates) and all(rate.is_settled() for rate in self.rates.values())
 
-    def with_measured(self, rates: Mapping[int, float], *, is_doubted: bool) -> Self:
+    def is_due(self, day: str) -> bool:
+        """True if a start of this day measures."""
+        return not self.rates or any(rate.is_due(day) for rate in self.rates.values())
+
+    def with_seen(self, depth: int, rate: float) -> Self:
+        """Return these speeds with one that a session saw, with `depth` reads at once.
+
+        The plan reads the highest speed, and a session sees one number of reads. So a rate that
+        differs much stands for a disk whose other speeds differ by the same factor.
+        """
+        known = self.rates.get(depth, RepeatedRate()).value
+        if not known:
+            return self
+        low, high = _AGREES
+        factor = 1.0 if low <= rate / known <= high else rate / known
+        return replace(
+            self, rates={n: one.with_seen(factor * one.value) for n, one in self.rates.items()}
+        )
+
+    def with_measured(self, rates: Mapping[int, float], *, is_doubted: bool, day: str) -> Self:
         """Return these speeds with another measurement of each number of reads."""
         known = {depth: self.rates.get(depth, RepeatedRate()) for depth in rates}
         new = {
-            depth: known[depth].with_value(rate, is_doubted=is_doubted)
+            depth: known[depth].with_value(rate, is_doubted=is_doubted, day=day)
             for depth, rate in rates.items()
         }
         return replace(self, rates=self.rates | new)
@@ -90,10 +116,14 @@ class KeptLayouts:
         """True if no start needs to measure again. A measurement takes a second."""
         return all(one.is_settled(_MOST_LAYOUT_TIMES) for one in self.each.values())
 
-    def with_measured(self, times: LayoutTimes, *, is_doubted: bool) -> Self:
+    def is_due(self, day: str) -> bool:
+        """True if a start of this day measures."""
+        return any(one.is_due(day, _MOST_LAYOUT_TIMES) for one in self.each.values())
+
+    def with_measured(self, times: LayoutTimes, *, is_doubted: bool, day: str) -> Self:
         """Return these times with another measurement of each."""
         more = {
-            name: one.with_value(getattr(times, name), is_doubted=is_doubted)
+            name: one.with_value(getattr(times, name), is_doubted=is_doubted, day=day)
             for name, one in self.each.items()
         }
         return type(self)(**more, date=self.date)
@@ -123,11 +153,15 @@ class KeptLinks:
         """True if no start needs to measure again."""
         return all(rate.is_settled() for rate in (*self.alone, *self.together))
 
-    def with_measured(self, speeds: LinkSpeeds, *, is_doubted: bool) -> Self:
+    def is_due(self, day: str) -> bool:
+        """True if a start of this day measures."""
+        return any(rate.is_due(day) for rate in (*self.alone, *self.together))
+
+    def with_measured(self, speeds: LinkSpeeds, *, is_doubted: bool, day: str) -> Self:
         """Return these speeds with another measurement of each link."""
         alone, together = (
             [
-                one.with_value(rate, is_doubted=is_doubted)
+                one.with_value(rate, is_doubted=is_doubted, day=day)
                 for one, rate in zip(kept, rates, strict=True)
             ]
             for kept, rates in ((self.alone, speeds.alone), (self.together, speeds.together))
@@ -142,15 +176,30 @@ class KeptReads:
     measured: list[MappedReads]
     date: str
     is_doubted: bool = False  # other programs took much of the CPUs whenever they were measured
+    n_tried: int = 0  # starts that measured, also without one that counts; 0: an earlier file
+    tried_on: str = ""  # day of the last of them
 
     @property
     def is_settled(self) -> bool:
         """True if no start needs to measure again. A measurement takes milliseconds."""
-        return len(self.measured) >= MOST_FROM_STARTS
+        return bool(self.measured) and self._n_tried >= MOST_FROM_STARTS
 
-    def with_measured(self, reads: MappedReads, *, is_doubted: bool) -> Self:
+    def is_due(self, day: str) -> bool:
+        """True if a start of this day measures, as `RepeatedValue.is_due`."""
+        is_weak = self.is_doubted or len(self.measured) < LEAST_SETTLED
+        return not self.is_settled or (is_weak and self.tried_on != day)
+
+    def with_measured(self, reads: MappedReads, *, is_doubted: bool, day: str) -> Self:
         """Return these measurements with another one, as `RepeatedValue.with_value` does."""
+        tried = replace(self, n_tried=self._n_tried + 1, tried_on=day)
         if is_doubted and self.measured and not self.is_doubted:
-            return self
-        kept = self.measured if self.is_doubted == is_doubted else []
-        return replace(self, measured=[*kept, reads], is_doubted=is_doubted)
+            return tried
+        if self.is_doubted and not is_doubted:
+            return replace(tried, measured=[reads], is_doubted=False, n_tried=1)
+        return replace(
+            tried, measured=[*self.measured, reads][-MOST_VALUES:], is_doubted=is_doubted
+        )
+
+    @property
+    def _n_tried(self) -> int:
+        return max(self.n_tried, len(self.measured))

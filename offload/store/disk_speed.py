@@ -186,8 +186,9 @@ def seen_rate(counters: ReadCounters) -> tuple[int, float] | None:
 
     Bytes are divided by the seconds in which at least one read was under way, so waiting for
     computation does not count. The rate belongs to the mean number of reads under way in these
-    seconds, of which the nearest of `DEPTHS` is returned. It is a little too low, because this
-    number varies, and more reads at once gain less than fewer reads at once lose.
+    seconds, of which the nearest of `DEPTHS` is returned. It is too low, because this
+    number varies, and more reads at once gain less than fewer reads at once lose: a little if it
+    varies little, and much if reads come in bursts.
 
     None if this is no speed of the disk: few bytes, small reads, or bytes from the page cache.
     """

@@ -2,6 +2,9 @@
 
 Other programs only make a machine slower, so of two values in the middle the faster one counts. One
 disturbed value among three or more changes nothing beyond the range of the others.
+
+Starts measure the values. What sessions saw is kept apart, because it may be another quantity, or
+that of a busy machine: it only makes a start measure once more.
 """
 
 from __future__ import annotations
@@ -11,9 +14,10 @@ from dataclasses import dataclass, replace
 from statistics import median, median_high, median_low, quantiles
 from typing import ClassVar, Self
 
-MOST_FROM_STARTS = 5  # values after which a start measures no further one
-_MOST_VALUES = 8  # newest values that are kept; serving adds values when starts do so no more
-_LEAST_SETTLED = 3
+MOST_FROM_STARTS = 5  # starts that measure, whether their values count or not
+MOST_VALUES = 8  # newest values that are kept
+LEAST_SETTLED = 3
+_MOST_SEEN = 3  # newest values of sessions that are kept
 _MOST_SPREAD = 0.1  # up to which values agree
 
 
@@ -30,8 +34,11 @@ def half_spread(values: Sequence[float]) -> float | None:
 class RepeatedValue:
     """Measurements of one value, the newest last. Use `RepeatedTime` or `RepeatedRate`."""
 
-    values: tuple[float, ...] = ()
+    values: tuple[float, ...] = ()  # by starts
     is_doubted: bool = False  # other programs took much of the CPUs whenever it was measured
+    n_tried: int = 0  # starts that measured, also without a value that counts; 0: an earlier file
+    tried_on: str = ""  # day of the last of them
+    seen: tuple[float, ...] = ()  # by sessions
 
     is_rate: ClassVar[bool] = False
 
@@ -43,37 +50,73 @@ class RepeatedValue:
     @property
     def value(self) -> float:
         """The value in the middle, or 0.0 if nothing was measured."""
-        if not self.values:
-            return 0.0
-        return median_high(self.values) if self.is_rate else median_low(self.values)
+        return self._middle(self.values) if self.values else 0.0
 
     @property
     def spread(self) -> float | None:
         """Half the interquartile range over the median. None: there is only one value."""
         return half_spread(self.values)
 
+    @property
+    def is_contradicted(self) -> bool:
+        """True if as many sessions as starts, or three, saw a value that differs by over 10 %."""
+        if not self.values or len(self.seen) < min(self.n, _MOST_SEEN):
+            return False
+        return abs(self._middle(self.seen) - self.value) > _MOST_SPREAD * abs(self.value)
+
     def is_settled(self, most: int = MOST_FROM_STARTS) -> bool:
-        """True if no start needs to measure again: values agree, or there are `most` of them."""
-        if self.n >= most:
-            return True
+        """True if no start needs to measure again: values agree, or `most` starts measured."""
+        if not self.values or self.is_contradicted:
+            return False
         spread = self.spread
         agrees = spread is not None and spread <= _MOST_SPREAD
-        return self.n >= _LEAST_SETTLED and agrees and not self.is_doubted
+        is_sure = self.n >= LEAST_SETTLED and agrees and not self.is_doubted
+        return is_sure or self._n_tried >= most
 
-    def with_value(self, value: float, *, is_doubted: bool = False) -> Self:
-        """Return these values with a further one.
+    def is_due(self, day: str, most: int = MOST_FROM_STARTS) -> bool:
+        """True if a start of this day measures.
+
+        After `most` starts only one a day does, while values are doubted, contradicted or few.
+        """
+        if not self.values or self._n_tried < most:
+            return not self.is_settled(most)
+        is_weak = self.is_doubted or self.is_contradicted or self.n < min(most, LEAST_SETTLED)
+        return is_weak and self.tried_on != day
+
+    def with_value(self, value: float, *, is_doubted: bool = False, day: str = "") -> Self:
+        """Return these values with a further one, which a start of this day measured.
 
         `is_doubted`: other programs took much of the CPUs meanwhile. Doubted values are kept until
-        there is one that is not, which replaces them.
+        there is one that is not, which replaces them. A value that agrees with contradicting
+        sessions replaces earlier ones, too. After a replacement, starts are counted anew.
         """
-        if is_doubted and self.values and not self.is_doubted:
-            return self
-        kept = self.values if self.is_doubted == is_doubted else ()
-        return replace(self, values=(*kept, value)[-_MOST_VALUES:], is_doubted=is_doubted)
+        tried = replace(self, n_tried=self._n_tried + 1, tried_on=day)
+        if is_doubted and self.values:
+            if not self.is_doubted:
+                return tried
+            return replace(tried, values=(*self.values, value)[-MOST_VALUES:])
+        if self.is_doubted or self._is_outdated_by(value):
+            return replace(tried, values=(value,), is_doubted=False, n_tried=1, seen=())
+        values = (*self.values, value)[-MOST_VALUES:]
+        seen = () if self.is_contradicted else self.seen
+        return replace(tried, values=values, is_doubted=is_doubted, seen=seen)
 
     def with_seen(self, value: float) -> Self:
-        """Return these values with one that serving saw. It is as doubted as they are."""
-        return self.with_value(value, is_doubted=self.is_doubted)
+        """Return these values with one that a session saw."""
+        return replace(self, seen=(*self.seen, value)[-_MOST_SEEN:])
+
+    @property
+    def _n_tried(self) -> int:
+        return max(self.n_tried, self.n)
+
+    def _middle(self, values: Sequence[float]) -> float:
+        return median_high(values) if self.is_rate else median_low(values)
+
+    def _is_outdated_by(self, value: float) -> bool:
+        """True if sessions contradict the values, and `value` is nearer to what they saw."""
+        if not self.is_contradicted:
+            return False
+        return abs(value - self._middle(self.seen)) < abs(value - self.value)
 
 
 @dataclass(frozen=True)

@@ -33,16 +33,30 @@ def measured_choice(file: KeptFile, key: str, openers: Openers) -> EngineChoice:
     An engine is measured once more if its kept values are old, or do not agree yet. Raises
     OffloadError.
     """
-    engines = file.load()[0].engines.get(key)
-    if engines is None or is_old(engines.date, today()):
-        engines = KeptEngines(date=today())
+    engines = _young(file.load()[0], key)
     how = f"measured on {engines.date}"
-    if engines.unsettled:
+    if due := engines.due(today()):
         watch = Watch()
-        seconds = _measured(openers, engines.unsettled)
-        engines = engines.with_seconds(seconds, is_doubted=watch.others().is_busy)
-        how = _keep(file, key, engines) or "measured now"
+        seconds = _measured(openers, due)
+        is_doubted = watch.others().is_busy
+
+        def added(to: KeptEngines) -> KeptEngines:
+            return to.with_seconds(seconds, is_doubted=is_doubted, day=today())
+
+        def change(kept: Kept) -> None:  # others may have kept theirs while this one measured
+            kept.engines[key] = added(_young(kept, key))
+
+        how = file.update(change) or "measured now"
+        engines = added(engines)
     return EngineChoice(engines.faster, f"{engines.words}; {how}", key)
+
+
+def _young(kept: Kept, key: str) -> KeptEngines:
+    """Return the kept measurements, or none if nothing is kept or they are old."""
+    engines = kept.engines.get(key)
+    if engines is None or is_old(engines.date, today()):
+        return KeptEngines(date=today())
+    return engines
 
 
 def _measured(openers: Openers, names: Iterable[str]) -> dict[str, float]:
@@ -57,23 +71,17 @@ def _measured(openers: Openers, names: Iterable[str]) -> dict[str, float]:
     return seconds
 
 
-def _keep(file: KeptFile, key: str, engines: KeptEngines) -> str:
-    def change(kept: Kept) -> None:
-        kept.engines[key] = engines
-
-    return file.update(change)
-
-
 def keep_step(file: KeptFile, choice: EngineChoice, step_s: float) -> str:
     """Keep the step that a session's rounds showed. Returns why it is not kept, or "".
 
-    Nothing is kept if `step_s` is 0, or if the engine was not chosen by measurements.
+    Nothing is kept if `step_s` is 0, or if the engine was not chosen by kept measurements.
     """
     if not (choice.kept_key and step_s):
         return ""
 
     def change(kept: Kept) -> None:
-        engines = kept.engines.get(choice.kept_key, KeptEngines(date=today()))
-        kept.engines[choice.kept_key] = engines.with_seconds({choice.name: step_s})
+        engines = kept.engines.get(choice.kept_key)
+        if engines is not None:
+            kept.engines[choice.kept_key] = engines.with_served(choice.name, step_s)
 
     return file.update(change)

@@ -165,15 +165,16 @@ def test_serving_corrects_what_is_faster_than_links_alone(
     coming: list[LinkSpeeds], tmp_path: Path
 ) -> None:
     """A card moved to a slower place: no link is faster together with others than alone."""
-    coming += [SPEEDS] * 3
+    slow = LinkSpeeds((1e9, 25e9), (1e9, 12e9))
+    coming += [SPEEDS] * 3 + [slow]
     by_start(3, tmp_path)
     first, _ = two()
-    used = []
-    for rate in (1e9, 1e9, 1e14, 1e9, 1e9):
+    for rate in (1e9, 1e9, 1e14, 1e9):
+        assert by_start(1, tmp_path) == [SPEEDS.together], "two sessions change nothing"
         keep_seen_links(tmp_path, two(), {first.name: rate})
-        used.append(links_of(two(), tmp_path, keep=False).rates)
-    assert used[:4] == [SPEEDS.together] * 4, "three starts outweigh three sessions"
-    assert used[4] == (1e9, SPEEDS.together[1])
+    assert links_of(two(), tmp_path, keep=False).rates == SPEEDS.together, "nor do three"
+    assert by_start(1, tmp_path) == [(1e9, SPEEDS.together[1])], "but a start measures"
+    assert coming == []
     keep_seen_links(tmp_path, two()[::-1], {first.name: rate})
     assert len(json.loads((tmp_path / MACHINE_FILE).read_text())["links"]) == 1
 
@@ -202,9 +203,9 @@ def test_a_session_adds_what_it_saw_of_links(
         assert len(coming) == 2, "the start measured the links"
         monkeypatch.setattr(SessionCosts, "copies_s", {choices[0].name: 1e-3})
     (links,) = KeptFile(tmp_path).load()[0].links.values()
-    assert links.alone[0].values == (30e9, 1e3 * expert_bytes)
-    assert links.alone[1].values == (25e9,)
-    assert [rate.n for rate in links.together] == [1, 1]
+    assert [rate.values for rate in links.alone] == [(30e9,), (25e9,)]
+    assert [rate.seen for rate in links.alone] == [(1e3 * expert_bytes,), ()]
+    assert [rate.seen for rate in links.together] == [(), ()]
 
 
 def test_a_line_says_both_rates() -> None:

@@ -127,6 +127,61 @@ def test_a_measurement_beside_other_programs_is_replaced(
     assert rates_by_start([RATE / 20] * 5, tmp_path, monkeypatch) == [RATE] * 5
 
 
+def starts_by_day(days: Sequence[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether a start of each of these days measures the disk."""
+    model, measured = folder / "m.gguf", list[int]()
+    model.write_bytes(b"GGUF")
+
+    def speed(path: Path, depth: int) -> float:
+        measured.append(depth)
+        return RATE
+
+    monkeypatch.setattr(kept_machine, "disk_speed", speed)
+    did = []
+    for day in days:
+        n = len(measured)
+        monkeypatch.setattr(kept_machine, "today", lambda day=day: day)
+        measure_disk(folder, model)
+        did.append(len(measured) > n)
+    return did
+
+
+@pytest.mark.parametrize("n_quiet", [0, 1])
+def test_starts_on_a_busy_machine_come_to_an_end(
+    n_quiet: int, load: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert starts_by_day(["2026-01-01"] * n_quiet, tmp_path, monkeypatch) == [True] * n_quiet
+    load.add("a compiler")
+    first = starts_by_day(["2026-01-01"] * 10, tmp_path, monkeypatch)
+    assert first == [True] * (5 - n_quiet) + [False] * (5 + n_quiet)
+    days = ["2026-01-02"] * 3 + ["2026-01-03"] * 2
+    assert starts_by_day(days, tmp_path, monkeypatch) == [True, False, False, True, False]
+
+
+@pytest.mark.usefixtures("load")
+def test_a_measurement_keeps_what_another_process_kept_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two starts measure at once, and a session ends meanwhile."""
+    rates_by_start([RATE], tmp_path, monkeypatch)
+    model, others = tmp_path / "m.gguf", ["a start"]
+
+    def speed(path: Path, depth: int) -> float:
+        if others:
+            others.clear()
+            rates_by_start([RATE * 1.02], tmp_path, monkeypatch)
+            kept_machine.keep_seen_disk(tmp_path, model, seen(RATE))
+        return RATE * 1.04
+
+    monkeypatch.setattr(kept_machine, "disk_speed", speed)
+    measure_disk(tmp_path, model)
+    known = load_disk(tmp_path, model)
+    assert known is not None
+    assert known.rates[1].values[:2] == (RATE, RATE * 1.02)
+    assert known.rates[1].n == 3
+    assert len(known.rates[1].seen) == 1
+
+
 def test_an_encrypted_disk_is_not_doubted_for_its_decryption(
     load: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,22 +222,45 @@ def test_serving_corrects_the_speed_of_a_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk was replaced, or a backup ran during each measurement."""
-    rates_by_start([RATE / 20] * 3, tmp_path, monkeypatch)
-    model = tmp_path / "m.gguf"
-    used = []
-    for _ in range(4):
-        kept_machine.keep_seen_disk(tmp_path, model, seen(RATE))
-        known = load_disk(tmp_path, model)
-        assert known is not None
-        used.append(known.bytes_per_s)
-    assert used == pytest.approx([RATE / 20, RATE / 20, RATE, RATE])
-    kept_machine.keep_seen_disk(tmp_path, model, seen(RATE / 20))  # one disturbed session
-    kept_machine.keep_seen_disk(tmp_path, model, seen(1e13))  # no disk is so fast
-    kept_machine.keep_seen_disk(tmp_path, model, ReadCounters())
-    known = load_disk(tmp_path, model)
+    check_corrected(RATE / 20, RATE, tmp_path, monkeypatch)
+
+
+@pytest.mark.usefixtures("load")
+def test_serving_corrects_a_speed_that_is_too_high(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan reads the highest speed, and sessions see one number of reads."""
+    check_corrected(RATE, RATE / 2, tmp_path, monkeypatch)
+
+
+def check_corrected(
+    before: float, after: float, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three sessions that contradict three starts make one more start measure, which counts."""
+    rates_by_start([before] * 3, folder, monkeypatch)
+    model = folder / "m.gguf"
+    for n in range(3):
+        assert rates_by_start([after], folder, monkeypatch) == [before], f"after {n} sessions"
+        kept_machine.keep_seen_disk(folder, model, seen(after))
+    kept_machine.keep_seen_disk(folder, model, seen(1e13))  # no disk is so fast
+    kept_machine.keep_seen_disk(folder, model, ReadCounters())
+    known = load_disk(folder, model)
     assert known is not None
-    assert known.bytes_per_s == pytest.approx(RATE)
-    assert [rate.n for rate in known.rates.values()] == [3, 3, 8, 3, 3]
+    assert known.bytes_per_s == before, "sessions alone change nothing"
+    assert rates_by_start([after], folder, monkeypatch) == [after]
+
+
+@pytest.mark.usefixtures("load")
+@pytest.mark.parametrize("factor", [0.85, 1.2])
+def test_sessions_that_nearly_agree_with_a_disks_speed_confirm_it(
+    factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates_by_start([RATE] * 3, tmp_path, monkeypatch)
+    for _ in range(3):
+        kept_machine.keep_seen_disk(tmp_path, tmp_path / "m.gguf", seen(factor * RATE))
+    known = load_disk(tmp_path, tmp_path / "m.gguf")
+    assert known is not None
+    assert known.is_settled
 
 
 def test_what_serving_sees_of_a_disk_that_was_not_measured_is_not_kept(tmp_path: Path) -> None:

@@ -114,7 +114,50 @@ def test_a_measurement_while_others_ran_counts_only_without_another(
     for _ in range(3):
         assert machine.start(file).name == TORCH
     kept = file.load()[0].engines[KEY]
-    assert kept.of(TORCH) == RepeatedTime((TRUE_S[TORCH],))
+    assert kept.of(TORCH).values == (TRUE_S[TORCH],)
+    n_before = machine.n_measured
+    for _ in range(10):
+        assert machine.start(file).name == TORCH
+    assert machine.n_measured == n_before + 2, "the fifth start is the last one of a day"
+
+
+def test_long_texts_do_not_change_the_engine_to_and_fro(machine: Machine, file: KeptFile) -> None:
+    """Steps with a long context take longer than the other engine without a context."""
+    names = []
+    for _ in range(20):
+        session(machine, file, serving=4.0)
+        names.append(machine.start(file).name)
+    assert names == [TORCH] * 20
+    assert machine.n_measured <= 2 * MOST_FROM_STARTS
+
+
+def test_a_session_that_contradicts_the_choice_unsettles_it(
+    machine: Machine, file: KeptFile
+) -> None:
+    for _ in range(3):
+        machine.start(file)
+    for _ in range(2):
+        session(machine, file, serving=2.9)
+    assert file.load()[0].engines[KEY].unsettled == (), "still shorter than the other engine's"
+    for _ in range(2):
+        session(machine, file, serving=50.0)
+    kept = file.load()[0].engines[KEY]
+    assert (kept.unsettled, kept.faster) == ((TORCH,), TORCH)
+    machine.factors = {TORCH: 40.0}
+    assert machine.start(file).name == LIBLLAMA, "the start agrees with the sessions"
+
+
+def test_engines_keep_what_another_start_measured_meanwhile(
+    machine: Machine, file: KeptFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(openers: object, names: tuple[str, ...]) -> dict[str, float]:
+        monkeypatch.setattr(draft_engine, "_measured", machine._measured)
+        machine.start(file)
+        return machine._measured(openers, names)
+
+    monkeypatch.setattr(draft_engine, "_measured", measured)
+    machine.start(file)
+    assert file.load()[0].engines[KEY].of(TORCH).n == 2
 
 
 def test_starts_measure_until_values_agree_and_no_more(machine: Machine, file: KeptFile) -> None:
@@ -183,7 +226,7 @@ def test_no_step_is_kept_of_an_engine_that_was_not_measured(file: KeptFile) -> N
     assert keep_step(file, EngineChoice("torch", "measured", KEY), 0.0) == ""
     assert not file.path.exists()
     keep_step(file, EngineChoice("torch", "measured", KEY), 0.1)
-    assert file.load()[0].engines[KEY].of(TORCH).values == (0.1,)
+    assert file.load()[0].engines == {}
 
 
 def test_engines_that_are_as_fast_keep_the_first() -> None:

@@ -69,8 +69,87 @@ def test_a_doubted_value_counts_until_there_is_another(kind: type[RepeatedValue]
     assert doubted.values == (9.0, 8.0)
     assert not doubted.with_value(8.0, is_doubted=True).is_settled()
     clean = doubted.with_value(1.0)
-    assert clean == of(kind, 1.0)
-    assert clean.with_value(9.0, is_doubted=True) == clean
+    assert (clean.values, clean.is_doubted) == ((1.0,), False)
+    assert clean.with_value(9.0, is_doubted=True).values == (1.0,)
+
+
+def n_starts(repeated: RepeatedValue, day: str, *, is_doubted: bool) -> tuple[int, RepeatedValue]:
+    """How many of 100 starts of a day measure, and the values after them."""
+    n = 0
+    for _ in range(100):
+        if repeated.is_due(day):
+            repeated = repeated.with_value(9.0, is_doubted=is_doubted, day=day)
+            n += 1
+    return n, repeated
+
+
+@KINDS
+@pytest.mark.parametrize("n_clean", [0, 1])
+def test_a_busy_machine_measures_five_times_and_then_once_a_day(
+    n_clean: int, kind: type[RepeatedValue]
+) -> None:
+    n, busy = n_starts(of(kind, *[1.0] * n_clean), "2026-01-01", is_doubted=True)
+    assert (n, busy.value) == (MOST_FROM_STARTS - n_clean, 1.0 if n_clean else 9.0)
+    assert busy.is_settled()
+    n, busy = n_starts(busy, "2026-01-02", is_doubted=True)
+    assert n == 1
+    clean = busy.with_value(1.0, day="2026-01-03")
+    assert (clean.values, clean.is_doubted) == ((1.0,) * (1 + n_clean), False)
+
+
+@KINDS
+def test_a_quiet_day_after_busy_ones_settles(kind: type[RepeatedValue]) -> None:
+    _, busy = n_starts(kind(), "2026-01-01", is_doubted=True)
+    n, quiet = n_starts(busy, "2026-01-02", is_doubted=False)
+    assert (n, quiet.values) == (3, (9.0,) * 3)
+    assert not quiet.is_due("2026-01-03")
+
+
+def after_sessions(repeated: RepeatedValue, *seen: float) -> RepeatedValue:
+    for value in seen:
+        repeated = repeated.with_seen(value)
+    return repeated
+
+
+@KINDS
+@given(VALUE, st.lists(VALUE, max_size=20))
+def test_sessions_never_outvote_starts(
+    kind: type[RepeatedValue], value: float, seen: list[float]
+) -> None:
+    after = after_sessions(of(kind, *[value] * 3), *seen)
+    assert (after.value, after.n) == (value, 3)
+
+
+@KINDS
+def test_contradicting_sessions_make_one_start_measure(kind: type[RepeatedValue]) -> None:
+    three = of(kind, *[10.0] * 3)
+    assert after_sessions(three, 5.0, 10.0, 10.5).is_settled(), "one of three is disturbed"
+    assert after_sessions(three, 10.5, 10.5, 10.5).is_settled(), "they agree"
+    contradicted = after_sessions(three, 5.0, 5.0, 5.0)
+    assert not contradicted.is_settled()
+    assert contradicted.is_due("2026-01-01")
+    refuted = contradicted.with_value(9.9, day="2026-01-01")
+    assert (refuted.n, refuted.seen, refuted.is_settled()) == (4, (), True)
+    confirmed = contradicted.with_value(5.5, day="2026-01-01")
+    assert (confirmed.values, confirmed.is_settled()) == ((5.5,), False)
+
+
+@KINDS
+def test_a_busy_machine_that_sessions_contradict_measures_once_a_day(
+    kind: type[RepeatedValue],
+) -> None:
+    contradicted = after_sessions(of(kind, *[10.0] * 5), 5.0, 5.0, 5.0)
+    n, after = n_starts(contradicted, "2026-01-01", is_doubted=True)
+    assert (n, after.value) == (1, 10.0)
+    assert after.is_due("2026-01-02")
+
+
+@KINDS
+def test_values_of_an_earlier_version_count_as_starts(kind: type[RepeatedValue]) -> None:
+    form = TypeAdapter[RepeatedValue](kind)
+    earlier = form.validate_json('{"values": [1.0, 1.0, 7.0, 9.0, 20.0], "is_doubted": false}')
+    assert earlier == kind((1.0, 1.0, 7.0, 9.0, 20.0))
+    assert earlier.is_settled()
 
 
 def test_the_spread_is_half_the_interquartile_range_over_the_median() -> None:
@@ -86,5 +165,5 @@ def test_values_survive_a_file(
     kind: type[RepeatedValue], values: list[float], doubted: bool
 ) -> None:
     form = TypeAdapter[RepeatedValue](kind)
-    repeated = kind(tuple(values), doubted)
+    repeated = kind(tuple(values), doubted, len(values), "2026-01-02", tuple(values[:3]))
     assert form.validate_json(form.dump_json(repeated)) == repeated
