@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -254,8 +255,8 @@ def test_readme_counts_where_default_plans_are_slower_than_llama_cpp(
     slower = sum(cell.one_start < default_plans.GOAL for cell in cells)
     assert f"together are over 5 % slower in {slower} of {len(cells)} cases." in readme
     assert {cell.title for cell in cells} == set(README_TITLES)
-    kept = [cell for cell in lost if cell.decode_rule == "memory kept for prompts"]
-    assert len(kept) > len(lost) / 2, "most have slower answers, because memory is kept for prompts"
+    rules = Counter(cell.decode_rule for cell in lost if cell.decode_rule)
+    assert max(rules, key=lambda rule: rules[rule]) == "memory kept for prompts"
 
 
 def test_each_slower_cell_has_a_rule_and_a_plan_says_what_the_other_end_gives(

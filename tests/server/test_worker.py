@@ -128,7 +128,7 @@ def test_what_a_worker_measured_is_used_at_its_next_start(tiny_moe: Path, tmp_pa
             decode(tiny_moe, running.address, [5, 1, 1])
             assert running.says(said), running.text
             assert running.counters()["n_pairs_host"] > 0
-    change_kept(tmp_path, cpu_factor=1e6)
+    change_kept(tmp_path, cpu_s=15e-3, copy_s=1e-4)
     with working(tiny_moe, *device, profiles=tmp_path) as running:
         decode(tiny_moe, running.address, [5, 1, 1])
         assert running.says("(measured on 20")
@@ -139,15 +139,15 @@ def test_what_a_worker_measured_is_used_at_its_next_start(tiny_moe: Path, tmp_pa
         assert running.counters()["n_pairs_host"] > 0
 
 
-def change_kept(folder: Path, cpu_factor: float) -> None:
-    """Multiply the CPU's times in the costs of split layers that a worker has kept."""
+def change_kept(folder: Path, cpu_s: float, copy_s: float) -> None:
+    """Change the times of an expert in the costs of split layers that a worker has kept."""
     n_changed = 0
     for path in folder.rglob("*.json"):
         kept = json.loads(path.read_text("utf-8"))
         for worker in kept.get("workers", ()):
             host, n_changed = worker["costs"]["host"], n_changed + 1
-            host["fixed_s"] *= cpu_factor
-            host["by_rows_s"] = {n: s * cpu_factor for n, s in host["by_rows_s"].items()}
+            host["by_rows_s"] = dict.fromkeys(host["by_rows_s"], cpu_s)
+            worker["costs"]["copy_s"] = copy_s
         path.write_text(json.dumps(kept), "utf-8")
     assert n_changed
 
