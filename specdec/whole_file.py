@@ -28,10 +28,23 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     try:
         with beside.open("wb") as f:
             yield f
-        os.replace(beside, path)
+        _put(beside, path)
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
+
+
+def _put(beside: Path, path: Path) -> None:
+    """Replace `path` by the file `beside`. A file that is a mount of its own is written instead."""
+    try:
+        os.replace(beside, path)
+    except OSError as e:
+        if e.errno != errno.EBUSY:
+            raise
+        with beside.open("rb") as f, path.open("r+b") as mounted:
+            shutil.copyfileobj(f, mounted)
+            mounted.truncate()
+        beside.unlink()
 
 
 @contextmanager
@@ -99,7 +112,9 @@ def _steps(path: Path) -> Iterator[str]:
 
 def _stream(path: Path, descriptor: int | None) -> BinaryIO:
     """Open a device or a pipe to write to, or `descriptor` at its place after earlier output."""
-    if descriptor is None:
+    mode = 0 if descriptor is None else os.fstat(descriptor).st_mode
+    # A pipe or a terminal is opened anew, because a duplicate may not block, as its parent chose.
+    if descriptor is None or stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
         return open(path, "wb", opener=_open_now)
     return os.fdopen(os.dup(descriptor), "wb")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from specdec.whole_file import named_descriptor, real_path
@@ -30,6 +31,8 @@ def _refusal(output: Path) -> str:
     if (descriptor := named_descriptor(output)) is not None:
         mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
         return _NOT_WRITABLE if mode == os.O_RDONLY else ""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        os.stat(output)  # raises what `Path.exists` hides since Python 3.14
     if output.is_dir():
         return "is a folder; name a file"
     if output.exists() and not output.is_file():

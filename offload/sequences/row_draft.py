@@ -108,10 +108,6 @@ class RowDraft:
         `parts`: (sequence, position of the first token, tokens), in the order of the batch.
         """
         if self.is_paused:
-            for sequence, start, _ in parts:
-                text = self._texts[sequence]
-                if start < len(text.held) + len(text.waiting):  # the text was rewound
-                    self._trimmed(sequence, start)
             return
         rows, at = self._context.take(sum([len(tokens) for _, _, tokens in parts])), 0
         for sequence, start, tokens in parts:
@@ -190,6 +186,15 @@ class RowDraft:
         if text.drafted:
             self._remove(sequence, len(text.held))
         text.drafted, text.own = [], []
+
+    def was_cut(self, sequence: int, length: int) -> None:
+        """Called when the target's sequence was cut to `length` tokens, which is not 0.
+
+        Only a paused draft cuts its text now, since it does not hear of the tokens that follow.
+        Otherwise the next decode tells where they begin.
+        """
+        if self.is_paused:
+            self._trimmed(sequence, length)
 
     def emptied(self, sequence: int) -> None:
         """Free the sequence's cells. Called when the target's sequence was emptied."""

@@ -601,8 +601,11 @@ class Sequences:
 
     def _was_cut(self, sequence: int, length: int) -> None:
         self._lengths[sequence] = length
-        if not length and self._follower is not None:
-            self._follower.emptied(sequence)
+        if self._follower is not None:
+            if length:
+                self._follower.was_cut(sequence, length)
+            else:
+                self._follower.emptied(sequence)
         self._snapshots[sequence] = 0
         if self._images[sequence]:
             kept = [span for span in self._images[sequence] if span.end <= length]

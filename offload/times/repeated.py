@@ -87,8 +87,9 @@ class RepeatedValue:
         """Return these values with a further one, which a start of this day measured.
 
         `is_doubted`: other programs took much of the CPUs meanwhile. Doubted values are kept until
-        there is one that is not, which replaces them. A value that agrees with contradicting
-        sessions replaces earlier ones, too. After a replacement, starts are counted anew.
+        there is one that is not, which replaces them, and starts are counted anew. A value that
+        agrees with contradicting sessions replaces earlier ones, too, and starts count on, because
+        a rate that changes all the time would be measured by each of them.
         """
         tried = replace(self, n_tried=self._n_tried + 1, tried_on=day)
         if is_doubted and self.values:
@@ -96,7 +97,8 @@ class RepeatedValue:
                 return tried
             return replace(tried, values=(*self.values, value)[-MOST_VALUES:])
         if self.is_doubted or self._is_outdated_by(value):
-            return replace(tried, values=(value,), is_doubted=False, n_tried=1, seen=())
+            n_tried = 1 if self.is_doubted else tried.n_tried
+            return replace(tried, values=(value,), is_doubted=False, n_tried=n_tried, seen=())
         values = (*self.values, value)[-MOST_VALUES:]
         seen = () if self.is_contradicted else self.seen
         return replace(tried, values=values, is_doubted=is_doubted, seen=seen)

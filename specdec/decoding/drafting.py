@@ -67,6 +67,7 @@ class ChainDrafting:
         self._learn_rested()
         self._drafter, self.policy = drafter, policy
         policy.expect(_names(drafter))
+        policy.share_batch(1)  # it may have priced a shared batch before
         self._walks.clear()
         self._n_shared = 1
 

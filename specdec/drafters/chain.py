@@ -227,7 +227,7 @@ class ChainDrafter:
 
     def _may_catch_up(self, leader: _Paid, poor: Sequence[tuple[DraftRequest, _Proposals]]) -> bool:
         """Count a round in which the leader would have to catch up. True if it is asked."""
-        if leader.usual_gain <= 0.0:  # as rarely as a trial
+        if leader.usual_gain <= 0.0:  # catching up is as rare as a trial
             return leader.price <= _TRIAL_SHARE * (self._n_tokens - leader.asked_at)
         # Catching up comes first, and pays only after several poor offers.
         leader.missed += fmean([leader.usual_gain - offer.gain for _, offer in poor])

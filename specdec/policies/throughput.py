@@ -46,7 +46,6 @@ _AHEAD, _PROBE_SHARE_AHEAD = 0.04, 0.02
 _PROBE_AGES = 6  # rounds by which a failed probe ages a drafter's plan
 _IDLE_ROUNDS = 32  # interval, in rounds, at which a drafter that is not asked is reconsidered
 _FIRST_DOUBT = 512  # most rounds until a step that seems too long to ever pay is timed again
-_SOON_ROUNDS = 96  # rounds before a probe in which its drafter follows the text
 _MOST_ALONE = 32  # rounds without a draft that are learnt from together
 _LOSS_TOKENS, _LOSS_SHARE = 2.0, 0.003  # allowed loss: tokens, plus a share of emitted tokens
 # Further share of allowed loss within which a probe that gained tokens resumes drafting.
@@ -176,9 +175,12 @@ class Throughput(Policy):
             self._after_prompt.begins()
 
     def may_ask(self, source: str) -> bool:
-        """False if drafts of `source` cannot pay, and its next probe is far away."""
+        """False if drafts of `source` cannot pay, and no probe is due.
+
+        Such a probe only times a step, so it needs no rows of earlier tokens.
+        """
         known = self._sources.get(source)
-        return known is None or known.may_pay or known.until - self._n_rounds <= _SOON_ROUNDS
+        return known is None or known.may_pay or known.until <= self._n_rounds
 
     def begin(self, limit: int, source: str) -> Walk:
         known = self._sources.get(source)
@@ -599,7 +601,7 @@ class Throughput(Policy):
             self._costs.reach(self.n_max + n_sequences)
             self._seconds = self._tokens / self._plain_rate
             for known in self._sources.values():
-                known.age = REBUILD_ROUNDS
+                known.age, known.not_asked = REBUILD_ROUNDS, None
 
     @property
     def _plain_rate(self) -> float:

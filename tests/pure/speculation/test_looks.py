@@ -151,11 +151,33 @@ def test_what_cannot_pay_is_probed_after_a_share_of_the_time() -> None:
     assert not policy.may_ask("draft")
     n_waits = policy._sources["draft"].until
     assert n_waits == pytest.approx(1.0 / 0.004, abs=2), "a step takes the time of one token"
-    wrote(policy, n_waits - 96)
-    assert policy.may_ask("draft"), "its rows are followed for some rounds before"
+    wrote(policy, n_waits - 1)
+    assert not policy.may_ask("draft"), "its rows are not taken until then"
     assert not asked(policy, 0).wants
-    wrote(policy, 96)
+    wrote(policy, 1)
+    assert policy.may_ask("draft")
     assert asked(policy, 0).is_probe
+
+
+@pytest.mark.parametrize("step", [1.0, 2.0, 3.0])
+def test_own_layers_that_cannot_pay_take_hardly_any_rows(step: float) -> None:
+    """They have as many tokens to read as rounds passed while rows were taken."""
+    policy = Throughput(CostProfile(DEAR.step_s, step))
+    n_rows = n_unread = n_probes = 0
+    for _ in range(3000):
+        takes = policy.may_ask("draft")
+        n_rows += takes
+        walk = asked(policy, n_unread if n_unread > BATCHED_TAIL else 0)
+        n_unread = n_unread + 1 if takes and not walk.wants else 0
+        if not walk.wants:
+            wrote(policy, 1)
+            continue
+        walk.feed(0.5)
+        n_probes += 1
+        draft = Draft((), (), "draft", NO_TOKENS, ((7, 0.5),), n_steps=1)
+        policy.learn(Round(draft, 0, (1,), step, 1.0))
+    assert n_rows <= 0.02 * 3000
+    assert n_probes > 1
 
 
 def test_what_cannot_pay_is_asked_as_soon_as_times_change() -> None:
@@ -215,8 +237,10 @@ def test_the_same_policy_goes_on_with_what_it_learnt() -> None:
     drafter = ChainDrafter([Silent("suffix")])
     drafting = ChainDrafting(target, drafter, policy)
     policy._sources["suffix"].n_judged = 77
+    policy.share_batch(2)
     drafting.use(drafter, policy)
     assert policy._sources["suffix"].n_judged == 77
+    assert policy._beside == 0, "the next text is alone again"
 
 
 def test_a_policy_plans_for_its_drafters_before_the_first_draft() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -40,6 +41,25 @@ def test_a_write_that_fails_leaves_what_was_there(
     with pytest.raises(error):
         write()
     assert path.read_bytes() == b"before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_is_a_mount_of_its_own_is_written_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers mount single files, and nothing can take the place of a mount."""
+    path = tmp_path / "trace.json"
+    path.write_bytes(b"a longer text of an earlier run")
+    number = path.stat().st_ino
+
+    def busy(*_: object) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(os, "replace", busy)
+    with whole_file(path) as f:
+        f.write(b"new")
+    assert path.read_bytes() == b"new"
+    assert path.stat().st_ino == number
     assert list(tmp_path.iterdir()) == [path]
 
 

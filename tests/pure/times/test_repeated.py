@@ -167,3 +167,19 @@ def test_values_survive_a_file(
     form = TypeAdapter[RepeatedValue](kind)
     repeated = kind(tuple(values), doubted, len(values), "2026-01-02", tuple(values[:3]))
     assert form.validate_json(form.dump_json(repeated)) == repeated
+
+
+@KINDS
+def test_a_rate_that_changes_all_the_time_is_not_measured_by_each_start(
+    kind: type[RepeatedValue],
+) -> None:
+    """A disk in a cloud, for example. Afterwards one start a day measures."""
+    repeated, n_measured = kind(), 0
+    for start in range(100):
+        now, later = (10.0, 5.5) if start % 2 else (5.5, 10.0)
+        if repeated.is_due("2026-11-30"):
+            repeated = repeated.with_value(now, day="2026-11-30")
+            n_measured += 1
+        repeated = repeated.with_seen(later)
+    assert n_measured <= MOST_FROM_STARTS
+    assert repeated.is_due("2026-12-01")
