@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from busy_programs import busy_programs
 from resolved import config_of
 
 from offload.device import DeviceChoice, choose_device
@@ -23,7 +24,6 @@ from offload.stream.link_speed import (
 from offload.times.repeated import RepeatedRate
 from specoffload import kept_machine
 from specoffload.config.options import Toggle
-from specoffload.cpu_load import Load
 from specoffload.kept import MACHINE_FILE, KeptFile
 from specoffload.kept_machine import keep_seen_links, link_lines, links_of
 from specoffload.kept_values import KeptLinks
@@ -72,10 +72,7 @@ SPEEDS = LinkSpeeds((30e9, 25e9), (21e9, 12e9))
 
 @pytest.fixture
 def others(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Holds anything while other programs take much of the CPUs."""
-    programs = set[str]()
-    monkeypatch.setattr(Load, "is_busy", property(lambda _: bool(programs)))
-    return programs
+    return busy_programs(monkeypatch)
 
 
 @pytest.fixture

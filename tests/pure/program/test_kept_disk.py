@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from busy_programs import busy_programs
 from numa_trees import mount
 
 from offload.errors import BadModel
@@ -14,7 +15,6 @@ from offload.store.disk_speed import DEPTHS, Disk
 from offload.store.reading import ReadCounters
 from offload.times.repeated import RepeatedRate
 from specoffload import kept_machine
-from specoffload.cpu_load import Load
 from specoffload.kept import KeptFile
 from specoffload.kept_machine import lines_of_disks, load_disk, measure_disk
 from specoffload.kept_values import KeptDisk
@@ -22,10 +22,7 @@ from specoffload.kept_values import KeptDisk
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Holds anything while other programs take much of the CPUs."""
-    others = set[str]()
-    monkeypatch.setattr(Load, "is_busy", property(lambda _: bool(others)))
-    return others
+    return busy_programs(monkeypatch)
 
 
 @pytest.mark.usefixtures("load")

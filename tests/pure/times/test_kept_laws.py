@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from busy_programs import busy_programs
 from test_kept_list import whole
 
 from offload.model_file import read_facts
@@ -25,7 +26,6 @@ from specoffload.commands.doctor import MachineNow, kept_models
 from specoffload.commands.worker import kept_splits
 from specoffload.config.options import Toggle
 from specoffload.config.resolution import demo_file
-from specoffload.cpu_load import Load
 from specoffload.kept import Kept, KeptFile, today
 from specoffload.kept_list import AGAIN, OLD, of_machine, of_model
 
@@ -181,10 +181,7 @@ LAYOUTS = LayoutTimes(1e-3, 2e-3, 3e-3, 4e-3)
 
 @pytest.fixture
 def busy(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Holds anything while other programs take much of the CPUs."""
-    others = set[str]()
-    monkeypatch.setattr(Load, "is_busy", property(lambda _: bool(others)))
-    return others
+    return busy_programs(monkeypatch)
 
 
 @pytest.fixture
