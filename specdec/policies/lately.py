@@ -20,7 +20,7 @@ class Lately:
 
     def __init__(self) -> None:
         self._seen: deque[float] = deque(maxlen=_SEEN)
-        self._n = 0  # batches in `_seen`
+        self._n = 0  # batches in `_seen`, since asking for its length costs a call in each round
         # The round of the last batch, moved on by `_FORGET_ROUNDS` for each forgotten batch.
         self._at = 0
         self.last_factor = 1.0  # as `factor` was when something was learnt or forgotten last

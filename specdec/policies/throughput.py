@@ -147,8 +147,8 @@ class Throughput(Policy):
         price = self.rate * reading_s + (walk.n_probed - 1) * known.step
         # What is known of the drafter from earlier texts need not be found out by a loss.
         known_tokens = _LOSS_TOKENS if self.calibration.n_judged(source) >= _KNOWN else 0.0
-        allowed = self._budget - known_tokens - (1.0 - _READ_OF_WON) * max(0.0, self._won)
-        allowed = max(0.0, allowed)
+        unspent = self._budget - known_tokens - (1.0 - _READ_OF_WON) * max(0.0, self._won)
+        allowed = max(0.0, unspent)
         if price <= allowed:
             return None
         self._walks.pop(source, None)

@@ -32,6 +32,7 @@ from specdec.types import Decision, Draft, DraftRequest, Round
 NO_TOKENS = Decision(0, "nothing")
 PROBED = CostProfile((1.0, 2.0, 2.4, 2.8, 3.2, 3.6, 4.0, 4.4, 4.8), 0.3)  # pays if all are right
 DEAR = CostProfile((1.0, 2.8, 3.0, 3.6, 4.7, 5.5, 6.2, 6.9, 7.5), 1.0)  # no draft of a model pays
+GENTLE = CostProfile(tuple(1.0 + 0.1 * n for n in range(9)), 0.01)
 FLAT = CostProfile((1.0, 1.02, 1.04, 1.06, 1.08, 1.1, 1.12, 1.14, 1.16), 0.01)
 
 
@@ -131,7 +132,7 @@ def test_a_short_text_is_read_for_a_probe_at_once() -> None:
 
 
 def test_a_known_drafter_is_not_probed_at_a_loss() -> None:
-    """What earlier texts showed of it need not be found out again."""
+    """Earlier texts have shown how good it is, so no loss is needed to find out."""
     known = Calibration()
     for _ in range(60):
         known.observe("draft", 0.5, accepted=False)
@@ -322,8 +323,16 @@ def test_a_model_that_was_emptied_has_read_nothing() -> None:
 # -- after a prompt --------------------------------------------------------------------------------
 
 
+def n_best(policy: Throughput) -> int:
+    """Tokens that are worth verifying if each of 8 is right with a probability of 0.8."""
+    walk = policy.begin(8, "suffix")
+    for _ in range(8):
+        walk.feed(0.8)
+    return walk.n_best
+
+
 def after_prompts(*ratios: Sequence[float]) -> AfterPrompt:
-    """What is learnt from answers whose first decodes took these multiples of the usual time."""
+    """An `AfterPrompt` that saw an answer for each of `ratios`: decode times over the usual one."""
     learnt = AfterPrompt()
     for of_answer in ratios:
         learnt.begins()
@@ -373,22 +382,15 @@ def test_drafts_are_dearer_while_a_prompts_experts_are_in_the_slots(
     first_s: float, drafts: bool
 ) -> None:
     """The very first round shows what plain decoding takes there, and later ones are priced."""
-    policy = Throughput(CostProfile(tuple(1.0 + 0.1 * n for n in range(9)), 0.01))
-
-    def n_best() -> int:
-        walk = policy.begin(8, "suffix")
-        for _ in range(8):
-            walk.feed(0.8)
-        return walk.n_best
-
-    assert n_best() > 0
+    policy = Throughput(GENTLE)
+    assert n_best(policy) > 0
     policy.prompt_read()
-    assert n_best() == 0
+    assert n_best(policy) == 0
     policy.learn(Round(Draft((), (), "suffix", NO_TOKENS), 0, (1,), 0.0, first_s))
-    assert (n_best() > 0) == drafts
+    assert (n_best(policy) > 0) == drafts
     for _ in range(N_ROUNDS):
         policy.learn(Round(Draft((), (), "suffix", NO_TOKENS), 0, (1,), 0.0, 1.0))
-    assert n_best() > 0
+    assert n_best(policy) > 0
 
 
 # -- what drafts took lately -----------------------------------------------------------------------
@@ -416,22 +418,15 @@ def test_batches_that_take_longer_than_usual_make_drafts_dearer() -> None:
 
 def test_drafts_are_priced_by_what_their_batches_took_lately() -> None:
     """In a text whose tokens use the same experts, wrong drafts use others."""
-    policy = Throughput(CostProfile(tuple(1.0 + 0.1 * n for n in range(9)), 0.01))
-
-    def n_best() -> int:
-        walk = policy.begin(8, "suffix")
-        for _ in range(8):
-            walk.feed(0.8)
-        return walk.n_best
-
-    before = n_best()
+    policy = Throughput(GENTLE)
+    before = n_best(policy)
     draft = Draft((7, 7), (0.8, 0.8), "suffix", Decision(2, ""))
     for _ in range(3):
         policy.learn(Round(draft, 2, (7, 7, 1), 0.0, 3.0))
     assert policy._lately.factor(policy._n_rounds) == pytest.approx(2.5)
-    assert n_best() < before
+    assert n_best(policy) < before
     wrote(policy, 400)
-    assert n_best() >= before, "there is a way back"
+    assert n_best(policy) >= before, "there is a way back"
 
 
 def test_the_loop_says_when_a_prompt_was_read() -> None:
