@@ -83,7 +83,7 @@ def tuned_sentence(result: TuneResult) -> str:
 
 
 class _Remeasured(Protocol):
-    """What starts measure until it is settled."""
+    """Measurements that starts repeat until they are settled."""
 
     date: str  # day of the first measurement
 
@@ -105,7 +105,7 @@ class _KeptKind(Generic[_T]):
     reason_of: Callable[[_T], str]  # a clause on values that are missing or out of bounds, or ""
 
     def young(self, file: Kept) -> _T:
-        """What is kept, or no measurement if nothing is kept or it is old."""
+        """Return the kept measurements. Return none if nothing is kept, or if they are old."""
         kept = self.of(file).get(self.key)
         return self.empty() if kept is None or is_old(kept.date, today()) else kept
 

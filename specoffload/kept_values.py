@@ -139,7 +139,7 @@ class KeptLinks:
 
     @classmethod
     def of(cls, n_devices: int, date: str) -> Self:
-        """Return no measurement of so many links, of this day."""
+        """Return an entry of this day for `n_devices` links, without measurements."""
         return cls([RepeatedRate()] * n_devices, [RepeatedRate()] * n_devices, date)
 
     @property

@@ -190,8 +190,8 @@ class RowDraft:
     def was_cut(self, sequence: int, length: int) -> None:
         """Called when the target's sequence was cut to `length` tokens, which is not 0.
 
-        Only a paused draft cuts its text now, since it does not hear of the tokens that follow.
-        Otherwise the next decode tells where they begin.
+        A paused draft cuts its text now, because it does not hear of later tokens. A draft that is
+        not paused cuts it at the next decode, which tells where its tokens begin.
         """
         if self.is_paused:
             self._trimmed(sequence, length)

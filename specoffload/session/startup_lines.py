@@ -14,7 +14,7 @@ from specoffload.opening.choices import StartChoices
 from specoffload.opening.draft_model import DraftModel
 from specoffload.speculation.speculation import Speculation
 
-_FAR_ROUNDED = 2  # a context that is rounded to so many times its size is always said
+_FAR_ROUNDED = 2  # rounded context over the asked one, from which the line is always printed
 _A_PROMPT = SMALL_BATCH + 1  # tokens of a batch whose ways are those of all larger ones
 
 

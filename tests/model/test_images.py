@@ -473,7 +473,7 @@ def test_any_exif_data_leaves_an_image_readable(data: bytes, is_little: bool) ->
 
 
 def decoder_says(files: Sequence[bytes], *limits_s: float, sizes: bool = False) -> list[str]:
-    """What the decoder says of each file: a size or a refusal. Has no limit of time by a clock."""
+    """Return what the decoder says of each file: its size, or a refusal. No clock ends it."""
     with tempfile.TemporaryFile() as pixels:
         descriptor = None if sizes else pixels.fileno()
         said = subprocess.run(

@@ -154,7 +154,7 @@ def test_layers_that_draft_get_the_rows_of_their_own_text(
 @pytest.mark.parametrize("place", ["resident", "streamed"])
 @pytest.mark.parametrize("kind", MTP_KINDS)
 def test_accepted_drafts_of_own_layers_change_no_text(kind: str, place: str, models: Path) -> None:
-    """Random layers are rarely right, so many of their tokens are replaced by right ones."""
+    """Random layers are rarely right. So the test replaces many of their tokens by right ones."""
     path, plainly = write_mtp(models, kind), Plainly(write_mtp(models, kind))
     own = {**OWN, "ctx_size": N_SLOTS * N_CTX}
     with open_mtp(path, place, N_SLOTS, **own) as session:

@@ -332,7 +332,7 @@ def test_serving_times_split_layers_again_and_keeps_what_it_found(
 
 
 def expert_s(n_rows: int) -> float:
-    """Seconds that an expert of so many rows takes the CPU."""
+    """Return the seconds in which the CPU computes an expert with `n_rows` rows."""
     return 2e-5 * (1 + n_rows) / 2
 
 

@@ -117,7 +117,7 @@ def test_files_that_an_editor_sends_ahead_are_cached(server: Program) -> None:
 
 @pytest.mark.parametrize("request_of", [vim, vscode])
 def test_a_key_costs_no_tokens_before_the_cursor(server: Program, request_of: Any) -> None:
-    """What was typed may be tokenised in another way. The text after the cursor comes last."""
+    """Another key may change the tokens of the typed text. The text after the cursor comes last."""
     n_after = n_tokens(server, SUFFIX) + 2
     filled(server, request_of("d"))
     typed = "def method_6(self, value):"
