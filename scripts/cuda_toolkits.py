@@ -87,7 +87,7 @@ def chosen(
     toolkits: Sequence[Toolkit], driver: CudaDriver
 ) -> tuple[Toolkit | None, tuple[str, ...]]:
     """Return the first toolkit that suits the machine, and why each one before it does not."""
-    reasons = []
+    reasons: list[str] = []
     for toolkit in toolkits:
         why = reason(toolkit, driver)
         if not why:

@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -186,12 +187,12 @@ def _kept_objects(work: Path) -> Iterator[None]:
             "SCCACHE_CACHE_SIZE": "50G",
             "SCCACHE_IDLE_TIMEOUT": "0",
         }
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        subprocess.run([_program("sccache"), "--start-server"], check=True, **quiet)
+        run = partial(subprocess.run, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        run([_program("sccache"), "--start-server"], check=True)
         try:
             yield
         finally:
-            subprocess.run([_program("sccache"), "--stop-server"], check=False, **quiet)
+            run([_program("sccache"), "--stop-server"], check=False)
 
 
 def steps(lines: Iterator[str]) -> Iterator[tuple[int, int]]:

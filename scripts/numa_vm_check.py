@@ -261,8 +261,8 @@ def read_s(topology: Topology, candidate: Candidate) -> float:
 def check_tune(checks: Checks, topology: Topology, plan: ThreadPlan) -> None:
     """Compare the search of `tune` with one of every strategy, number of threads and page size."""
 
-    def measure(candidate: Candidate) -> Mapping[int, float]:
-        return {1: read_s(topology, candidate)}
+    def measure(candidate: Candidate) -> Mapping[int, Sequence[float]]:
+        return {1: (read_s(topology, candidate),)}
 
     began_s = time.monotonic()
     _, size = packed(TUNED_SHAPES)
