@@ -199,7 +199,11 @@ def test_a_row_of_the_table_is_made_from_what_its_command_prints() -> None:
     words = policies.brief(policies.figures([json.dumps(one) for one in each]))
     assert "100 % faster at 1 GB/s and 200 % faster at 400 MB/s" in words
     assert "it is 0 % faster on the worst text" in words
-    copying.append({"streamed_bytes": 0})
+    still = {"vs_no_drafts": 0.1, "vs_best_fixed": 0.1, "rows": [{"streamed_bytes": 0}]}
+    each[2]["workloads"]["prose"] = still
+    words = policies.answer(policies.figures([json.dumps(one) for one in each]))
+    assert "the default was at 1.00 × plain decoding on the worst" in words, "prose copies nothing"
+    copying[0]["streamed_bytes"] = 0
     with pytest.raises(ValueError, match="nothing was copied, so the row would compare nothing"):
         policies.figures([json.dumps(one) for one in each])
 
