@@ -190,8 +190,8 @@ class RowDraft:
     def was_cut(self, sequence: int, length: int) -> None:
         """Called when the target's sequence was cut to `length` tokens, which is not 0.
 
-        A paused draft cuts its text now, because it does not hear of later tokens. A draft that is
-        not paused cuts it at the next decode, which tells where its tokens begin.
+        A paused draft hears of no later tokens, so it cuts its text now. Without a pause, the next
+        decode tells where its tokens begin, and the draft cuts its text then.
         """
         if self.is_paused:
             self._trimmed(sequence, length)
