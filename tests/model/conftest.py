@@ -1,8 +1,8 @@
-"""The exact target and its judge, opened once for all tests of losslessness."""
+"""The exact target and its judge, opened once for all tests of losslessness, and steady links."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import id_law
@@ -11,7 +11,9 @@ from lossless_parts import EXACT, N_CTX, Judge, let_batches_be_cheap, write_f32
 from sampler_parts import opened, without_drafts
 
 from lab.options import engine_options
+from offload.device import DeviceChoice
 from offload.engine import open_engine
+from offload.stream.link_speed import LinkSpeeds
 from specoffload.session.session import Session
 
 
@@ -41,6 +43,16 @@ def judge(exact: Path) -> Iterator[Judge]:
     """The judge: the target without drafts, which chooses the right token for each prefix."""
     with open_engine(exact, engine_options(device="cpu", n_ctx=N_CTX, **EXACT)) as engine:
         yield Judge(engine)
+
+
+@pytest.fixture
+def steady_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan and a start measure links once more each, until several measurements agree."""
+
+    def speeds(choices: Sequence[DeviceChoice]) -> LinkSpeeds:
+        return LinkSpeeds((5e9,) * len(choices), (4e9,) * len(choices))
+
+    monkeypatch.setattr("specoffload.kept_machine.link_speeds", speeds)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
@@ -22,7 +22,6 @@ from worker import has_rpc, working
 from lab.synth import write_preset
 from lab.synth.mtp import write_mtp
 from lab.synth.published import published_facts
-from offload.device import DeviceChoice
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts
 from offload.model_file import read_facts
@@ -31,7 +30,6 @@ from offload.plan.found import Found, FoundDevice, Kind
 from offload.plan.layout import Layout
 from offload.plan.wanted import Wanted
 from offload.remote.address import RemoteOptions
-from offload.stream.link_speed import LinkSpeeds
 from offload.times.context_memory import ContextOptions
 from specoffload.commands.plan import as_dict
 from specoffload.config.options import PlanOptions, Ram, Toggle
@@ -156,17 +154,7 @@ def start_is_printed(config: Config, own: PlanOptions) -> None:
                 assert note.split("in the compute buffer: ")[1] in strings
 
 
-@pytest.fixture
-def _steady_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan and a start measure links once more each, until several measurements agree."""
-
-    def speeds(choices: Sequence[DeviceChoice]) -> LinkSpeeds:
-        return LinkSpeeds((5e9,) * len(choices), (4e9,) * len(choices))
-
-    monkeypatch.setattr("specoffload.kept_machine.link_speeds", speeds)
-
-
-@pytest.mark.usefixtures("_steady_links")
+@pytest.mark.usefixtures("steady_links")
 @pytest.mark.parametrize("drafts", ["own layers", "a draft model"])
 @pytest.mark.parametrize("device", ["cpu", "sim:vram=4MiB", "sim:vram=3MiB,sim:vram=4MiB"])
 @pytest.mark.parametrize("ram_part", [None, 0.5])

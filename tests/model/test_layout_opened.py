@@ -24,6 +24,7 @@ from specoffload.config.options import PlanOptions, Ram, Toggle
 from specoffload.config.resolution import Config
 from specoffload.opening.start import open_target, session_start
 
+pytestmark = pytest.mark.usefixtures("steady_links")
 KIB = 1 << 10
 SHAPES = ("deepseek-v3", "qwen3-235b-a22b", "gpt-oss-120b")
 

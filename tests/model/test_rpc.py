@@ -418,6 +418,7 @@ def test_a_reset_is_the_same_sentence_while_connecting(
 
 
 @needs_rpc
+@pytest.mark.usefixtures("steady_links")
 @pytest.mark.parametrize("order", ["auto", "last"])
 def test_a_start_with_a_worker_opens_the_layout_that_plan_prints(
     order: Literal["auto", "last"], models: Path, worker: Worker
